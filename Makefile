@@ -1,0 +1,53 @@
+# Everything a newcomer needs: make demo, make test. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+FLOOR := .venv-floor
+BIN := $(VENV)/bin
+JOBS ?= 2
+# One thread per test worker: two workers with two threads each are slower than two with one.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.PHONY: help setup demo test test-fast test-floor check format clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+setup: $(VENV)/.ready  ## the virtual environment, with pinned versions
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## build, convert and generate with a tiny model, each token coloured by its depth
+	@HF_HUB_OFFLINE=1 $(BIN)/adaponder demo
+
+test: check  ## style, types, then every test
+	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS)
+
+test-fast: setup  ## the tests without the slow ones
+	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
+
+$(FLOOR)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FLOOR)
+	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(FLOOR)/constraints.txt
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt torch==2.13.0
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt transformers==5.17.0 -e '.[dev]'
+	@touch $@
+
+test-floor: $(FLOOR)/.ready  ## laws and contracts on the oldest supported transformers
+	$(PYTEST) $(FLOOR)/bin/python -m pytest -n $(JOBS) tests/laws tests/contract
+
+check: setup  ## ruff and the type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+format: setup  ## let ruff rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove environments and caches
+	rm -rf $(VENV) $(FLOOR) .pytest_cache .ruff_cache .hypothesis

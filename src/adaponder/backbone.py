@@ -1,0 +1,216 @@
+"""What a backbone must offer, and the wrapper that gets it from any Hugging Face decoder, unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from adaponder.errors import BackboneError
+from adaponder.ledger import IterationView, KeysValues
+from adaponder.masks import Places, visible
+
+_FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
+
+
+class Reading(NamedTuple):
+    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it."""
+
+    hidden: Tensor
+    stream: Tensor
+    rows: list[KeysValues]
+
+
+class Backbone:
+    """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
+
+    Holds a stock ``…ForCausalLM`` and changes nothing in it. What cannot be seen that way is refused by name when
+    wrapping (structure) and by :meth:`verify` (numbers on random input, against the stock model's own forward).
+    """
+
+    def __init__(self, stock: PreTrainedModel):
+        refuse_by_name(stock)
+        self.stock = stock
+        self.body: PreTrainedModel = stock.base_model
+        self.norm = _final_norm(self.body)
+        self.layers: int = stock.config.num_hidden_layers
+        self.windows = _windows(stock.config)
+
+    # --- embedding and head -------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.stock.get_input_embeddings()(ids)
+
+    def table(self) -> Tensor:
+        """The effective embedding table: ``embed(ids) == table()[ids]``."""
+        embedding = self.stock.get_input_embeddings()
+        scale = getattr(embedding, "embed_scale", None)
+        return embedding.weight if scale is None else embedding.weight * scale.to(embedding.weight.dtype)
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """The head as (W, bias): ``logits == hidden @ W.T + bias``."""
+        linear = self.stock.get_output_embeddings()
+        return linear.weight, linear.bias
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.stock.get_output_embeddings()(hidden)
+
+    def final_norm(self, stream: Tensor) -> Tensor:
+        return stream if self.norm is None else self.norm(stream)
+
+    # --- the body -----------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        x: Tensor,
+        *,
+        position: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        view: Callable[[], IterationView],
+        replay: bool = False,
+    ) -> Reading:
+        """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that ``view()`` answers.
+
+        ``replay`` keeps no activations of the pass and computes them again in backward (non-reentrant
+        checkpointing). ``view`` makes a fresh view each time, so that the replay sees what the pass saw.
+        """
+
+        def one_pass(x: Tensor) -> Reading:
+            answers = view()
+            seen: list[Tensor] = []
+            hook = None
+            if self.norm is not None:
+                hook = self.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+            try:
+                out = self.body(
+                    inputs_embeds=x,
+                    position_ids=position,
+                    attention_mask=mask,
+                    past_key_values=answers,
+                    use_cache=True,
+                )
+            finally:
+                if hook is not None:
+                    hook.remove()
+            hidden = out.last_hidden_state
+            return Reading(hidden, seen[0] if seen else hidden, answers.rows())
+
+        if not replay:
+            return one_pass(x)
+        return checkpoint(one_pass, x, use_reentrant=False)
+
+    def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """The explicit attention mask, in the form this decoder takes it."""
+        masks = {kind: self._as_attention(visible(query, key, window=w), dtype) for kind, w in self.windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _as_attention(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.stock.config._attn_implementation != "eager":
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+    # --- the contract -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Checks embedding table, body, final norm and head on random input against the stock model's forward."""
+        weight = self.stock.get_input_embeddings().weight
+        if weight.device.type == "meta":
+            return
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.stock.config.vocab_size, (2, 7), generator=generator).to(weight.device)
+        training = self.stock.training
+        self.stock.eval()
+        try:
+            expected = self.stock(input_ids=ids, use_cache=False)
+            position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+            embedded = self.embed(ids)
+            _agree(self.stock, "the embedding table", self.table()[ids], embedded)
+            reading = self.read(embedded, position=position, mask=None, view=lambda: _Passing(self.layers))
+            _agree(self.stock, "the final norm", self.final_norm(reading.stream), reading.hidden)
+            head, bias = self.head()
+            logits = nn.functional.linear(reading.hidden, head, bias)
+            _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
+            _agree(self.stock, "the body with embeddings fed in", self.logits(reading.hidden), expected.logits)
+        finally:
+            self.stock.train(training)
+
+
+class _Passing(IterationView):
+    """A view that reuses nothing: one plain pass."""
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        self.written[layer] = (keys, values)
+        return keys, values
+
+
+def refuse_by_name(stock: PreTrainedModel) -> None:
+    """Raises with the reason if this family cannot be a backbone."""
+    config, family = stock.config, stock.config.model_type
+
+    def refuse(reason: str) -> None:
+        raise BackboneError(f"{family} cannot be a backbone: {reason}")
+
+    if config.is_encoder_decoder:
+        refuse("it is an encoder-decoder; a decoder that reads its own embeddings is needed")
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if any("linear" in kind or kind in ("conv", "mamba", "recurrent") for kind in kinds):
+        refuse(
+            "linear-attention and convolution layers keep one running state, not a row per token that could be reused"
+        )
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        refuse(f"attention of kind {', '.join(sorted(unknown))} is not modelled")
+    if getattr(config, "final_logit_softcapping", None):
+        refuse("final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head")
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            refuse(f"{name} scales its logits, and the expectation over the vocabulary is of a linear head")
+    if getattr(config, "use_bidirectional_attention", False) not in (False, None):
+        refuse("use_bidirectional_attention lets a token see the future")
+    if getattr(config, "add_cross_attention", False):
+        refuse("add_cross_attention needs an encoder")
+    if getattr(config, "layerdrop", 0):
+        refuse(f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0")
+    projection = getattr(config, "word_embed_proj_dim", None)
+    if projection not in (None, config.hidden_size):
+        refuse(f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place to go in")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("num_kv_shared_layers makes layers read other layers' keys and values")
+    head = stock.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        refuse(f"its head is a {type(head).__name__}, not a linear map of the hidden state")
+    if not isinstance(stock.get_input_embeddings(), nn.Embedding):
+        refuse(f"its embedding is a {type(stock.get_input_embeddings()).__name__}, not a table")
+
+
+def _final_norm(body: nn.Module) -> nn.Module | None:
+    for owner in (body, getattr(body, "decoder", None)):
+        for name in _FINAL_NORMS:
+            if isinstance(norm := getattr(owner, name, None), nn.Module):
+                return norm
+    return None
+
+
+def _windows(config) -> dict[str, int | None]:
+    """Attention kind -> window in tokens (None: all), in the keys that decoders of mixed kinds take masks by."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return {"every_layer": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def _agree(stock: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:
+    scale = theirs.abs().max().clamp_min(1e-30)
+    error = float((ours.double() - theirs.double()).abs().max() / scale)
+    # Room for the rounding of one forward in this precision, far below any scaling or cap one could forget.
+    bound = 200 * torch.finfo(theirs.dtype).eps
+    if not error <= bound:
+        raise BackboneError(
+            f"{stock.config.model_type} cannot be a backbone: {what} does not reproduce the stock model "
+            f"(relative difference {error:.1e}); something between embedding and logits is not modelled here"
+        )

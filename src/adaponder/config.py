@@ -1,0 +1,221 @@
+"""A model is a backbone and a way of reading it again: this is both, as data."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from adaponder.errors import ConfigError
+
+Method = Literal["adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla"]
+METHODS: tuple[str, ...] = get_args(Method)
+
+# What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
+_FOREIGN_KEYS = {
+    "name_or_path",
+    "attn_implementation",
+    "experts_implementation",
+    "output_attentions",
+    "torch_dtype",
+    "num_labels",
+    "model_type",
+    "transformers_version",
+    "transformers_weights",
+    "_commit_hash",
+    "_from_auto",
+    "gradient_checkpointing",
+    "per_layer_config",
+}
+
+
+class AdaPonderConfig(PreTrainedConfig):
+    """The backbone's own config plus the recurrence around it.
+
+    Args:
+        backbone_config: config of any Hugging Face decoder (object, or dict with ``model_type``).
+        method: which recurrence; one of adaponder, ponder, loop, pause, mor, ouro, vanilla.
+        iterations: K, the most times a token is read (PonderLM's ``pondering_steps + 1``; pause: 1 + pauses).
+        tau: a token halts once its gate ``s < tau`` (eq. 4).
+        gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear.
+        gate_bias: where gates start: ``s = sigmoid(gate_bias)``. The config says how far they are open.
+        shared_gate: one gate for all iterations (the paper's ablation) instead of one each.
+        embedding_scale: factor on embeddings and on the table of the mixture. ``None`` resolves to what training
+            from scratch uses: sqrt(d) for adaponder and ponder, sqrt(2.5 d) for loop, 1 otherwise.
+        initial_multiplier: further factor on the first embedding only (PonderLM's ``mutiply_pondering_steps``).
+        expectation_top_k: mix only the k likeliest tokens' embeddings; ``None`` mixes the whole vocabulary.
+        reuse: what a halted token keeps. ``state``: keys, values and hidden state; ``kv``: keys and values only (the
+            paper's equations); ``none``: nothing (the ablation).
+        ponder_on: the ponder loss acts on gate ``probabilities`` or ``logits``.
+        ponder_pool: later gates of a halted token count as they are (``all``) or as constant 0 (``closed``).
+        pause_token_id: an unused vocabulary slot that serves as pause token; ``None`` learns a vector of its own.
+        capacities: mor, share of tokens each recursion keeps in training; the first is 1 (every token is read once).
+        router_alpha: mor, factor on the router's sigmoid.
+        router_loss_weight: mor, factor on the auxiliary loss.
+        exit_threshold: ouro, a token exits once its cumulative exit probability reaches this.
+        exit_entropy_weight: ouro, the beta of stage I.
+    """
+
+    model_type = "adaponder"
+    sub_configs = {"backbone_config": AutoConfig}
+    has_no_defaults_at_init = True
+
+    backbone_config: PreTrainedConfig | dict | None = None
+    method: str = "adaponder"
+    iterations: int = 4
+    tau: float = 1e-4
+    gate_width: int = 4
+    gate_bias: float = 4.0
+    shared_gate: bool = False
+    embedding_scale: float | None = None
+    initial_multiplier: float = 1.0
+    expectation_top_k: int | None = None
+    reuse: str = "state"
+    ponder_on: str = "probabilities"
+    ponder_pool: str = "all"
+    pause_token_id: int | None = None
+    capacities: list[float] | None = None
+    router_alpha: float = 0.1
+    router_loss_weight: float = 1e-3
+    exit_threshold: float = 1.0
+    exit_entropy_weight: float = 0.1
+
+    def __post_init__(self, **kwargs: Any):
+        _refuse_unknown(kwargs, {field.name for field in fields(type(self))})
+        self.backbone_config = _as_config(self.backbone_config)
+        if self.method == "vanilla":
+            self.iterations = 1
+        _check_recurrence(self)
+        _check_backbone(self.backbone_config)
+        if self.embedding_scale is None:
+            self.embedding_scale = _scale_from_scratch(self.method, self.backbone_config.hidden_size)
+        if self.method == "mor":
+            self.capacities = _capacities(self.capacities, self.iterations)
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """The backbone's: vocabulary, special tokens and lengths are its own, and written down once."""
+        return self.backbone_config
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backbone_config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.backbone_config.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.backbone_config.num_hidden_layers
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        return getattr(self.backbone_config, "max_position_embeddings", None)
+
+    def gates(self) -> int:
+        """How many decisions a token faces: none after the last iteration."""
+        return self.iterations - 1
+
+
+def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
+    if backbone is None:
+        raise ConfigError("backbone_config is missing: give the config of a Hugging Face decoder")
+    if isinstance(backbone, PreTrainedConfig):
+        # A copy: Hugging Face writes the outer model's attention choice into it, and the stock model keeps its own.
+        return copy.deepcopy(backbone)
+    if "auto_map" in backbone:
+        raise ConfigError("backbone_config.auto_map asks to run code from the checkpoint: refused")
+    if "model_type" not in backbone:
+        raise ConfigError("backbone_config.model_type is missing: name the decoder family, e.g. gpt_neox")
+    fields_of_backbone = dict(backbone)
+    return AutoConfig.for_model(fields_of_backbone.pop("model_type"), **fields_of_backbone)
+
+
+def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
+    if "auto_map" in kwargs:
+        raise ConfigError("auto_map asks to run code from the checkpoint: refused")
+    for key in kwargs:
+        if key not in known | _FOREIGN_KEYS:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{key}: AdaPonderConfig has no such field{hint}")
+
+
+def _check_recurrence(config: AdaPonderConfig) -> None:
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise ConfigError(message)
+
+    def choice(name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(config, name)
+        require(value in allowed, f"{name}={value!r}: choose one of {', '.join(allowed)}")
+
+    def finite(name: str) -> None:
+        value = getattr(config, name)
+        require(
+            isinstance(value, (int, float)) and math.isfinite(value), f"{name}={value!r}: a finite number is needed"
+        )
+
+    choice("method", METHODS)
+    choice("reuse", ("state", "kv", "none"))
+    choice("ponder_on", ("probabilities", "logits"))
+    choice("ponder_pool", ("all", "closed"))
+    k = config.iterations
+    require(isinstance(k, int) and not isinstance(k, bool), f"iterations={k!r}: a whole number is needed")
+    require(k >= 1, f"iterations={k}: a token must be read at least once")
+    for name in ("tau", "gate_bias", "initial_multiplier", "router_alpha", "exit_threshold", "exit_entropy_weight"):
+        finite(name)
+    require(0.0 < config.tau < 1.0, f"tau={config.tau}: a threshold on a probability lies strictly between 0 and 1")
+    require(
+        isinstance(config.gate_width, int) and config.gate_width >= 0,
+        f"gate_width={config.gate_width!r}: 0 (linear gate) or a positive multiple of the hidden size",
+    )
+    if config.embedding_scale is not None:
+        finite("embedding_scale")
+        require(config.embedding_scale > 0, f"embedding_scale={config.embedding_scale}: must be positive")
+    require(config.initial_multiplier > 0, f"initial_multiplier={config.initial_multiplier}: must be positive")
+    top_k = config.expectation_top_k
+    require(top_k is None or (isinstance(top_k, int) and top_k >= 1), f"expectation_top_k={top_k!r}: None or >= 1")
+    require(
+        not (config.ponder_pool == "closed" and config.ponder_on == "logits"),
+        "ponder_pool='closed' counts later gates as probability 0, which no logit has: use ponder_on='probabilities'",
+    )
+    require(0 < config.exit_threshold <= 1, f"exit_threshold={config.exit_threshold}: a probability above 0 is needed")
+
+
+def _check_backbone(backbone: PreTrainedConfig) -> None:
+    """Refuses shapes that no decoder can have before anything is allocated."""
+    for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(backbone, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"backbone_config.{name}={value!r}: a positive whole number is needed")
+    heads = backbone.num_attention_heads
+    if getattr(backbone, "head_dim", None) is None and backbone.hidden_size % heads:
+        raise ConfigError(
+            f"backbone_config.num_attention_heads={heads} does not divide hidden_size={backbone.hidden_size}"
+        )
+
+
+def _scale_from_scratch(method: str, hidden_size: int) -> float:
+    if method in ("adaponder", "ponder"):
+        return math.sqrt(hidden_size)
+    return math.sqrt(2.5 * hidden_size) if method == "loop" else 1.0
+
+
+def _capacities(capacities: list[float] | None, iterations: int) -> list[float]:
+    if capacities is None:
+        # The paper's keeping ratios at K = 4 (sum 3.80, its 3.8x); other depths keep everything unless told.
+        capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
+    values = [float(value) for value in capacities]
+    if len(values) != iterations:
+        raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: one each is needed")
+    if values[0] != 1.0:
+        raise ConfigError(f"capacities[0]={values[0]}: the first recursion reads every token, so it is 1")
+    if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
+        raise ConfigError(f"capacities={values}: shares in (0, 1], never growing")
+    return values

@@ -1,0 +1,346 @@
+"""A halted token keeps the keys and values of its last iteration.
+
+A backbone's attention calls ``past_key_values.update(k, v, layer)`` after its rotary embedding and uses only what comes
+back. So K/V reuse is a cache that answers with other rows than it was given:
+
+* :class:`DenseView` answers ``where(active, new, previous)``: Algorithm 2 of the paper, for training and as the oracle;
+* :class:`RowView` answers with rows gathered from a :class:`Ledger`, for passes over active rows only.
+
+A view serves one pass and is never used again: replaying a pass (gradient checkpointing) makes a new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from adaponder.errors import BackboneError, CacheError
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class IterationView(Cache):
+    """What one pass over the backbone sees of the recurrence, and what it leaves behind, one entry per layer."""
+
+    def __init__(self, layers: int):
+        super().__init__(layers=[])
+        self.calls = [0] * layers
+        self.written: list[KeysValues | None] = [None] * layers
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
+        self.calls[layer_idx] += 1
+        return self.answer(key_states, value_states, layer_idx)
+
+    def rows(self) -> list[KeysValues]:
+        """What the pass wrote, after checking the counted contract: every layer asked exactly once."""
+        wrong = [layer for layer, calls in enumerate(self.calls) if calls != 1]
+        if wrong:
+            raise BackboneError(
+                f"layers {wrong} called the cache {[self.calls[layer] for layer in wrong]} times in one pass instead of "
+                "once: keys and values were not reused. Gradient checkpointing of the backbone's own layers drops the "
+                "cache (use model.gradient_checkpointing_enable()), and layers that share or skip K/V are not supported"
+            )
+        return [row for row in self.written if row is not None]
+
+    # Masks are always ours, except for a plain causal pass where the backbone sizes its own by these.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.calls)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+
+class DenseView(IterationView):
+    """Equals Algorithm 2: ``where(active, new, previous)`` for every token of a grid ``[batch, time]``.
+
+    ``previous`` is what the iteration before left; ``None`` (the first iteration, or no reuse) passes rows through.
+    """
+
+    def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor):
+        super().__init__(layers)
+        self.previous = previous
+        self.active = active[:, None, :, None]
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        if self.previous is not None:
+            old_keys, old_values = self.previous[layer]
+            keys = torch.where(self.active, keys, old_keys)  # eq. 10
+            values = torch.where(self.active, values, old_values)
+        self.written[layer] = (keys, values)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows one pass reads and writes, in ``lanes`` sequences side by side.
+
+    Attributes:
+        read: ``[lanes, slots]`` ledger row behind each slot; -1 where there is none.
+        stored: ``[new]`` which of the pass's queries (flattened) leave a row.
+        place: ``[new]`` flattened ``lane * slots + slot`` where each of those stands.
+        fresh: the pass's own rows are all there is to read, in order.
+    """
+
+    read: Tensor
+    stored: Tensor
+    place: Tensor
+    fresh: bool = False
+
+
+class RowView(IterationView):
+    """Answers a pass over active rows with every visible token's row: gathered from the ledger, or just computed."""
+
+    def __init__(self, layers: int, *, stores: list[KeysValues | None], plan: RowPlan):
+        super().__init__(layers)
+        self.stores = stores
+        self.plan = plan
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        store = self.stores[layer]
+        old_keys, old_values = (None, None) if store is None else store
+        new_keys, keys = self._answer_one(keys, old_keys)
+        new_values, values = self._answer_one(values, old_values)
+        self.written[layer] = (new_keys, new_values)
+        return keys, values
+
+    def _answer_one(self, new: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns (rows to store ``[new, heads, size]``, rows to attend to ``[lanes, heads, slots, size]``)."""
+        plan = self.plan
+        lanes, heads, queries, size = new.shape
+        rows = new.transpose(1, 2).reshape(lanes * queries, heads, size)
+        if plan.fresh:
+            return rows, new
+        rows = rows[plan.stored]
+        slots = plan.read.shape[1]
+        if old is None:
+            table = new.new_zeros(lanes * slots, heads, size)
+        else:
+            # Slots without a row (-1) and rows of this very pass fetch any row: masked, or overwritten below.
+            table = old.index_select(0, plan.read.clamp(0, old.shape[0] - 1).flatten())
+        table = table.index_copy(0, plan.place, rows)
+        return rows, table.view(lanes, slots, heads, size).transpose(1, 2)
+
+
+class RowStore:
+    """The rows of one layer: ``[rows, heads, size]`` keys and values, appended to.
+
+    Without gradients rows go into a buffer that doubles when full, so appending costs what it writes; with gradients
+    each append is a new tensor, because autograd keeps the old ones.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.count = keys.shape[0]
+        self._keys, self._values = keys, values
+
+    def tensors(self) -> KeysValues:
+        return self._keys[: self.count], self._values[: self.count]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        total = self.count + keys.shape[0]
+        old_keys, old_values = self.tensors()
+        if keys.requires_grad or old_keys.requires_grad:
+            self._keys, self._values = torch.cat([old_keys, keys]), torch.cat([old_values, values])
+        else:
+            self._keys = self._write(self._keys, keys, total)
+            self._values = self._write(self._values, values, total)
+        self.count = total
+
+    def _write(self, buffer: Tensor, rows: Tensor, total: int) -> Tensor:
+        if total > buffer.shape[0]:
+            grown = buffer.new_empty(2 * total, *buffer.shape[1:])
+            grown[: self.count] = buffer[: self.count]
+            buffer = grown
+        buffer[self.count : total] = rows
+        return buffer
+
+    def select(self, rows: Tensor) -> None:
+        keys, values = self.tensors()
+        self.count = rows.shape[0]
+        self._keys, self._values = keys[rows], values[rows]
+
+
+class Ledger(Cache):
+    """The K/V rows of a batch of sequences: as many as the tokens' depths add up to, and no more.
+
+    ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: its own row up to its depth,
+    its last row after (``min(iteration, depth - 1)``; law 3), or none (-1) where the method lets a halted token
+    vanish. Nothing is copied when a token halts. Beams share the rows of their common past.
+    """
+
+    def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1):
+        super().__init__(layers=[])
+        self.layers_count = layers
+        self.iterations = iterations
+        self.slots_per_token = slots_per_token
+        self.stores: list[RowStore | None] = [None] * layers
+        self.table: Tensor | None = None
+        self.slot_depth: Tensor | None = None
+
+    @property
+    def depth(self) -> Tensor:
+        """How often each token of the batch was read, ``[batch, tokens]``; 0 for padding."""
+        return self._books()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
+
+    @property
+    def rows(self) -> int:
+        """Rows held per layer."""
+        return 0 if self.stores[0] is None else self.stores[0].count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held (spare capacity of the buffers not counted)."""
+        held = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.table is None else self.table.shape[1]
+
+    def extend(self, batch: int, slots: int, device: torch.device) -> None:
+        """Makes room in the books for ``slots`` new slots of each sequence; none has a row yet."""
+        table = torch.full((batch, slots, self.iterations), -1, dtype=torch.long, device=device)
+        depth = torch.zeros(batch, slots, dtype=torch.long, device=device)
+        if self.table is None or self.slot_depth is None:
+            self.table, self.slot_depth = table, depth
+            return
+        if self.table.shape[0] != batch:
+            raise CacheError(f"the cache holds {self.table.shape[0]} sequences, the batch has {batch}: they must agree")
+        self.table = torch.cat([self.table, table], 1)
+        self.slot_depth = torch.cat([self.slot_depth, depth], 1)
+
+    def carry_over(self, past: int, iteration: int) -> None:
+        """At ``iteration`` the slots from ``past`` on read what they read before, unless a new row is written."""
+        table, _ = self._books()
+        table[:, past:, iteration] = table[:, past:, iteration - 1]
+
+    def write(self, sequence: Tensor, slot: Tensor, lanes: Tensor, iteration: int) -> Tensor:
+        """Books the rows that a pass over ``lanes`` is about to append for these tokens, in this order.
+
+        Returns ``[lanes, slots]``, the row behind each slot at this iteration; -1 for none.
+        """
+        table, _ = self._books()
+        table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
+        return table[lanes, :, iteration]
+
+    def record_depth(self, past: int, depth: Tensor) -> None:
+        self._books()[1][:, past:] = depth
+
+    def places(self, lanes: Tensor) -> tuple[Tensor, Tensor]:
+        """(slot, order among real tokens) of every slot of these sequences, ``[lanes, slots]`` each."""
+        table, _ = self._books()
+        slot = torch.arange(self.slots, device=table.device).expand(len(lanes), -1)
+        return slot, (table[lanes, :, 0] >= 0).cumsum(1) - 1
+
+    def _books(self) -> tuple[Tensor, Tensor]:
+        if self.table is None or self.slot_depth is None:
+            raise CacheError("the cache is empty: no token has been read yet")
+        return self.table, self.slot_depth
+
+    def snapshot(self) -> list[KeysValues | None]:
+        """The rows of this moment, per layer: appending later does not change them."""
+        return [None if store is None else store.tensors() for store in self.stores]
+
+    def append(self, rows: list[KeysValues]) -> None:
+        for layer, (keys, values) in enumerate(rows):
+            store = self.stores[layer]
+            if store is None:
+                self.stores[layer] = RowStore(keys, values)
+            else:
+                store.append(keys, values)
+
+    # What generate() asks of a cache.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.slots // self.slots_per_token
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __len__(self) -> int:
+        return self.layers_count
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.table is None else self.table.shape[0]
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.table is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * self.layers_count
+
+    def update(self, *args, **kwargs) -> KeysValues:
+        raise CacheError("a Ledger is read through AdaPonderForCausalLM, not handed to a backbone")
+
+    def reset(self) -> None:
+        self.stores = [None] * self.layers_count
+        self.table = self.slot_depth = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens (Hugging Face counts them negatively); their rows are freed."""
+        if tokens_to_remove > 0:
+            raise CacheError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        if tokens_to_remove == 0 or self.table is None or self.slot_depth is None:
+            return
+        keep = max(0, self.slots + tokens_to_remove * self.slots_per_token)
+        self.table, self.slot_depth = self.table[:, :keep], self.slot_depth[:, :keep]
+        self._sweep(spare=0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        # Beams come and go every step: their dead rows are swept out once they outnumber the living.
+        self._take(beam_idx, spare=self.rows // 2)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._take(indices, spare=0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.table is not None and self.slot_depth is not None:
+            self.table = self.table.repeat_interleave(repeats, 0)
+            self.slot_depth = self.slot_depth.repeat_interleave(repeats, 0)
+
+    def _take(self, sequences: Tensor, *, spare: int) -> None:
+        if self.table is not None and self.slot_depth is not None:
+            self.table = self.table[sequences.to(self.table.device)]
+            self.slot_depth = self.slot_depth[sequences.to(self.slot_depth.device)]
+            self._sweep(spare=spare)
+
+    def _sweep(self, *, spare: int) -> None:
+        """Drops rows that no token reads any more, if there are more than ``spare`` of them."""
+        if self.table is None:
+            return
+        living, place = self.table.unique(return_inverse=True)
+        dead_entry = int(living.numel() > 0 and living[0] < 0)
+        if self.rows - (living.numel() - dead_entry) <= spare:
+            return
+        self.table = place - dead_entry
+        for store in self.stores:
+            if store is not None:
+                store.select(living[dead_entry:])

@@ -1,0 +1,77 @@
+"""AdaPonderLM, Algorithms 1 and 2: ponder on the expected next embedding until the token's own gate says enough."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from adaponder.config import AdaPonderConfig
+from adaponder.halting import Gate, bottom_k_mean, gate_probability, ponder_pool
+from adaponder.methods.base import (
+    Ask,
+    Iteration,
+    Losses,
+    Method,
+    Objective,
+    Scorer,
+    Trajectory,
+    plain_loss,
+    stack_gates,
+)
+from adaponder.methods.ponder import expected_embedding
+from adaponder.policies import LearnedGate, Policy
+from adaponder.runs import Run
+
+
+class AdaPonder(Method):
+    """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does."""
+
+    halts = True
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__(config)
+        count = min(1, config.gates()) if config.shared_gate else config.gates()
+        self.gates = nn.ModuleList(
+            Gate(config.hidden_size, width=config.gate_width, bias=config.gate_bias) for _ in range(count)
+        )
+
+    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
+        embedding = self.scaled(embedded)  # E^0
+        hidden, gates = None, []
+        for i in range(ask.iterations):
+            # eq. 1, with eq. 10 inside: halted tokens keep their keys, values and hidden state.
+            hidden = run.settle(run.read(embedding).hidden, hidden)
+            if i + 1 == ask.iterations:
+                break
+            gate = run.map(self.gate(i), hidden, everyone=ask.every_gate)  # eq. 2: g^i = MLP_i(h^i)
+            s = gate_probability(gate)  # eq. 3: s^i = sigmoid(g^i)
+            ask.show(Iteration(i, hidden, s, run.active))
+            run.decide(ask.policy, s, hidden, seed=ask.seed)  # eq. 4 and 5: m^{i+1} = m^i * (s^i >= tau)
+            expected = run.map(lambda h: expected_embedding(run.backbone, h, self.config), hidden)  # eq. 6 to 8
+            weight = (run.active * s).to(embedding.dtype)
+            embedding = embedding + weight[..., None] * expected  # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
+            gates.append(gate)
+        ask.show(Iteration(ask.iterations - 1, hidden, None, run.active))
+        return Trajectory(hidden, stack_gates(gates))
+
+    def gate(self, i: int) -> nn.Module:
+        return self.gates[0 if self.config.shared_gate else i]
+
+    def reuse(self) -> str:
+        return self.config.reuse
+
+    def default_policy(self, *, training: bool) -> Policy:
+        return LearnedGate(self.config.tau)
+
+    def reset_parameters(self, std: float) -> None:
+        for gate in self.gates:
+            gate.reset_parameters(std)
+
+    def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
+        losses = plain_loss(seen, score)  # eq. 11
+        if seen.gates is None or objective.ponder_weight == 0.0:
+            return losses
+        pool = ponder_pool(
+            seen.gates, run.tokens.real, run.depth, on=self.config.ponder_on, pool=self.config.ponder_pool
+        )
+        ponder = bottom_k_mean(pool, objective.ponder_fraction)  # eq. 13
+        return Losses(losses.total + objective.ponder_weight * ponder, losses.terms | {"ponder": ponder})  # eq. 12

@@ -1,0 +1,159 @@
+"""What every method of the family is: a way of reading one backbone again, written once for every way to run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.config import AdaPonderConfig
+from adaponder.policies import FixedDepth, Policy
+from adaponder.runs import Run
+from adaponder.tokens import Tokens
+
+
+class Iteration(NamedTuple):
+    """What an ``on_iteration`` hook is shown after each pass: grids ``[batch, time, …]``.
+
+    ``gate`` is how much the model wants to read on (see :class:`adaponder.policies.PolicyInput`), ``None`` where
+    nothing is left to decide; ``active`` are the tokens that this pass read.
+    """
+
+    index: int
+    hidden: Tensor
+    gate: Tensor | None
+    active: Tensor
+
+
+def _nobody_watches(iteration: Iteration) -> None:
+    """The default hook."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How one forward is to be done.
+
+    Attributes:
+        iterations: the most passes of this forward, at most ``config.iterations``.
+        policy: who halts tokens (asked only by methods that can).
+        seed: handed to the policy.
+        every_gate: evaluate later gates of halted tokens too (the ponder loss needs them; decoding does not).
+        show: is shown each iteration as it happens.
+    """
+
+    iterations: int
+    policy: Policy
+    seed: int = 0
+    every_gate: bool = True
+    show: Callable[[Iteration], None] = _nobody_watches
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The training loss around cross-entropy; the defaults add nothing to it.
+
+    Attributes:
+        ponder_weight: the paper's lambda (eq. 12).
+        ponder_fraction: ``k_s``, the share of gates that bottom-K averages (eq. 13).
+        exit_stage: ouro, 1 trains with expected loss and entropy, 2 trains exits on the improvement of each loop.
+        exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
+    """
+
+    ponder_weight: float = 0.0
+    ponder_fraction: float = 0.0
+    exit_stage: int = 1
+    exit_entropy_weight: float | None = None
+
+
+class Routing(NamedTuple):
+    """One choice of mor: the router's logits, who could be chosen, who was."""
+
+    logit: Tensor
+    eligible: Tensor
+    chosen: Tensor
+
+
+@dataclass
+class Trajectory:
+    """What a recurrence leaves behind.
+
+    Attributes:
+        hidden: final-normed hidden states ``[batch, time, d]``, each token's last.
+        gates: what each gate said, as logits ``[batch, time, gates]``; ``None`` if there was none.
+        routing: mor's choices.
+        states: hidden states after each iteration, where they were collected.
+    """
+
+    hidden: Tensor
+    gates: Tensor | None = None
+    routing: list[Routing] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+
+
+class Losses(NamedTuple):
+    total: Tensor
+    terms: dict[str, Tensor]
+
+
+class Scorer(NamedTuple):
+    """How a method's loss sees the labels: per-token losses ``[batch, time - 1]`` of hidden states, and their mean."""
+
+    nll: Callable[[Tensor], Tensor]
+    mean: Callable[[Tensor], Tensor]
+
+
+class Method(nn.Module, ABC):
+    """One recurrence: its own parameters, and ``forward`` as in its paper."""
+
+    halts: ClassVar[bool] = False
+    loss_needs_states: ClassVar[bool] = False
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__()
+        self.config = config
+
+    @abstractmethod
+    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory: ...
+
+    def reset_parameters(self, std: float) -> None:  # noqa: B027 - most methods add no parameters
+        """Initialises what is the method's own."""
+
+    def reuse(self) -> str:
+        """What others see of a halted token (see :class:`adaponder.runs.Run`)."""
+        return "state"
+
+    def passes(self, iterations: int) -> int:
+        """Passes of the backbone, which are the iterations a ledger keeps apart."""
+        return iterations
+
+    def slots_per_token(self, iterations: int) -> int:
+        """Slots that a token takes in the sequence the backbone reads."""
+        return 1
+
+    def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
+        """The tokens as the backbone reads them."""
+        return tokens
+
+    def default_policy(self, *, training: bool) -> Policy:
+        return FixedDepth(self.config.iterations)
+
+    def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
+        """The training loss."""
+        return plain_loss(seen, score)
+
+    def scaled(self, embedded: Tensor) -> Tensor:
+        """Embeddings as the recurrence takes them in: E^0."""
+        return embedded * (self.config.embedding_scale * self.config.initial_multiplier)
+
+
+def plain_loss(seen: Trajectory, score: Scorer) -> Losses:
+    cross_entropy = score.mean(score.nll(seen.hidden))
+    return Losses(cross_entropy, {"cross_entropy": cross_entropy})
+
+
+def stack_gates(gates: list[Tensor]) -> Tensor | None:
+    return torch.stack(gates, dim=-1) if gates else None

@@ -1,0 +1,95 @@
+"""Mixture-of-Recursions, expert choice: routers choose, recursion by recursion, who is read again."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.config import AdaPonderConfig
+from adaponder.methods.base import (
+    Ask,
+    Iteration,
+    Losses,
+    Method,
+    Objective,
+    Routing,
+    Scorer,
+    Trajectory,
+    plain_loss,
+    stack_gates,
+)
+from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
+from adaponder.runs import Run
+
+
+class Router(nn.Linear):
+    """How much a token wants to be read again, from the un-normed stream; no bias."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, 1, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return super().forward(stream).squeeze(-1)
+
+
+class MixtureOfRecursions(Method):
+    """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; the others pass through and vanish from sight.
+
+    The first recursion reads every token, plainly, so it needs no router and K = 1 is vanilla (law 4). In training
+    the top share of each sequence is chosen, which looks at the future; evaluation and decoding choose by the sign of
+    the router's logit, which the auxiliary loss trains to agree.
+    """
+
+    halts = True
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__(config)
+        self.routers = nn.ModuleList(Router(config.hidden_size) for _ in range(config.gates()))
+
+    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
+        x = run.read(self.scaled(embedded)).stream
+        routing = []
+        for i in range(ask.iterations - 1):
+            logit = run.map(self.routers[i], x)
+            gate = torch.sigmoid(logit.float())
+            ask.show(Iteration(i, run.backbone.final_norm(x), gate, run.active))
+            eligible = run.active
+            run.decide(ask.policy, gate, x, seed=ask.seed)
+            routing.append(Routing(logit, eligible, run.active))
+            update = (self.config.router_alpha * gate).to(x.dtype)[..., None] * run.read(x).stream
+            x = torch.where(run.active[..., None], x + update, x)
+        hidden = run.backbone.final_norm(x)
+        ask.show(Iteration(ask.iterations - 1, hidden, None, run.active))
+        return Trajectory(hidden, stack_gates([choice.logit for choice in routing]), routing)
+
+    def reuse(self) -> str:
+        return "absent"
+
+    def default_policy(self, *, training: bool) -> Policy:
+        return self.top_share() if training else RouterThreshold()
+
+    def top_share(self, warm: float = 1.0) -> Policy:
+        """The training-time choice, non-causal. ``warm`` goes from 0 (keep all) to 1 (the config's capacities)."""
+        ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, warm))))
+        capacities = self.config.capacities or []
+        return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
+
+    def reset_parameters(self, std: float) -> None:
+        for router in self.routers:
+            nn.init.normal_(router.weight, std=std)
+
+    def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
+        losses = plain_loss(seen, score)
+        if not seen.routing:
+            return losses
+        router = torch.stack([_agreement(*routing) for routing in seen.routing]).sum()
+        total = losses.total + self.config.router_loss_weight * router
+        return Losses(total, losses.terms | {"router": router})
+
+
+def _agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
+    """Binary cross-entropy of each logit against having been chosen, over those who could be."""
+    bce = nn.functional.binary_cross_entropy_with_logits(logit.float(), chosen.float(), reduction="none")
+    return (bce * eligible).sum() / eligible.sum().clamp_min(1)

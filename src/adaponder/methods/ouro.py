@@ -1,0 +1,78 @@
+"""Ouro (LoopLM): the final-normed state is fed in again, and an exit gate spreads each token's loss over the loops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import InputError
+from adaponder.methods.base import Ask, Iteration, Losses, Method, Objective, Scorer, Trajectory
+from adaponder.policies import ExitThreshold, FixedDepth, Policy
+from adaponder.runs import Run
+
+
+class Ouro(Method):
+    """One exit gate for all loops; training always runs every loop, exits happen in evaluation."""
+
+    halts = True
+    loss_needs_states = True
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__(config)
+        self.exit = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
+        x, hidden, logits = self.scaled(embedded), None, []
+        staying = torch.ones(embedded.shape[:2], device=embedded.device)
+        for i in range(ask.iterations):
+            x = hidden = run.settle(run.read(x).hidden, hidden)
+            logit = run.map(lambda rows: self.exit(rows).squeeze(-1), hidden, everyone=ask.every_gate)
+            logits.append(logit)
+            staying = staying * torch.sigmoid(-logit.float())  # prod (1 - lambda_j)
+            last = i + 1 == ask.iterations
+            ask.show(Iteration(i, hidden, None if last else staying, run.active))
+            if not last:
+                run.decide(ask.policy, staying, hidden, seed=ask.seed)
+        return Trajectory(x, torch.stack(logits, dim=-1))
+
+    def default_policy(self, *, training: bool) -> Policy:
+        return FixedDepth(self.config.iterations) if training else ExitThreshold(self.config.exit_threshold)
+
+    def reset_parameters(self, std: float) -> None:
+        nn.init.normal_(self.exit.weight, std=std)
+        nn.init.zeros_(self.exit.bias)
+
+    def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
+        assert seen.gates is not None  # forward always leaves them
+        losses = torch.stack([score.nll(state) for state in seen.states])
+        logit = seen.gates[:, :-1].movedim(-1, 0).to(losses.dtype)
+        terms = {"cross_entropy": score.mean(losses[-1])}
+        if objective.exit_stage == 2:
+            exits = score.mean(improvement_loss(logit, losses))
+            return Losses(exits, terms | {"exits": exits})
+        if objective.exit_stage != 1:
+            raise InputError(f"exit_stage={objective.exit_stage}: ouro trains in stage 1 or 2")
+        beta = objective.exit_entropy_weight
+        beta = self.config.exit_entropy_weight if beta is None else beta
+        log_p = exit_log_probabilities(logit)
+        expected = score.mean((log_p.exp() * losses).sum(0))
+        entropy = score.mean(-(log_p.exp() * log_p).sum(0))
+        return Losses(expected - beta * entropy, terms | {"expected": expected, "entropy": entropy})
+
+
+def exit_log_probabilities(logit: Tensor) -> Tensor:
+    """Equals ``log(lambda_t * prod_{j<t} (1 - lambda_j))`` along the first axis, the remainder on the last loop."""
+    log_exit = nn.functional.logsigmoid(logit)
+    log_stay = nn.functional.logsigmoid(-logit)
+    before = torch.cat([torch.zeros_like(log_stay[:1]), log_stay.cumsum(0)[:-1]])
+    return torch.cat([(log_exit + before)[:-1], before[-1:]])
+
+
+def improvement_loss(logit: Tensor, losses: Tensor) -> Tensor:
+    """Stage II, per token: go on where the loop helped. Target ``sigmoid(50 (I_t - 0.005))`` for ``1 - lambda_t``."""
+    if len(losses) == 1:
+        return torch.zeros_like(losses[0])
+    improvement = (losses[:-1] - losses[1:]).clamp_min(0).detach()
+    target = torch.sigmoid(50.0 * (improvement - 0.005))
+    return nn.functional.binary_cross_entropy_with_logits(-logit[1:], target, reduction="none").mean(0)

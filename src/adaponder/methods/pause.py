@@ -1,0 +1,53 @@
+"""Pause tokens: each token is followed by K-1 pauses at its own position, and read out at the last of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError
+from adaponder.methods.base import Ask, Iteration, Method, Trajectory
+from adaponder.runs import Run
+from adaponder.tokens import Tokens
+
+
+class Pause(Method):
+    """One pass over K times as many slots: depth in width. ``max_iterations=n`` inserts ``n - 1`` pauses."""
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__(config)
+        pause = config.pause_token_id
+        if pause is not None and not 0 <= pause < config.vocab_size:
+            raise ConfigError(
+                f"pause_token_id={pause} lies outside the vocabulary of {config.vocab_size}: name an unused slot, "
+                "or None for a vector of its own"
+            )
+        self.vector = nn.Parameter(torch.empty(config.hidden_size)) if pause is None else None
+
+    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
+        width = ask.iterations
+        pauses = self._pause(run, embedded).expand(*embedded.shape[:2], width - 1, -1)
+        spread = torch.cat([embedded.unsqueeze(2), pauses], dim=2).flatten(1, 2)
+        hidden = run.read(self.scaled(spread)).hidden
+        last = hidden[:, width - 1 :: width]
+        ask.show(Iteration(0, last, None, run.active[:, width - 1 :: width]))
+        return Trajectory(last)
+
+    def _pause(self, run: Run, embedded: Tensor) -> Tensor:
+        if self.vector is not None:
+            return self.vector.to(embedded.dtype)
+        return run.backbone.embed(torch.tensor(self.config.pause_token_id, device=embedded.device))
+
+    def reset_parameters(self, std: float) -> None:
+        if self.vector is not None:
+            nn.init.normal_(self.vector, std=std)
+
+    def passes(self, iterations: int) -> int:
+        return 1
+
+    def slots_per_token(self, iterations: int) -> int:
+        return iterations
+
+    def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
+        return tokens.repeat(iterations)

@@ -1,0 +1,387 @@
+"""The Hugging Face face of the family: forward, generate, save, load, and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from adaponder.backbone import Backbone
+from adaponder.checkpoints import model_card, refuse_unsafe, require_exact_keys
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import BackboneError, CacheError, InputError
+from adaponder.generation import check_cache, check_generation
+from adaponder.halting import gate_probability
+from adaponder.ledger import Ledger
+from adaponder.methods import Iteration, Method, Objective, build_method
+from adaponder.methods.base import Ask, Losses, Scorer, Trajectory, plain_loss
+from adaponder.policies import Policy, PolicyInput, as_policy
+from adaponder.runs import CompactRun, DenseRun, Run
+from adaponder.tokens import Tokens, arrange_tokens
+
+PolicyLike = Policy | Callable[[PolicyInput], Tensor]
+
+# Hugging Face callers hand these to every model; none asks for anything this model has.
+_HARMLESS = {"num_items_in_batch", "cache_position", "output_attentions", "output_hidden_states", "token_type_ids"}
+
+
+@dataclass
+class AdaPonderOutput(ModelOutput):
+    """What a forward returns; absent parts are ``None``.
+
+    Attributes:
+        loss: cross-entropy, plus the method's own terms in training or where an ``objective`` was given.
+        logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
+        past_key_values: the ledger, where one was asked for.
+        depth: ``[batch, time]``, how often each token was read; 0 for padding.
+        gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
+        iteration_logits: ``[iterations, batch, kept, vocabulary]``, on request.
+        terms: the loss by name, e.g. ``cross_entropy`` and ``ponder``.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Ledger | None = None
+    depth: Tensor | None = None
+    gates: Tensor | None = None
+    iteration_logits: Tensor | None = None
+    terms: dict[str, Tensor] | None = None
+
+
+class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
+    """A stock Hugging Face decoder, read again and again by one method of the family.
+
+    ``model.backbone`` is the unmodified stock model; ``model.method`` holds what the method adds (gates, routers).
+    """
+
+    config: AdaPonderConfig
+    config_class = AdaPonderConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _keys_to_ignore_at_inference = ["past_key_values", "terms"]
+
+    def __init__(self, config: AdaPonderConfig, backbone: PreTrainedModel | None = None):
+        super().__init__(config)
+        if backbone is None:
+            backbone = AutoModelForCausalLM.from_config(
+                config.backbone_config,
+                attn_implementation=config._attn_implementation,
+                dtype=torch.get_default_dtype(),
+            )
+        self.backbone = backbone
+        self.method: Method = build_method(config)
+        self.wrapped = Backbone(backbone)
+        self.gradient_checkpointing = False
+        self.post_init()
+        self.wrapped.verify()
+
+    @classmethod
+    def from_backbone(cls, stock: PreTrainedModel, **recurrence: Any) -> AdaPonderForCausalLM:
+        """Wraps a stock decoder, sharing its weights. ``embedding_scale`` is 1 unless told: so it was trained.
+
+        >>> model = AdaPonderForCausalLM.from_backbone(pythia, method="adaponder", iterations=4)
+        """
+        recurrence.setdefault("embedding_scale", 1.0)
+        recurrence.setdefault("attn_implementation", stock.config._attn_implementation)
+        config = AdaPonderConfig(backbone_config=stock.config, dtype=stock.dtype, **recurrence)
+        model = cls(config, backbone=stock)
+        model.method.to(device=stock.device, dtype=stock.dtype)
+        return model.train(stock.training)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Method):
+            module.reset_parameters(getattr(self.config.backbone_config, "initializer_range", 0.02))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.backbone.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.backbone.set_output_embeddings(new_embeddings)
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: Ledger | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        document_ids: Tensor | None = None,
+        policy: PolicyLike | None = None,
+        max_iterations: int | None = None,
+        execution: str | None = None,
+        allow_mismatch: bool = False,
+        objective: Objective | None = None,
+        output_gates: bool = True,
+        output_iteration_logits: bool = False,
+        on_iteration: Callable[[Iteration], None] | None = None,
+        seed: int = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> AdaPonderOutput | tuple:
+        """Reads each token up to K times and predicts the next.
+
+        Args:
+            input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
+            attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
+            position_ids: derived from the mask when absent, so left padding changes nothing.
+            labels: as in Hugging Face: shifted inside, -100 is ignored.
+            past_key_values: the :class:`Ledger` of an earlier forward, to go on from.
+            use_cache: return a ledger to go on from.
+            logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
+            document_ids: documents packed into one row: equal ids see each other, and positions restart.
+            policy: who decides depth instead of the learned rule.
+            max_iterations: read each token at most this often.
+            execution: ``dense`` or ``compact``; by default dense in training, compact where work can be skipped.
+            allow_mismatch: skip halted tokens' work although ``reuse="kv"`` lets their hidden state move on.
+            objective: the training loss around cross-entropy.
+            output_gates: return gates, those of halted tokens included (they read the frozen state).
+            output_iteration_logits: return logits after each iteration.
+            on_iteration: called with an :class:`Iteration` after each pass.
+            seed: for policies that draw.
+        """
+        if foreign := {key for key, value in kwargs.items() if value is not None} - _HARMLESS:
+            raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
+        if input_ids is None or input_ids.ndim != 2:
+            raise InputError("input_ids: a [batch, time] tensor of token ids is needed")
+        iterations = self._iterations(max_iterations)
+        ledger = self._ledger(past_key_values, iterations) if use_cache or past_key_values is not None else None
+        states: list[Iteration] = []
+        collects = output_iteration_logits or (labels is not None and self.method.loss_needs_states)
+        ask = Ask(
+            iterations=iterations,
+            policy=self._policy(policy, generates=ledger is not None),
+            seed=seed,
+            every_gate=output_gates or labels is not None,
+            show=_hooks(on_iteration, states.append if collects else None),
+        )
+        tokens = arrange_tokens(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            ledger=ledger,
+        )
+        self._check_positions(tokens)
+        run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
+        seen: Trajectory = self.method(run, self.wrapped.embed(input_ids), ask)
+        seen.states = [iteration.hidden for iteration in states]
+
+        kept = _kept(logits_to_keep)
+        # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
+        logits = self.wrapped.logits(seen.hidden if labels is not None else seen.hidden[:, kept])
+        output = AdaPonderOutput(
+            logits=logits[:, kept] if labels is not None else logits,
+            past_key_values=ledger,
+            depth=run.depth.unflatten(1, (input_ids.shape[1], -1)).sum(-1),
+            gates=gate_probability(seen.gates) if output_gates and seen.gates is not None else None,
+        )
+        if output_iteration_logits:
+            output.iteration_logits = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
+        if labels is not None:
+            losses = self._loss(seen, logits, labels, run, objective, kwargs.get("num_items_in_batch"))
+            output.loss, output.terms = losses.total, losses.terms
+        return output.to_tuple() if return_dict is False else output
+
+    def _loss(
+        self,
+        seen: Trajectory,
+        logits: Tensor,
+        labels: Tensor,
+        run: Run,
+        objective: Objective | None,
+        items: Tensor | int | None,
+    ) -> Losses:
+        if labels.shape != logits.shape[:2]:
+            raise InputError(f"labels has shape {tuple(labels.shape)}, input_ids {tuple(logits.shape[:2])}")
+        targets = labels[:, 1:].to(logits.device)
+        counted = targets != -100
+        items = counted.sum().clamp_min(1) if items is None else items
+
+        def nll(hidden: Tensor) -> Tensor:
+            scores = logits if hidden is seen.hidden else self.wrapped.logits(hidden)
+            scores = scores if scores.dtype == torch.float64 else scores.float()
+            return nn.functional.cross_entropy(scores[:, :-1].transpose(1, 2), targets, reduction="none")
+
+        def mean(values: Tensor) -> Tensor:
+            return (values * counted).sum() / items
+
+        if self.training or objective is not None:
+            return self.method.loss(seen, Scorer(nll, mean), run, objective or Objective())
+        return plain_loss(seen, Scorer(nll, mean))
+
+    def _iterations(self, asked: int | None) -> int:
+        if asked is None:
+            return self.config.iterations
+        if not isinstance(asked, int) or not 1 <= asked <= self.config.iterations:
+            raise InputError(f"max_iterations={asked}: from 1 to {self.config.iterations}, the model's iterations")
+        return asked
+
+    def _policy(self, asked: PolicyLike | None, *, generates: bool) -> Policy:
+        if asked is None:
+            return self.method.default_policy(training=self.training)
+        if not self.method.halts:
+            raise InputError(
+                f"policy: {self.config.method} reads every token equally often; use max_iterations to read less"
+            )
+        policy = as_policy(asked)
+        if generates and not policy.causal:
+            raise InputError(f"policy={policy.fingerprint} looks at the future: it cannot be used with a cache")
+        return policy
+
+    def _ledger(self, cache: Ledger | None, iterations: int) -> Ledger:
+        passes, slots = self.method.passes(iterations), self.method.slots_per_token(iterations)
+        if cache is None:
+            return Ledger(layers=self.wrapped.layers, iterations=passes, slots_per_token=slots)
+        return check_cache(cache, layers=self.wrapped.layers, iterations=passes, slots_per_token=slots)
+
+    def _run(
+        self, tokens: Tokens, iterations: int, ledger: Ledger | None, execution: str | None, allow_mismatch: bool
+    ) -> Run:
+        if execution not in (None, "dense", "compact"):
+            raise InputError(f"execution={execution!r}: dense or compact")
+        if execution == "dense" and ledger is not None:
+            raise InputError("execution='dense' keeps no ledger: leave out use_cache and past_key_values")
+        reuse = self.method.reuse()
+        if allow_mismatch and reuse == "kv":
+            warnings.warn(
+                "allow_mismatch: halted tokens are skipped although reuse='kv' would move their hidden state on; "
+                "results differ from training",
+                stacklevel=3,
+            )
+            reuse = "state"
+        skips = self.method.halts and reuse in ("state", "absent") and not self.training
+        replay = self.gradient_checkpointing and self.training
+        arranged = self.method.arrange(tokens, iterations)
+        if execution == "compact" or ledger is not None or (execution is None and skips):
+            ledger = self._ledger(None, iterations) if ledger is None else ledger
+            return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay)
+        return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay)
+
+    def _check_positions(self, tokens: Tokens) -> None:
+        limit = self.config.max_position_embeddings
+        # Slots bound positions from above, and their number is known without asking the device.
+        if limit is None or tokens.slot.shape[1] == 0 or tokens.last_slot < limit:
+            return
+        last = int(tokens.position.max())
+        if last >= limit:
+            raise InputError(f"input_ids reaches position {last}, the backbone's positions end at {limit - 1}")
+
+    # --- generate -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
+        """Hugging Face's ``generate`` with every mode that needs no other cache; see :meth:`forward` for ``policy``,
+        ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
+        settings = GenerationConfig(**(generation_config or self.generation_config).to_dict())
+        unused = settings.update(**kwargs)
+        policy = unused.get("policy")
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        check_generation(
+            ids, unused.get("attention_mask"), self.config, settings, None if policy is None else as_policy(policy)
+        )
+        return super().generate(inputs, generation_config=generation_config, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        model_inputs.setdefault("output_gates", False)
+        return model_inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Hugging Face's default cache has one slot per layer; K iterations need K rows per token: the ledger."""
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic"):
+            raise CacheError(
+                f"cache_implementation={wanted!r} keeps one row per token and layer; this model keeps one per iteration "
+                "too: leave it out to use the ledger"
+            )
+        cache = model_kwargs.get("past_key_values")
+        iterations = self._iterations(model_kwargs.get("max_iterations"))
+        if cache is not None:
+            self._ledger(cache, iterations)._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self._ledger(None, iterations)
+
+    # --- training aids ------------------------------------------------------------------------------------------
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Keeps one pass's activations at a time; each iteration is replayed in backward."""
+        options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        if options.pop("use_reentrant") or options:
+            raise BackboneError(
+                "gradient_checkpointing_kwargs: only use_reentrant=False gives right gradients through reused K/V"
+            )
+        if any(value not in (None, 1, False) for value in kwargs.values()):
+            raise BackboneError(f"gradient checkpointing here is per iteration and takes no {', '.join(kwargs)}")
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
+
+    # --- save and load ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any):
+        """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error."""
+        where = str(pretrained_model_name_or_path)
+        if Path(where).is_dir():
+            refuse_unsafe(Path(where) / kwargs.get("subfolder", ""))
+        wants_info = kwargs.pop("output_loading_info", False)
+        if kwargs.pop("trust_remote_code", False):
+            raise InputError("trust_remote_code: loading weights never executes code here")
+        model, info = super().from_pretrained(
+            where, *args, **kwargs, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        require_exact_keys(where, info)
+        model.wrapped.verify()
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        card = Path(save_directory) / "README.md"
+        if not card.exists():
+            added = sum(parameter.numel() for parameter in self.method.parameters())
+            card.write_text(model_card(self.config, self.num_parameters(), added))
+
+
+def _hooks(*hooks: Callable[[Iteration], None] | None) -> Callable[[Iteration], None]:
+    wanted = [hook for hook in hooks if hook is not None]
+
+    def show(iteration: Iteration) -> None:
+        for hook in wanted:
+            hook(iteration)
+
+    return show
+
+
+def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+    if isinstance(logits_to_keep, int):
+        return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+    return logits_to_keep
+
+
+def register() -> None:
+    """Makes AutoConfig and AutoModelForCausalLM know the family."""
+    AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
+    AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)

@@ -1,0 +1,218 @@
+"""Two ways to run one recurrence: every token in every pass and masks (dense), or active rows only (compact).
+
+A method is written once, over token grids ``[batch, time, …]``, and asks a run for three things: ``read`` (one pass),
+``map`` (a function of each active token) and ``halt``. Dense computes everything and masks; compact gathers active
+rows, computes those and puts them back. With a ledger that already holds tokens, compact is cached decoding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adaponder.backbone import Backbone, Reading
+from adaponder.ledger import DenseView, KeysValues, Ledger, RowPlan, RowView
+from adaponder.masks import Places
+from adaponder.policies import Policy, PolicyInput
+from adaponder.tokens import Tokens
+
+
+class Pass(NamedTuple):
+    """Grids ``[batch, time, d]`` of what was read; tokens that were not read hold no meaning."""
+
+    hidden: Tensor
+    stream: Tensor
+
+
+class Run(ABC):
+    """The state of one recurrence over one batch.
+
+    Attributes:
+        active: tokens that the next ``read`` reads; padding never is.
+        depth: how often each token has been read.
+        reuse: what others see of a halted token. ``state``: its last row, and it is not read again; ``kv``: its last
+            row, though it is read again; ``none``: its newest row; ``absent``: nothing (mor).
+    """
+
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool):
+        self.backbone = backbone
+        self.tokens = tokens
+        self.reuse = reuse
+        self.replay = replay
+        self.active = tokens.real
+        self.depth = torch.zeros_like(tokens.slot)
+        self.iteration = 0
+
+    def read(self, x: Tensor) -> Pass:
+        """One pass of the backbone over the tokens to be read (eq. 1), others' rows reused (eq. 10)."""
+        seen = self._pass(x)
+        self.depth = self.depth + self.active
+        self.iteration += 1
+        return seen
+
+    def settle(self, new: Tensor, old: Tensor | None) -> Tensor:
+        """The hidden state each token now has: a halted token's is static (law 3), unless it is read again."""
+        if old is None or self.reuse in ("kv", "none"):
+            return new
+        return torch.where(self.active[..., None], new, old)
+
+    def halt(self, keep: Tensor) -> None:
+        """Monotone (eq. 5): ``keep`` is per row of :meth:`rows`, and nobody comes back."""
+        self.active = self.active & self._grid(keep)
+
+    def decide(self, policy: Policy, gate: Tensor, hidden: Tensor, *, seed: int) -> None:
+        """Lets the policy look at every active token after the iteration just finished, and halts whom it says."""
+        active = self.rows(self.active)
+        if active.numel() == 0:
+            return
+        slot, sequence = self.tokens.slot, torch.arange(gate.shape[0], device=gate.device)
+        seen = PolicyInput(
+            iteration=self.iteration - 1,
+            gate=self.rows(gate),
+            hidden=self.rows(hidden),
+            position=self.rows(self.tokens.position),
+            seed=seed,
+            sequence=self.rows(sequence[:, None].expand_as(slot)),
+            slot=self.rows(slot),
+            active=active,
+            lengths=self.tokens.lengths,
+            head=self.backbone.logits,
+        )
+        self.halt(policy(seen))
+
+    @abstractmethod
+    def _pass(self, x: Tensor) -> Pass: ...
+
+    @abstractmethod
+    def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
+        """``function`` of each active token (``everyone``: of each real one); 0, or no meaning, elsewhere."""
+
+    @abstractmethod
+    def rows(self, grid: Tensor) -> Tensor:
+        """The entries of active tokens (dense: of all)."""
+
+    @abstractmethod
+    def _grid(self, rows: Tensor) -> Tensor: ...
+
+
+class DenseRun(Run):
+    """Every pass computes every token, ``where`` keeps what halted tokens had: no data-dependent shape, the oracle."""
+
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool = False):
+        super().__init__(backbone, tokens, reuse=reuse, replay=replay)
+        self.previous: list[KeysValues] | None = None
+
+    def _pass(self, x: Tensor) -> Pass:
+        tokens = self.tokens
+        mask = None
+        if not tokens.plain or (self.reuse == "absent" and self.iteration > 0):
+            present = self.active if self.reuse == "absent" else tokens.real
+            places = Places(tokens.slot, tokens.order, tokens.document, present)
+            mask = self.backbone.mask(places, places, x.dtype)
+        previous = self.previous if self.reuse in ("state", "kv") else None
+        active = self.active
+
+        def view() -> DenseView:
+            return DenseView(self.backbone.layers, previous=previous, active=active)
+
+        reading = self.backbone.read(x, position=tokens.position, mask=mask, view=view, replay=self.replay)
+        self.previous = reading.rows
+        return Pass(reading.hidden, reading.stream)
+
+    def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
+        return function(grid)
+
+    def rows(self, grid: Tensor) -> Tensor:
+        return grid
+
+    def _grid(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+class CompactRun(Run):
+    """A pass computes exactly the rows it must: as many as the tokens' depths add up to, over all passes.
+
+    Sequences with equally many rows to compute share a pass as lanes of one rectangle, so no row is padding.
+    """
+
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, ledger: Ledger, replay: bool = False):
+        super().__init__(backbone, tokens, reuse=reuse, replay=replay)
+        self.ledger = ledger
+        self.past = ledger.slots
+        ledger.extend(*tokens.slot.shape, tokens.slot.device)
+
+    def read(self, x: Tensor) -> Pass:
+        seen = super().read(x)
+        self.ledger.record_depth(self.past, self.depth)
+        return seen
+
+    def _pass(self, x: Tensor) -> Pass:
+        computed = self.active if self.reuse in ("state", "absent") else self.tokens.real
+        stored = self.tokens.real if self.reuse == "none" else self.active
+        if self.iteration and self.reuse != "absent":
+            self.ledger.carry_over(self.past, self.iteration)
+        batch, time, size = x.shape
+        places, hidden, stream = [], [], []
+        for lanes, when in self._rectangles(computed):
+            reading = self._read_lanes(x[lanes[:, None], when], lanes, when, stored[lanes[:, None], when])
+            places.append((lanes[:, None] * time + when).flatten())
+            hidden.append(reading.hidden.flatten(0, 1))
+            stream.append(reading.stream.flatten(0, 1))
+        if not places:
+            return Pass(torch.zeros_like(x), torch.zeros_like(x))
+
+        def grid(parts: list[Tensor]) -> Tensor:
+            rows = torch.cat(parts)
+            return rows.new_zeros(batch * time, size).index_copy(0, torch.cat(places), rows).view(x.shape)
+
+        return Pass(grid(hidden), grid(stream))
+
+    def _rectangles(self, computed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(``[lanes]`` sequences, ``[lanes, rows]`` time index) with equally many rows in each lane."""
+        counts = computed.sum(1)
+        for count in counts.unique().tolist():
+            if count:
+                lanes = (counts == count).nonzero().squeeze(1)
+                yield lanes, computed[lanes].nonzero()[:, 1].view(-1, count)
+
+    def _read_lanes(self, x: Tensor, lanes: Tensor, when: Tensor, stored: Tensor) -> Reading:
+        tokens, ledger = self.tokens, self.ledger
+        at = (lanes[:, None], when)
+        lane = torch.arange(len(lanes), device=x.device)[:, None].expand_as(when)[stored]
+        slot = self.past + when[stored]
+        read = ledger.write(lanes[lane], slot, lanes, self.iteration)
+        # The first pass over an empty ledger and unpadded lanes reads just what it computes.
+        fresh = self.iteration == 0 and self.past == 0 and when.shape[1] == ledger.slots
+        plan = RowPlan(read=read, stored=stored.flatten(), place=lane * ledger.slots + slot, fresh=fresh)
+        mask = None
+        if not fresh or tokens.document is not None:
+            document = None if tokens.document is None else tokens.document[lanes]
+            key = Places(*ledger.places(lanes), document=document, present=read >= 0)
+            query = Places(tokens.slot[at], tokens.order[at], None if document is None else tokens.document[at])
+            mask = self.backbone.mask(query, key, x.dtype)
+        stores = ledger.snapshot()
+
+        def view() -> RowView:
+            return RowView(self.backbone.layers, stores=stores, plan=plan)
+
+        reading = self.backbone.read(x, position=tokens.position[at], mask=mask, view=view, replay=self.replay)
+        ledger.append(reading.rows)
+        return reading
+
+    def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
+        chosen = self.tokens.real if everyone else self.active
+        place = chosen.flatten().nonzero().squeeze(1)
+        rows = function(grid.flatten(0, 1)[place])
+        return rows.new_zeros(chosen.numel(), *rows.shape[1:]).index_copy(0, place, rows).unflatten(0, chosen.shape)
+
+    def rows(self, grid: Tensor) -> Tensor:
+        return grid[self.active]
+
+    def _grid(self, rows: Tensor) -> Tensor:
+        grid = torch.zeros_like(self.active)
+        grid[self.active] = rows
+        return grid

@@ -1,0 +1,135 @@
+"""Tiny random models that the tests share: large enough to be wrong in every way, small enough to be exact about."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from adaponder import AdaPonderForCausalLM
+
+VOCABULARY = 61
+POSITIONS = 64
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
+HALTING = ("adaponder", "mor", "ouro")
+
+_SHAPE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    # Far from the usual 0.02, so that attention is not uniform and a mistake is not rounded away.
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GROUPED = _SHAPE | {"num_key_value_heads": 1}
+_GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "vocab_size": VOCABULARY}
+_OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": VOCABULARY}
+
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "gpt_neox": GPTNeoXConfig(**_SHAPE),
+    "llama": LlamaConfig(**_GROUPED),
+    "qwen2": Qwen2Config(**_GROUPED),
+    "qwen2-mixed": Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": Qwen3Config(**_GROUPED, head_dim=8),
+    "mistral": MistralConfig(**_GROUPED, sliding_window=4),
+    "olmo2": Olmo2Config(**_GROUPED),
+    "phi3": Phi3Config(**_GROUPED, pad_token_id=0),
+    "gemma3": Gemma3TextConfig(
+        **_GROUPED, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt2": GPT2Config(
+        **_GPT2,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        resid_pdrop=0,
+    ),
+    "opt": OPTConfig(
+        **_OPT,
+        max_position_embeddings=POSITIONS,
+        word_embed_proj_dim=16,
+        init_std=0.4,
+        dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+}
+
+
+def stock(family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+    if dtype == torch.float64:
+        widen_norms(model)
+    return model.eval()
+
+
+def tiny(
+    method: str = "adaponder",
+    family: str = "gpt_neox",
+    *,
+    iterations: int = 3,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    **recurrence,
+) -> AdaPonderForCausalLM:
+    """A wrapped random decoder whose gates (or routers) disagree about tokens: tau = 0.5 halts about half."""
+    recurrence = {"tau": 0.5, "exit_threshold": 0.6} | recurrence
+    model = AdaPonderForCausalLM.from_backbone(
+        stock(family, seed=seed, dtype=dtype), method=method, iterations=iterations, **recurrence
+    )
+    return stir(model, seed=seed)
+
+
+def stir(model: AdaPonderForCausalLM, *, seed: int = 0) -> AdaPonderForCausalLM:
+    """Random parameters for what the method adds, so that gates say different things about different tokens."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.method.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.7)
+    return model
+
+
+def ids(batch: int = 2, time: int = 9, *, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Makes every RMSNorm compute in the precision it is given, as law 2's tolerance of 1e-12 needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = getattr(self, "variance_epsilon", getattr(self, "eps", 1e-6))
+        weight = 1.0 + self.weight if type(self).__name__.startswith("Gemma") else self.weight
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(forward, module)
