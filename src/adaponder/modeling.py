@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
 # Hugging Face callers hand these to every model; none asks for anything this model has.
 _HARMLESS = {"num_items_in_batch", "cache_position", "output_attentions", "output_hidden_states", "token_type_ids"}
+
+# Run-time control that generate() hands to each forward itself: Hugging Face would pass it on to an assistant model
+# too, which may be a stock one, or one of ours with a mind of its own.
+_RUN_TIME = ("policy", "max_iterations", "seed", "on_iteration", "allow_mismatch")
+_ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 - never mutated
 
 
 @dataclass
@@ -97,8 +103,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return model.train(stock.training)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Method):
-            module.reset_parameters(getattr(self.config.backbone_config, "initializer_range", 0.02))
+        """Nothing is left to do: the backbone follows its own rule, and a method initialises itself when built."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
@@ -196,7 +201,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         if output_iteration_logits:
             output.iteration_logits = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
         if labels is not None:
-            losses = self._loss(seen, logits, labels, run, objective, kwargs.get("num_items_in_batch"))
+            losses = self._loss(seen, logits, labels, tokens.real, run, objective, kwargs.get("num_items_in_batch"))
             output.loss, output.terms = losses.total, losses.terms
         return output.to_tuple() if return_dict is False else output
 
@@ -205,6 +210,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         seen: Trajectory,
         logits: Tensor,
         labels: Tensor,
+        real: Tensor,
         run: Run,
         objective: Objective | None,
         items: Tensor | int | None,
@@ -212,7 +218,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         if labels.shape != logits.shape[:2]:
             raise InputError(f"labels has shape {tuple(labels.shape)}, input_ids {tuple(logits.shape[:2])}")
         targets = labels[:, 1:].to(logits.device)
-        counted = targets != -100
+        # What a padding token predicts counts for nothing: so the first real token of a left-padded row is not a target.
+        counted = (targets != -100) & real[:, :-1]
         items = counted.sum().clamp_min(1) if items is None else items
 
         def nll(hidden: Tensor) -> Tensor:
@@ -290,19 +297,24 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Hugging Face's ``generate`` with every mode that needs no other cache; see :meth:`forward` for ``policy``,
         ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
+        asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
         settings = GenerationConfig(**(generation_config or self.generation_config).to_dict())
-        unused = settings.update(**kwargs)
-        policy = unused.get("policy")
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        settings.update(**kwargs)
         check_generation(
-            ids, unused.get("attention_mask"), self.config, settings, None if policy is None else as_policy(policy)
+            inputs if inputs is not None else kwargs.get("input_ids"),
+            kwargs.get("attention_mask"),
+            self.config,
+            settings,
+            self._policy(asked.get("policy"), generates=True),
         )
-        return super().generate(inputs, generation_config=generation_config, **kwargs)
+        token = _ASKED.set(asked)
+        try:
+            return super().generate(inputs, generation_config=generation_config, **kwargs)
+        finally:
+            _ASKED.reset(token)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        model_inputs.setdefault("output_gates", False)
-        return model_inputs
+        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | _ASKED.get()
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -315,7 +327,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
                 "too: leave it out to use the ledger"
             )
         cache = model_kwargs.get("past_key_values")
-        iterations = self._iterations(model_kwargs.get("max_iterations"))
+        iterations = self._iterations(_ASKED.get().get("max_iterations"))
         if cache is not None:
             self._ledger(cache, iterations)._is_user_defined = True
         elif generation_config.use_cache is not False:

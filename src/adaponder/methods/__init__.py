@@ -21,7 +21,9 @@ BY_NAME: dict[str, type[Method]] = {
 
 
 def build_method(config: AdaPonderConfig) -> Method:
-    return BY_NAME[config.method](config)
+    method = BY_NAME[config.method](config)
+    method.reset_parameters(getattr(config.backbone_config, "initializer_range", 0.02))
+    return method
 
 
 __all__ = ["BY_NAME", "Iteration", "Method", "Objective", "build_method"]

@@ -52,7 +52,7 @@ class MixtureOfRecursions(Method):
         x = run.read(self.scaled(embedded)).stream
         routing = []
         for i in range(ask.iterations - 1):
-            logit = run.map(self.routers[i], x)
+            logit = run.map(self.routers[i], x, everyone=ask.every_gate)
             gate = torch.sigmoid(logit.float())
             ask.show(Iteration(i, run.backbone.final_norm(x), gate, run.active))
             eligible = run.active

@@ -1,0 +1,159 @@
+"""What a backbone must offer: every listed family passes, what cannot be supported is refused with the reason."""
+
+import pytest
+import torch
+from laws import assert_one_function, make_case
+from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    OPTConfig,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from adaponder import AdaPonderError, AdaPonderForCausalLM, Random
+from adaponder.backbone import Backbone
+from adaponder.errors import BackboneError
+
+SHAPE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_as_one_function(family):
+    model = tiny("adaponder", family, iterations=3)
+    assert_one_function(model, make_case(3, 12, 3, "ragged", "both", 1))
+    assert_one_function(model, make_case(2, 12, 3, "ragged", "none", 2), policy=model.method.default_policy(training=False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["gemma3", "qwen2-mixed", "gpt2", "opt"])
+def test_windows_ties_and_learned_positions_suit_every_method(family, method):
+    model = tiny(method, family, iterations=3)
+    assert_one_function(model, make_case(2, 12, 3, "ragged", "left", 3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_table_and_head_are_the_stock_models_own(family):
+    base = stock(family)
+    wrapped = Backbone(base)
+    wrapped.verify()
+    prompt = ids(2, 6)
+    torch.testing.assert_close(wrapped.table()[prompt], wrapped.embed(prompt), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrapping_leaves_the_stock_model_as_it_was(family):
+    base, prompt = stock(family), ids(2, 9)
+    before = base(prompt).logits
+    state = {name: value.clone() for name, value in base.state_dict().items()}
+    attention = base.config._attn_implementation
+    model = AdaPonderForCausalLM.from_backbone(base, iterations=3)
+    model(prompt, policy=Random(0.5))
+    assert base.config._attn_implementation == attention
+    assert torch.equal(base(prompt).logits, before)
+    assert all(torch.equal(value, state[name]) for name, value in base.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**SHAPE, head_dim=8), "final_logit_softcapping"),
+        (CohereConfig(**SHAPE, logit_scale=0.5, pad_token_id=0), "logit_scale"),
+        (GraniteConfig(**SHAPE, logits_scaling=2.0), "logits_scaling"),
+        (
+            OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, vocab_size=61,
+                      word_embed_proj_dim=8),  # fmt: skip
+            "word_embed_proj_dim",
+        ),
+        (
+            OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, vocab_size=61,
+                      word_embed_proj_dim=16, layerdrop=0.1),  # fmt: skip
+            "layerdrop",
+        ),
+        (
+            Qwen3NextConfig(**SHAPE, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+                            linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+                            layer_types=["linear_attention", "full_attention"]),  # fmt: skip
+            "one running state",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_what_cannot_be_a_backbone_is_refused_with_the_reason(config, reason):
+    with pytest.raises(BackboneError, match=reason):
+        AdaPonderForCausalLM.from_backbone(AutoModelForCausalLM.from_config(config))
+
+
+def test_an_encoder_decoder_is_refused():
+    model = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=61))
+    with pytest.raises(AdaPonderError, match="encoder-decoder"):
+        AdaPonderForCausalLM.from_backbone(model)
+
+
+def test_a_head_that_is_not_the_stock_one_is_found_by_numbers():
+    base = stock()
+    original = base.lm_head.forward
+    base.lm_head.forward = lambda hidden: 2.0 * original(hidden)
+    with pytest.raises(BackboneError, match="the head"):
+        AdaPonderForCausalLM.from_backbone(base)
+
+
+def test_an_embedding_that_is_not_its_table_is_found_by_numbers():
+    base = stock()
+    original = base.gpt_neox.embed_in.forward
+    base.gpt_neox.embed_in.forward = lambda ids: 2.0 * original(ids)
+    with pytest.raises(BackboneError, match="embedding table"):
+        AdaPonderForCausalLM.from_backbone(base)
+
+
+def test_a_layer_that_does_not_ask_the_cache_is_counted():
+    model = tiny("adaponder")
+    attention = model.backbone.gpt_neox.layers[1].attention
+    original = attention.forward
+    attention.forward = lambda *args, **kwargs: original(*args, **kwargs | {"layer_past": None})
+    with pytest.raises(BackboneError, match=r"layers \[1\] called the cache \[0\] times"):
+        model(ids())
+
+
+def test_the_backbones_own_checkpointing_is_refused_because_it_drops_the_cache():
+    for family in FAMILIES:
+        model = tiny("adaponder", family).train()
+        model.backbone.gradient_checkpointing_enable()
+        with pytest.raises(BackboneError, match="counted|cache"):
+            model(ids(), labels=ids())
+
+
+def test_reentrant_checkpointing_is_refused():
+    with pytest.raises(BackboneError, match="use_reentrant"):
+        tiny().gradient_checkpointing_enable({"use_reentrant": True})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing_works_for_every_family_and_method(family, method):
+    gradients = []
+    for replay in (False, True):
+        model = tiny(method, family).train()
+        if replay:
+            model.gradient_checkpointing_enable()
+        model(ids(), labels=ids()).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        if expected is None:
+            assert gradients[1][name] is None
+        else:
+            torch.testing.assert_close(gradients[1][name], expected, rtol=1e-10, atol=1e-12, msg=name)

@@ -1,0 +1,62 @@
+"""Law 1: the future never changes the past, for every method and every policy that may generate."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import assert_causal
+from support import HALTING, METHODS, ids, tiny
+
+from adaponder import Entropy, FixedDepth, LearnedGate, Random, Ranked, Uniform
+
+models = {method: tiny(method, "gpt_neox", iterations=3) for method in METHODS}
+CAUSAL = [
+    LearnedGate(0.5),
+    LearnedGate((0.3, 0.7)),
+    FixedDepth(2),
+    Random(0.5),
+    Entropy(2.0),
+    Uniform((0.4, 0.6), keep=0.5),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+@given(seed=st.integers(0, 10_000), time=st.integers(2, 16), data=st.data())
+def test_the_future_never_changes_the_past(method, execution, seed, time, data):
+    where = data.draw(st.integers(1, time - 1))
+    assert_causal(models[method], ids(2, time, seed=seed), where, execution=execution)
+
+
+@pytest.mark.parametrize("method", HALTING)
+@pytest.mark.parametrize("policy", CAUSAL, ids=lambda policy: type(policy).__name__)
+def test_policies_that_may_generate_are_causal(method, policy):
+    assert policy.causal
+    for where in (1, 5, 11):
+        assert_causal(models[method], ids(2, 12, seed=where), where, policy=policy)
+
+
+def test_ranking_is_flagged_because_it_does_look_at_the_future():
+    policy = Ranked(Uniform(keep=0.5))
+    assert not policy.causal
+    with pytest.raises(AssertionError, match="before the change"):
+        for where in range(1, 12):
+            assert_causal(models["adaponder"], ids(2, 12, seed=where), where, policy=policy)
+
+
+def test_mor_trains_by_ranking_and_says_so_but_evaluates_causally():
+    method = models["mor"].method
+    assert not method.default_policy(training=True).causal
+    assert method.default_policy(training=False).causal
+    with torch.no_grad():
+        output = models["mor"](ids(2, 12), policy=method.top_share())
+    assert output.depth.float().mean() > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_of_a_batch_never_touch(method):
+    first, second = ids(1, 9, seed=1), ids(1, 9, seed=2)
+    together = models[method](torch.cat([first, second]))
+    alone = models[method](first)
+    assert torch.equal(together.depth[:1], alone.depth)
+    torch.testing.assert_close(together.logits[:1], alone.logits, rtol=0, atol=1e-12)

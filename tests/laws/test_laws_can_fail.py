@@ -1,0 +1,106 @@
+"""Each law is held against a deliberate mistake: a check that cannot fail proves nothing."""
+
+import pytest
+import torch
+from laws import assert_causal, assert_one_function, assert_static_after_halting, counted_rows, make_case
+from support import ids, tiny
+from test_against_the_paper import test_values_and_gradients_equal_the_plain_reference as against_the_paper
+
+from adaponder import runs
+from adaponder.ledger import DenseView, Ledger, RowView
+from adaponder.methods.adaponder import AdaPonder
+
+CASE = make_case(2, 9, 4, "ragged", "none", 3)
+
+
+def model():
+    return tiny("adaponder", iterations=4)
+
+
+def test_an_inverted_merge_mask_is_caught(monkeypatch):
+    original = DenseView.__init__
+
+    def inverted(self, layers, *, previous, active):
+        original(self, layers, previous=previous, active=~active)
+
+    monkeypatch.setattr(DenseView, "__init__", inverted)
+    with pytest.raises(AssertionError, match="compact"):
+        assert_one_function(model(), CASE)
+    with pytest.raises(AssertionError):
+        against_the_paper(0, "none", "dense")
+
+
+def test_a_hidden_state_that_is_not_frozen_is_caught(monkeypatch):
+    monkeypatch.setattr(runs.Run, "settle", lambda self, new, old: new)
+    for execution in ("dense", "compact"):
+        with pytest.raises(AssertionError, match="moved"):
+            assert_static_after_halting(model(), CASE, execution)
+        with pytest.raises(AssertionError):
+            against_the_paper(0, "none", execution)
+
+
+def test_a_gate_shifted_by_one_iteration_is_caught(monkeypatch):
+    monkeypatch.setattr(AdaPonder, "gate", lambda self, i: self.gates[max(0, i - 1)])
+    for execution in ("dense", "compact"):
+        with pytest.raises(AssertionError):
+            against_the_paper(0, "none", execution)
+
+
+def test_a_ledger_read_one_iteration_late_is_caught(monkeypatch):
+    original = Ledger.write
+
+    def late(self, sequence, slot, lanes, iteration):
+        original(self, sequence, slot, lanes, iteration)
+        return self.table[lanes, :, max(0, iteration - 1)]
+
+    monkeypatch.setattr(Ledger, "write", late)
+    with pytest.raises(AssertionError):
+        assert_one_function(model(), CASE)
+
+
+def test_detached_rows_are_caught(monkeypatch):
+    original = RowView._answer_one
+    monkeypatch.setattr(
+        RowView, "_answer_one", lambda self, new, old: original(self, new, None if old is None else old.detach())
+    )
+    with pytest.raises(AssertionError, match="gradient"):
+        against_the_paper(0, "none", "compact")
+
+
+def test_a_token_that_comes_back_is_caught(monkeypatch):
+    def revive(self, keep):
+        self.active = self._grid(keep)
+
+    monkeypatch.setattr(runs.Run, "halt", revive)
+    depths = torch.tensor([[1, 3, 2, 4]])
+
+    def flicker(seen):
+        return (seen.iteration + seen.position) % 2 == 0
+
+    assert model()(depths, policy=flicker, execution="dense").depth.max() > 2, "without the law tokens do come back"
+
+
+def test_looking_ahead_is_caught():
+    def greedy(seen):
+        return seen.gate >= seen.gate.mean(-1, keepdim=True)
+
+    with pytest.raises(AssertionError, match="before the change"):
+        for where in range(1, 9):
+            assert_causal(model(), ids(1, 9, seed=where), where, policy=greedy, execution="dense")
+
+
+def test_computing_a_halted_row_is_caught(monkeypatch):
+    monkeypatch.setattr(
+        runs.CompactRun, "_rectangles", lambda self, computed: _every_row(self.tokens.real)
+    )
+    with counted_rows(model()) as rows:
+        pass
+    wasteful = model()
+    with counted_rows(wasteful) as rows:
+        output = wasteful(CASE.ids, policy=CASE.policy)
+    assert rows[0] > int(output.depth.sum())
+
+
+def _every_row(real):
+    lanes = torch.arange(real.shape[0])
+    yield lanes, torch.arange(real.shape[1]).expand(real.shape)

@@ -1,0 +1,141 @@
+"""Law 2: dense-masked, compact and cached execution are one function, for any halt pattern."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import assert_close, assert_one_function, make_case
+from support import HALTING, METHODS, tiny
+
+from adaponder import Objective
+
+cached_tiny = lru_cache(maxsize=None)(tiny)
+patterns = st.sampled_from(["all", "none", "alternating", "ragged"])
+paddings = st.sampled_from(["none", "left", "right", "both"])
+
+
+@st.composite
+def cases(draw, longest: int = 40, deepest: int = 5):
+    iterations = draw(st.integers(1, deepest))
+    case = make_case(
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, longest)),
+        iterations,
+        draw(patterns),
+        draw(paddings),
+        draw(st.integers(0, 10_000)),
+    )
+    return iterations, case
+
+
+chunkings = st.lists(st.integers(1, 7), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "mistral", "gpt2"])
+@given(drawn=cases(), chunks=chunkings)
+def test_adaponder_is_one_function_for_any_halt_pattern(family, drawn, chunks):
+    iterations, case = drawn
+    assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@given(drawn=cases(longest=20), chunks=chunkings)
+def test_learned_gates_decide_alike_however_the_model_is_run(family, drawn, chunks):
+    iterations, case = drawn
+    model = cached_tiny("adaponder", family, iterations=iterations)
+    assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
+def test_every_method_is_one_function(method, drawn, chunks):
+    iterations, case = drawn
+    assert_one_function(cached_tiny(method, "llama", iterations=iterations), case, chunks)
+
+
+@pytest.mark.parametrize("method", ["mor", "ouro"])
+@given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
+def test_routers_and_exit_gates_decide_alike_however_the_model_is_run(method, drawn, chunks):
+    iterations, case = drawn
+    model = cached_tiny(method, "gpt_neox", iterations=iterations)
+    assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
+
+
+@pytest.mark.parametrize("reuse", ["kv", "none"])
+@given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
+def test_weaker_reuse_is_one_function_too(reuse, drawn, chunks):
+    iterations, case = drawn
+    assert_one_function(cached_tiny("adaponder", "gpt_neox", iterations=iterations, reuse=reuse), case, chunks)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"shared_gate": True}, {"gate_width": 0}, {"expectation_top_k": 5}, {"embedding_scale": 4.0}],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_keep_the_function_one(option):
+    case = make_case(3, 13, 4, "ragged", "both", 5)
+    model = tiny("adaponder", iterations=4, **option)
+    assert_one_function(model, case)
+    assert_one_function(model, case, policy=model.method.default_policy(training=False))
+
+
+@pytest.mark.parametrize("method", HALTING)
+@given(drawn=cases(longest=12, deepest=4))
+def test_compact_gradients_equal_dense_gradients(method, drawn):
+    iterations, case = drawn
+    model = cached_tiny(method, "gpt_neox", iterations=iterations)
+    objective = Objective(ponder_weight=0.7, ponder_fraction=0.4)
+    gradients = {}
+    for execution in ("dense", "compact"):
+        model.zero_grad(set_to_none=True)
+        output = model(
+            case.ids,
+            attention_mask=case.mask,
+            labels=case.ids.masked_fill(~case.real, -100),
+            policy=case.policy,
+            execution=execution,
+            objective=objective,
+        )
+        output.loss.backward()
+        gradients[execution] = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in model.named_parameters()
+        } | {"loss": output.loss.detach()}
+    for name, expected in gradients["dense"].items():
+        assert_close(gradients["compact"][name], expected, f"gradient of {name}")
+
+
+def test_packed_documents_equal_documents_alone():
+    torch.manual_seed(1)
+    documents = [torch.randint(61, (1, n)) for n in (5, 1, 8)]
+    packed = torch.cat(documents, 1)
+    numbers = torch.cat([torch.full_like(doc, i) for i, doc in enumerate(documents)], 1)
+    restarting = torch.cat([torch.arange(doc.shape[1])[None] for doc in documents], 1)
+    for method in METHODS:
+        for family in ("gpt_neox", "gemma3"):
+            model = tiny(method, family)
+            alone = [model(doc) for doc in documents]
+            for execution in ("dense", "compact"):
+                for how in ({"document_ids": numbers}, {"position_ids": restarting}):
+                    together = model(packed, execution=execution, **how)
+                    assert_close(together.logits, torch.cat([out.logits for out in alone], 1), f"{method} {family}")
+                    assert torch.equal(together.depth, torch.cat([out.depth for out in alone], 1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_changes_nothing(method):
+    for family in ("gpt_neox", "mistral", "opt"):
+        model = tiny(method, family)
+        single = torch.randint(61, (1, 9), generator=torch.Generator().manual_seed(2))
+        alone = model(single)
+        for left, right in ((4, 0), (0, 3), (2, 2)):
+            padded = torch.nn.functional.pad(single, (left, right), value=7)
+            mask = torch.nn.functional.pad(torch.ones_like(single), (left, right))
+            for execution in ("dense", "compact"):
+                output = model(padded, attention_mask=mask, execution=execution)
+                assert_close(output.logits[:, left : left + 9], alone.logits, f"{family} padded {left}, {right}")
+                assert torch.equal(output.depth[:, left : left + 9], alone.depth)
+                assert output.depth.sum() == alone.depth.sum(), "padding has depth"

@@ -1,0 +1,41 @@
+"""Law 4: one iteration at embedding scale 1 is the stock model, for every method and family."""
+
+import pytest
+import torch
+from laws import EXACT, assert_close
+from support import FAMILIES, METHODS, ids, stock, tiny
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_iteration_is_the_stock_model(family, method):
+    prompt = ids(3, 11)
+    mask = torch.ones_like(prompt)
+    mask[0, :4], mask[1, 8:] = 0, 0
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    expected = stock(family)(prompt, attention_mask=mask, position_ids=position).logits[mask.bool()]
+    for iterations, asked in ((3, {"max_iterations": 1}), (1, {})):
+        model = tiny(method, family, iterations=iterations)
+        for execution in ("dense", "compact"):
+            output = model(prompt, attention_mask=mask, execution=execution, **asked)
+            assert_close(output.logits[mask.bool()], expected, f"{method} on {family}, {execution}")
+            assert torch.equal(output.depth, mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_padding_the_stock_mask_is_used_and_equal(family):
+    prompt = ids(2, 12)
+    assert_close(tiny("adaponder", family)(prompt, max_iterations=1).logits, stock(family)(prompt).logits, family)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma3"])
+def test_eager_attention_is_the_same_function_within_its_float32_softmax(family):
+    model = tiny("adaponder", family)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = model(ids(2, 10), attention_mask=mask)
+    model.backbone.set_attn_implementation("eager")
+    output = model(ids(2, 10), attention_mask=mask)
+    assert torch.equal(output.depth, expected.depth)
+    assert_close(output.logits[mask.bool()], expected.logits[mask.bool()], "eager", tolerance=1e-5)
+    assert EXACT < 1e-5
