@@ -7,9 +7,9 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import torch
+import transformers
+from hypothesis import settings
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,17 +47,22 @@ class Backbone:
 
     def table(self) -> Tensor:
         """The effective embedding table: ``embed(ids) == table()[ids]``."""
-        embedding = self.stock.get_input_embeddings()
+        embedding: Any = self.stock.get_input_embeddings()
         scale = getattr(embedding, "embed_scale", None)
         return embedding.weight if scale is None else embedding.weight * scale.to(embedding.weight.dtype)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         """The head as (W, bias): ``logits == hidden @ W.T + bias``."""
-        linear = self.stock.get_output_embeddings()
+        linear = self._head()
         return linear.weight, linear.bias
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.stock.get_output_embeddings()(hidden)
+        return self._head()(hidden)
+
+    def _head(self) -> nn.Linear:
+        head = self.stock.get_output_embeddings()
+        assert isinstance(head, nn.Linear)  # refuse_by_name saw to it
+        return head
 
     def final_norm(self, stream: Tensor) -> Tensor:
         return stream if self.norm is None else self.norm(stream)
@@ -118,7 +123,7 @@ class Backbone:
     @torch.no_grad()
     def verify(self) -> None:
         """Checks embedding table, body, final norm and head on random input against the stock model's forward."""
-        weight = self.stock.get_input_embeddings().weight
+        weight = self.head()[0]
         if weight.device.type == "meta":
             return
         generator = torch.Generator().manual_seed(0)

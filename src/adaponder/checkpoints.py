@@ -13,9 +13,21 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 _LARGEST_HEADER = 100_000_000
 
 
+def find_checkpoint(folder: Path) -> Path:
+    """The model folder meant by a model folder, a step folder, or a run folder (its final, else its newest step)."""
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "final" / "config.json").is_file():
+        return folder / "final"
+    steps = sorted(path.parent for path in folder.glob("checkpoints/step-*/config.json"))
+    if not steps:
+        raise CheckpointError(f"{folder}: neither a model folder (config.json) nor a run folder (final/, checkpoints/)")
+    return steps[-1]
+
+
 def refuse_unsafe(folder: Path) -> None:
     """Refuses a checkpoint folder that could execute code or reach outside itself; reads nothing but its metadata."""
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     for part in (config, config.get("backbone_config") or {}):
         if "auto_map" in part:
             raise CheckpointError(f"{folder}/config.json: auto_map asks to run code from the checkpoint; remove it")
@@ -27,7 +39,7 @@ def refuse_unsafe(folder: Path) -> None:
         )
         raise CheckpointError(f"{folder}: no .safetensors file{found}")
     for index in folder.glob("*.safetensors.index.json"):
-        for name in set(_json(index).get("weight_map", {}).values()):
+        for name in set(read_json(index).get("weight_map", {}).values()):
             if Path(name).name != name:
                 raise CheckpointError(f"{index}: shard {name!r} lies outside the checkpoint folder")
             if not (folder / name).is_file():
@@ -44,7 +56,7 @@ def _check_header(path: Path) -> None:
         raise CheckpointError(f"{path}: the safetensors header claims {header} bytes of {size}; truncated or not one")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text())
     except FileNotFoundError:

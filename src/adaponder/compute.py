@@ -61,7 +61,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a batch cost. Every field is a sum over tokens, so costs of batches, or of a prefill and its decode, add up.
+    """What a batch cost, in sums over its tokens: costs of several batches, or of a prefill and its decode, add up.
+
+    Cut into prefill and decode, a text costs the same, except where each pass unfolds compressed keys anew.
 
     Attributes:
         tokens: real tokens, padding not counted.
@@ -197,15 +199,15 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
             module.rope_type = "default"
     cache = DynamicCache()
     token = torch.empty(1, 1, twin.config.hidden_size, dtype=twin.dtype, device="meta")
-    for _ in range(2):
+    for held in (1, 2):
         rows.clear()
         try:
             twin.base_model(inputs_embeds=token, past_key_values=cache, use_cache=True)
         except RuntimeError as error:
             raise _uncountable(twin.config, f"its work depends on more than shapes ({error})") from error
-    for name, linear in linears.items():
-        if rows[linear] not in (1, 2):
-            raise _uncountable(twin.config, f"{name} met {rows[linear]} rows while one token was read")
+        for name, linear in linears.items():
+            if rows[linear] not in (1, held):
+                raise _uncountable(twin.config, f"{name} met {rows[linear]} rows while one token was read")
     return rows, cache
 
 
@@ -256,7 +258,7 @@ def cost_of(
             Only mor looks at the depths: there a halted token is out of sight.
         max_iterations: the forward's ``max_iterations``: no gate is asked after the last iteration.
         logits: how many tokens get logits; by default every real one.
-        every_gate: later gates of halted tokens are evaluated too, as ``output_gates`` and the ponder loss want it.
+        every_gate: gates of halted tokens are evaluated too, as a forward does for ``output_gates`` or ``labels``.
         dtype: of keys and values.
         attention: ``causal`` or ``square``, see the top of this module. Packed documents count as one.
     """
@@ -330,19 +332,17 @@ def gate_flops(config: AdaPonderConfig) -> int:
 
 def _decisions(active: list[int], config: AdaPonderConfig, *, every_gate: bool) -> int:
     """How many gates are evaluated, if ``active[i]`` tokens are read at iteration i."""
-    everyone = [active[0]] * len(active) if every_gate else active
-    if config.method == "adaponder":
-        return sum(everyone[:-1])
+    asked = [active[0]] * len(active) if every_gate else active
     if config.method == "ouro":
-        return sum(everyone)  # its exit speaks after the last loop too, though nothing is left to decide
-    return sum(active[:-1]) if config.method == "mor" else 0  # a router is never asked about those it sent away
+        return sum(asked)  # its exit speaks after the last loop too, though nothing is left to decide
+    return sum(asked[:-1]) if config.method in ("adaponder", "mor") else 0
 
 
 class _Layout(NamedTuple):
     """How a method lays rows out; by default like the stock decoder.
 
-    ``passes`` of the body, ``slots`` per token in each; whether a halted token is ``absent`` from later iterations,
-    ``computed`` in them again (``computes_all``), or leaves a row in them again (``stores_all``).
+    ``passes`` of the body over ``slots`` per token; in iterations after it halted a token is ``absent``, or is computed
+    all the same (``computes_all``), or even leaves rows (``stores_all``).
     """
 
     passes: int = 1

@@ -6,7 +6,7 @@ import copy
 import difflib
 import math
 from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -61,10 +61,10 @@ class AdaPonderConfig(PreTrainedConfig):
     """
 
     model_type = "adaponder"
-    sub_configs = {"backbone_config": AutoConfig}
+    sub_configs: ClassVar[Any] = {"backbone_config": AutoConfig}
     has_no_defaults_at_init = True
 
-    backbone_config: PreTrainedConfig | dict | None = None
+    backbone_config: Any = None  # a config or a dict when given, always a config once built
     method: str = "adaponder"
     iterations: int = 4
     tau: float = 1e-4
@@ -116,6 +116,17 @@ class AdaPonderConfig(PreTrainedConfig):
     @property
     def max_position_embeddings(self) -> int | None:
         return getattr(self.backbone_config, "max_position_embeddings", None)
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on the embedding table of the mixture."""
+        assert self.embedding_scale is not None  # resolved when built
+        return self.embedding_scale
+
+    @property
+    def input_scale(self) -> float:
+        """Factor on the first embedding, E^0."""
+        return self.table_scale * self.initial_multiplier
 
     def gates(self) -> int:
         """How many decisions a token faces: none after the last iteration."""

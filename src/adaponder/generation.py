@@ -67,8 +67,8 @@ def check_cache(cache: Any, *, layers: int, iterations: int, slots_per_token: in
     """The cache itself, if it can be gone on from with these settings."""
     if not isinstance(cache, Ledger):
         raise CacheError(
-            f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which only "
-            "its own Ledger can hold (static, quantised and offloaded caches cannot); leave it out to get one"
+            f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
+            "only its own Ledger can hold (static, quantised and offloaded caches cannot); leave it out to get one"
         )
     if cache.layers_count != layers:
         raise CacheError(f"the cache is of a model with {cache.layers_count} layers, this one has {layers}")

@@ -42,9 +42,9 @@ class IterationView(Cache):
         wrong = [layer for layer, calls in enumerate(self.calls) if calls != 1]
         if wrong:
             raise BackboneError(
-                f"layers {wrong} called the cache {[self.calls[layer] for layer in wrong]} times in one pass instead of "
-                "once: keys and values were not reused. Gradient checkpointing of the backbone's own layers drops the "
-                "cache (use model.gradient_checkpointing_enable()), and layers that share or skip K/V are not supported"
+                f"layers {wrong} called the cache {[self.calls[layer] for layer in wrong]} times in one pass instead "
+                "of once: keys and values were not reused. Checkpointing of the backbone's own layers drops the cache "
+                "(use model.gradient_checkpointing_enable()), and layers that share or skip K/V are not supported"
             )
         return [row for row in self.written if row is not None]
 

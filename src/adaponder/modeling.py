@@ -77,12 +77,13 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: AdaPonderConfig, backbone: PreTrainedModel | None = None):
         super().__init__(config)
         if backbone is None:
-            backbone = AutoModelForCausalLM.from_config(
+            built: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config.backbone_config,
                 attn_implementation=config._attn_implementation,
                 dtype=torch.get_default_dtype(),
             )
-        self.backbone = backbone
+            backbone = built
+        self.backbone: PreTrainedModel = backbone
         self.method: Method = build_method(config)
         self.wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
@@ -111,7 +112,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.backbone.set_input_embeddings(value)
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.backbone.get_output_embeddings()
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -192,17 +193,21 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         kept = _kept(logits_to_keep)
         # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
         logits = self.wrapped.logits(seen.hidden if labels is not None else seen.hidden[:, kept])
+        losses = None
+        if labels is not None:
+            losses = self._loss(seen, logits, labels, tokens.real, run, objective, kwargs.get("num_items_in_batch"))
+        by_iteration = None
+        if output_iteration_logits:
+            by_iteration = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
         output = AdaPonderOutput(
-            logits=logits[:, kept] if labels is not None else logits,
+            loss=None if losses is None else losses.total,
+            logits=logits if losses is None else logits[:, kept],
             past_key_values=ledger,
             depth=run.depth.unflatten(1, (input_ids.shape[1], -1)).sum(-1),
             gates=gate_probability(seen.gates) if output_gates and seen.gates is not None else None,
+            iteration_logits=by_iteration,
+            terms=None if losses is None else losses.terms,
         )
-        if output_iteration_logits:
-            output.iteration_logits = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
-        if labels is not None:
-            losses = self._loss(seen, logits, labels, tokens.real, run, objective, kwargs.get("num_items_in_batch"))
-            output.loss, output.terms = losses.total, losses.terms
         return output.to_tuple() if return_dict is False else output
 
     def _loss(
@@ -218,7 +223,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         if labels.shape != logits.shape[:2]:
             raise InputError(f"labels has shape {tuple(labels.shape)}, input_ids {tuple(logits.shape[:2])}")
         targets = labels[:, 1:].to(logits.device)
-        # What a padding token predicts counts for nothing: so the first real token of a left-padded row is not a target.
+        # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
         counted = (targets != -100) & real[:, :-1]
         items = counted.sum().clamp_min(1) if items is None else items
 
@@ -323,8 +328,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):
             raise CacheError(
-                f"cache_implementation={wanted!r} keeps one row per token and layer; this model keeps one per iteration "
-                "too: leave it out to use the ledger"
+                f"cache_implementation={wanted!r} keeps one row per token and layer; this model keeps one per "
+                "iteration too: leave it out to use the ledger"
             )
         cache = model_kwargs.get("past_key_values")
         iterations = self._iterations(_ASKED.get().get("max_iterations"))
@@ -362,9 +367,11 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         wants_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("trust_remote_code", False):
             raise InputError("trust_remote_code: loading weights never executes code here")
-        model, info = super().from_pretrained(
+        # Mismatched sizes are let through here so that all of them can be listed below.
+        loaded: Any = super().from_pretrained(
             where, *args, **kwargs, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
+        model, info = loaded
         require_exact_keys(where, info)
         model.wrapped.verify()
         return (model, info) if wants_info else model

@@ -297,9 +297,28 @@ def _check_share(name: str, value: float) -> None:
 
 
 def _unit_hash(position: Tensor, seed: int, iteration: int) -> Tensor:
-    """Equals a uniform number in [0, 1) that depends on (seed, position, iteration) alone (two rounds of splitmix64)."""
+    """Equals a uniform number in [0, 1) that depends on (seed, position, iteration) alone (splitmix64)."""
     x = position.long() + (seed * 0x9E3779B9 + iteration * 0x85EBCA6B) % (1 << 62)
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
     return (x & ((1 << 24) - 1)).double() / (1 << 24)
+
+
+def parse_policy(text: str) -> Policy:
+    """A policy from the command line: ``name:value[,value…]``, e.g. ``fixed:2`` or ``gate:0.1,0.2,0.3``."""
+    name, _, value = text.partition(":")
+    makers: dict[str, Callable[[tuple[float, ...]], Policy]] = {
+        "gate": lambda v: LearnedGate(v[0] if len(v) == 1 else v),
+        "fixed": lambda v: FixedDepth(int(v[0])),
+        "random": lambda v: Random(v[0]),
+        "entropy": lambda v: Entropy(v[0] if len(v) == 1 else v),
+        "exit": lambda v: ExitThreshold(v[0]),
+    }
+    if name not in makers:
+        raise InputError(f"--policy {text}: name one of {', '.join(makers)}, then a colon and its value")
+    try:
+        numbers = tuple(float(part) for part in value.split(","))
+    except ValueError:
+        raise InputError(f"--policy {text}: {value!r} is not a number or a list of numbers") from None
+    return makers[name](numbers)

@@ -54,9 +54,9 @@ class Run(ABC):
         self.iteration += 1
         return seen
 
-    def settle(self, new: Tensor, old: Tensor | None) -> Tensor:
+    def settle(self, new: Tensor, old: Tensor) -> Tensor:
         """The hidden state each token now has: a halted token's is static (law 3), unless it is read again."""
-        if old is None or self.reuse in ("kv", "none"):
+        if self.reuse in ("kv", "none"):
             return new
         return torch.where(self.active[..., None], new, old)
 
@@ -190,9 +190,10 @@ class CompactRun(Run):
         plan = RowPlan(read=read, stored=stored.flatten(), place=lane * ledger.slots + slot, fresh=fresh)
         mask = None
         if not fresh or tokens.document is not None:
-            document = None if tokens.document is None else tokens.document[lanes]
-            key = Places(*ledger.places(lanes), document=document, present=read >= 0)
-            query = Places(tokens.slot[at], tokens.order[at], None if document is None else tokens.document[at])
+            document = tokens.document
+            key_document, query_document = (None, None) if document is None else (document[lanes], document[at])
+            key = Places(*ledger.places(lanes), document=key_document, present=read >= 0)
+            query = Places(tokens.slot[at], tokens.order[at], query_document)
             mask = self.backbone.mask(query, key, x.dtype)
         stores = ledger.snapshot()
 

@@ -114,7 +114,8 @@ def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) ->
         return torch.ones_like(ids, dtype=torch.bool), cached.sum(1)
     if mask.ndim != 2 or mask.shape != (batch, past + time):
         raise InputError(
-            f"attention_mask has shape {tuple(mask.shape)}: [batch, cached + new tokens] = {(batch, past + time)} is needed"
+            f"attention_mask has shape {tuple(mask.shape)}: "
+            f"[batch, cached + new tokens] = {(batch, past + time)} is needed"
         )
     mask = mask.to(ids.device).bool()
     if past and not torch.equal(mask[:, :past], cached):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from laws import assert_one_function, make_case
-from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -18,6 +16,8 @@ from transformers import (
 from adaponder import AdaPonderError, AdaPonderForCausalLM, Random
 from adaponder.backbone import Backbone
 from adaponder.errors import BackboneError
+from laws import assert_one_function, make_case
+from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
 
 SHAPE = {
     "hidden_size": 16,
@@ -35,7 +35,9 @@ SHAPE = {
 def test_every_family_runs_as_one_function(family):
     model = tiny("adaponder", family, iterations=3)
     assert_one_function(model, make_case(3, 12, 3, "ragged", "both", 1))
-    assert_one_function(model, make_case(2, 12, 3, "ragged", "none", 2), policy=model.method.default_policy(training=False))
+    assert_one_function(
+        model, make_case(2, 12, 3, "ragged", "none", 2), policy=model.method.default_policy(training=False)
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,19 +76,40 @@ def test_wrapping_leaves_the_stock_model_as_it_was(family):
         (CohereConfig(**SHAPE, logit_scale=0.5, pad_token_id=0), "logit_scale"),
         (GraniteConfig(**SHAPE, logits_scaling=2.0), "logits_scaling"),
         (
-            OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, vocab_size=61,
-                      word_embed_proj_dim=8),  # fmt: skip
+            OPTConfig(
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                ffn_dim=24,
+                vocab_size=61,
+                word_embed_proj_dim=8,
+            ),
             "word_embed_proj_dim",
         ),
         (
-            OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, vocab_size=61,
-                      word_embed_proj_dim=16, layerdrop=0.1),  # fmt: skip
+            OPTConfig(
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                ffn_dim=24,
+                vocab_size=61,
+                word_embed_proj_dim=16,
+                layerdrop=0.1,
+            ),
             "layerdrop",
         ),
         (
-            Qwen3NextConfig(**SHAPE, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
-                            linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
-                            layer_types=["linear_attention", "full_attention"]),  # fmt: skip
+            Qwen3NextConfig(
+                **SHAPE,
+                head_dim=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                num_experts=2,
+                num_experts_per_tok=1,
+                layer_types=["linear_attention", "full_attention"],
+            ),
             "one running state",
         ),
     ],
@@ -132,7 +155,7 @@ def test_the_backbones_own_checkpointing_is_refused_because_it_drops_the_cache()
     for family in FAMILIES:
         model = tiny("adaponder", family).train()
         model.backbone.gradient_checkpointing_enable()
-        with pytest.raises(BackboneError, match="counted|cache"):
+        with pytest.raises(BackboneError, match="drops the cache"):
             model(ids(), labels=ids())
 
 

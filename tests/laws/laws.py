@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from support import VOCABULARY
 from torch import Tensor
 
 from adaponder import AdaPonderForCausalLM, ForcedDepths, Iteration
+from support import VOCABULARY
 
 EXACT = 1e-12
 
@@ -126,6 +127,12 @@ def assert_causal(model: AdaPonderForCausalLM, ids: Tensor, where: int, **kwargs
     assert not torch.equal(before.logits[:, where:], after.logits[:, where:]), "the change had no effect at all"
 
 
+def assert_causal_everywhere(model: AdaPonderForCausalLM, time: int, **kwargs) -> None:
+    for where in range(1, time):
+        ids = torch.randint(VOCABULARY, (1, time), generator=torch.Generator().manual_seed(where))
+        assert_causal(model, ids, where, **kwargs)
+
+
 @torch.no_grad()
 def assert_static_after_halting(model: AdaPonderForCausalLM, case: Case, execution: str) -> None:
     """Law 3: once halted, for ever; and the hidden state is that of the last iteration read."""
@@ -134,7 +141,7 @@ def assert_static_after_halting(model: AdaPonderForCausalLM, case: Case, executi
         case.ids, attention_mask=case.mask, policy=case.policy, execution=execution, on_iteration=seen.append
     )
     assert torch.equal(output.depth, torch.where(case.real, case.depths.clamp_max(len(seen)), 0))
-    for earlier, later in zip(seen, seen[1:], strict=False):
+    for earlier, later in itertools.pairwise(seen):
         assert not (later.active & ~earlier.active).any(), "a halted token came back"
         static = case.real & ~later.active
         assert torch.equal(later.hidden[static], earlier.hidden[static]), "a halted token's hidden state moved"
@@ -143,9 +150,9 @@ def assert_static_after_halting(model: AdaPonderForCausalLM, case: Case, executi
 @contextmanager
 def counted_rows(model: AdaPonderForCausalLM):
     """Counts the rows that each layer of the backbone computes."""
-    body = model.backbone.base_model
-    layers = next(getattr(owner, name) for owner in (body, getattr(body, "decoder", body))
-                  for name in ("layers", "h") if hasattr(owner, name))  # fmt: skip
+    kinds = ("layers", "h")
+    owners = (model.backbone.base_model, getattr(model.backbone.base_model, "decoder", None))
+    layers = next(getattr(owner, kind) for owner in owners for kind in kinds if hasattr(owner, kind))
     rows = [0] * len(layers)
 
     def hook(index: int):

@@ -60,7 +60,9 @@ def weights(model) -> dict[str, Tensor]:
     return {name.removeprefix("backbone."): value for name, value in model.named_parameters()}
 
 
-def ponder(w: dict[str, Tensor], config, ids: Tensor, real: Tensor, *, steps: int, scale: float, first: float) -> Tensor:
+def ponder(
+    w: dict[str, Tensor], config, ids: Tensor, real: Tensor, *, steps: int, scale: float, first: float
+) -> Tensor:
     """PonderLM: logits after ``steps`` ponder steps and one last pass, no cache in any of them."""
     table = w["gpt_neox.embed_in.weight"] * scale
     embedding = table[ids] * first

@@ -3,10 +3,10 @@
 import pytest
 import reference
 import torch
-from laws import assert_close, make_case
-from support import stir, stock, tiny
 
 from adaponder import AdaPonderForCausalLM, Objective
+from laws import assert_close, make_case
+from support import stir, stock, tiny
 
 
 @pytest.mark.parametrize("seed", range(4))

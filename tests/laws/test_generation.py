@@ -1,10 +1,10 @@
-"""Generation is the same function again: cached equals uncached, a batch equals its singles, padding changes nothing."""
+"""Generation is the same function again: cached or not, alone or in a batch, padded or not."""
 
 import pytest
 import torch
-from support import METHODS, ids, stock, tiny
 
 from adaponder import AdaPonderForCausalLM, LearnedGate, Random
+from support import METHODS, ids, stock, tiny
 
 NEW = 9
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from laws import assert_static_after_halting, make_case
-from support import tiny
 
 from adaponder import ForcedDepths
+from laws import assert_static_after_halting, make_case
+from support import tiny
 
 
 @pytest.mark.parametrize("method", ["adaponder", "mor", "ouro"])

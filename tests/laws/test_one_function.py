@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import assert_close, assert_one_function, make_case
-from support import HALTING, METHODS, tiny
 
 from adaponder import Objective
+from laws import assert_close, assert_one_function, make_case
+from support import HALTING, METHODS, tiny
 
 cached_tiny = lru_cache(maxsize=None)(tiny)
 patterns = st.sampled_from(["all", "none", "alternating", "ragged"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from laws import EXACT, assert_close
 from support import FAMILIES, METHODS, ids, stock, tiny
 

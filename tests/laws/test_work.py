@@ -1,11 +1,11 @@
-"""Skipping is real: the rows a backbone computes are the sum of the tokens' depths, and so are the rows a ledger holds."""
+"""Skipping is real: rows computed are the sum of the tokens' depths, and so are the rows a ledger holds."""
 
 import pytest
 import torch
-from laws import counted_rows, make_case
-from support import FAMILIES, METHODS, ids, tiny
 
 from adaponder import ForcedDepths, Random
+from laws import counted_rows, make_case
+from support import FAMILIES, METHODS, ids, tiny
 
 
 @pytest.mark.parametrize("family", FAMILIES)

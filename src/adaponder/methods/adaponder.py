@@ -36,12 +36,9 @@ class AdaPonder(Method):
 
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
         embedding = self.scaled(embedded)  # E^0
-        hidden, gates = None, []
-        for i in range(ask.iterations):
-            # eq. 1, with eq. 10 inside: halted tokens keep their keys, values and hidden state.
-            hidden = run.settle(run.read(embedding).hidden, hidden)
-            if i + 1 == ask.iterations:
-                break
+        hidden = run.read(embedding).hidden  # eq. 1: h^0
+        gates = []
+        for i in range(ask.iterations - 1):
             gate = run.map(self.gate(i), hidden, everyone=ask.every_gate)  # eq. 2: g^i = MLP_i(h^i)
             s = gate_probability(gate)  # eq. 3: s^i = sigmoid(g^i)
             ask.show(Iteration(i, hidden, s, run.active))
@@ -49,6 +46,8 @@ class AdaPonder(Method):
             expected = run.map(lambda h: expected_embedding(run.backbone, h, self.config), hidden)  # eq. 6 to 8
             weight = (run.active * s).to(embedding.dtype)
             embedding = embedding + weight[..., None] * expected  # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
+            # eq. 1 again, with eq. 10 inside: halted tokens keep their keys, values and hidden state.
+            hidden = run.settle(run.read(embedding).hidden, hidden)
             gates.append(gate)
         ask.show(Iteration(ask.iterations - 1, hidden, None, run.active))
         return Trajectory(hidden, stack_gates(gates))

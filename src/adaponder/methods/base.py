@@ -119,7 +119,7 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory: ...
 
-    def reset_parameters(self, std: float) -> None:  # noqa: B027 - most methods add no parameters
+    def reset_parameters(self, std: float) -> None:
         """Initialises what is the method's own."""
 
     def reuse(self) -> str:
@@ -147,7 +147,7 @@ class Method(nn.Module, ABC):
 
     def scaled(self, embedded: Tensor) -> Tensor:
         """Embeddings as the recurrence takes them in: E^0."""
-        return embedded * (self.config.embedding_scale * self.config.initial_multiplier)
+        return embedded * self.config.input_scale
 
 
 def plain_loss(seen: Trajectory, score: Scorer) -> Losses:

@@ -30,6 +30,9 @@ class Router(nn.Linear):
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, bias=False)
 
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
+
     def forward(self, stream: Tensor) -> Tensor:
         return super().forward(stream).squeeze(-1)
 
@@ -78,7 +81,7 @@ class MixtureOfRecursions(Method):
 
     def reset_parameters(self, std: float) -> None:
         for router in self.routers:
-            nn.init.normal_(router.weight, std=std)
+            router.reset_parameters(std)
 
     def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
         losses = plain_loss(seen, score)

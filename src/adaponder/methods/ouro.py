@@ -23,18 +23,21 @@ class Ouro(Method):
         self.exit = nn.Linear(config.hidden_size, 1)
 
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
-        x, hidden, logits = self.scaled(embedded), None, []
+        hidden = run.read(self.scaled(embedded)).hidden
+        logits = [self._exit(run, hidden, ask)]
         staying = torch.ones(embedded.shape[:2], device=embedded.device)
-        for i in range(ask.iterations):
-            x = hidden = run.settle(run.read(x).hidden, hidden)
-            logit = run.map(lambda rows: self.exit(rows).squeeze(-1), hidden, everyone=ask.every_gate)
-            logits.append(logit)
-            staying = staying * torch.sigmoid(-logit.float())  # prod (1 - lambda_j)
-            last = i + 1 == ask.iterations
-            ask.show(Iteration(i, hidden, None if last else staying, run.active))
-            if not last:
-                run.decide(ask.policy, staying, hidden, seed=ask.seed)
-        return Trajectory(x, torch.stack(logits, dim=-1))
+        for i in range(ask.iterations - 1):
+            staying = staying * torch.sigmoid(-logits[-1].float())  # prod (1 - lambda_j)
+            ask.show(Iteration(i, hidden, staying, run.active))
+            run.decide(ask.policy, staying, hidden, seed=ask.seed)
+            hidden = run.settle(run.read(hidden).hidden, hidden)
+            logits.append(self._exit(run, hidden, ask))
+        ask.show(Iteration(ask.iterations - 1, hidden, None, run.active))
+        return Trajectory(hidden, torch.stack(logits, dim=-1))
+
+    def _exit(self, run: Run, hidden: Tensor, ask: Ask) -> Tensor:
+        """The logit of lambda."""
+        return run.map(lambda rows: self.exit(rows).squeeze(-1), hidden, everyone=ask.every_gate)
 
     def default_policy(self, *, training: bool) -> Policy:
         return FixedDepth(self.config.iterations) if training else ExitThreshold(self.config.exit_threshold)

@@ -15,7 +15,7 @@ def expected_embedding(backbone: Backbone, hidden: Tensor, config: AdaPonderConf
     """Equals ``softmax(head(h)) @ (scale * table)``: eq. 6 to 8 of AdaPonderLM, the table scaled like the input."""
     weight, bias = backbone.head()
     mixed = vocab_expectation(hidden, weight, backbone.table(), bias=bias, top_k=config.expectation_top_k)
-    return mixed * config.embedding_scale
+    return mixed * config.table_scale
 
 
 class Ponder(Method):

@@ -1,0 +1,39 @@
+"""adaponder convert: a checkpoint in, a member of the family out, and the proof that nothing was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adaponder.convert import Conversion, convert
+from adaponder.terminal import console, table, write_json
+
+
+def run(source: str, *, out: Path, method: str, json: Path | None = None, **options: Any) -> Conversion:
+    text = options.pop("text", None)
+    if text is not None and Path(text).is_file():
+        text = Path(text).read_text(errors="replace")
+    with console.status(f"converting {source} …"):
+        done = convert(source, out, method=method, text=text, **options)
+    show(done)
+    write_json(json, done.as_dict())
+    return done
+
+
+def show(done: Conversion) -> None:
+    console.print(f"[bold]{done.source}[/] ({done.kind}) → [bold]{done.out}[/] ({done.method}, K = {done.iterations})")
+    added = f", of which the method adds {done.added:,}" if done.added else ""
+    console.print(f"{done.parameters:,} parameters{added}")
+    if done.gates_open is not None:
+        console.print(f"gates start open: s = {done.gates_open:.6f}")
+    rows = [
+        (check.what, f"{check.difference:.1e}", "—" if check.bound is None else f"{check.bound:.1e}")
+        for check in done.checks
+    ]
+    if rows:
+        console.print(table("Equality on random tokens", ("check", "relative difference", "allowed"), rows))
+    else:
+        console.print("no equality to check: these options change the function the source was trained to be")
+    if done.losses:
+        rows = [(depth, f"{loss:.4f}") for depth, loss in enumerate(done.losses, 1)]
+        console.print(table("Loss on the given text", ("read", "loss"), rows))

@@ -1,0 +1,72 @@
+"""adaponder doctor: what is installed, what it would run on, and with which kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaponder.terminal import console, table, write_json
+from adaponder.version import __version__
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "triton", "lm_eval")
+_FLOORS = {"torch": (2, 11), "transformers": (5, 17)}
+
+
+def run(*, json: Path | None = None) -> dict[str, Any]:
+    found = examine()
+    rows = [
+        (name, value or "not installed", found["problems"].get(name, "")) for name, value in found["versions"].items()
+    ]
+    console.print(table("Versions", ("package", "version", ""), rows))
+    rows = [(device["name"], device["what"]) for device in found["devices"]]
+    console.print(table("Devices", ("device", "what"), rows))
+    rows = [(kernel["op"], kernel["device"], kernel["runs"]) for kernel in found["kernels"]]
+    console.print(table("Kernels", ("operation", "device", "would run"), rows))
+    if found["problems"]:
+        console.print("[red]" + "; ".join(f"{name} {why}" for name, why in found["problems"].items()))
+    else:
+        console.print("[green]all well")
+    write_json(json, found)
+    return found
+
+
+def examine() -> dict[str, Any]:
+    versions = {"adaponder": __version__, "python": platform.python_version()}
+    versions |= {name: _version(name) for name in _PACKAGES}
+    problems = {
+        name: f"is older than {'.'.join(map(str, floor))}"
+        for name, floor in _FLOORS.items()
+        if _numbers(versions[name]) < floor
+    }
+    devices = [{"name": "cpu", "what": f"{platform.machine()}, {torch.get_num_threads()} threads"}]
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        devices.append({"name": f"cuda:{index}", "what": f"{about.name}, {about.total_memory / 2**30:.0f} GiB"})
+    kernels = [
+        {"op": op, "device": device["name"], "runs": "torch (reference)"} for device in devices for op in operations()
+    ]
+    return {"versions": versions, "problems": problems, "devices": devices, "kernels": kernels}
+
+
+def operations() -> list[str]:
+    """The operations that ship, by their folders."""
+    spec = importlib.util.find_spec("adaponder.ops")
+    folders = spec.submodule_search_locations if spec is not None else None
+    folder = Path(next(iter(folders or [])))
+    return sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in (text or "0").split("+")[0].split(".")[:2] if part.isdigit())

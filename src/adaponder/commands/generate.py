@@ -1,0 +1,152 @@
+"""adaponder generate: text from a checkpoint, each token with the depth it was read at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from adaponder.convert import load
+from adaponder.errors import InputError
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import LearnedGate, Policy
+from adaponder.terminal import by_depth, console, legend, table, write_json
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Prompt and continuation as pieces of text, with each piece's depth; the last token was never read: 0."""
+
+    pieces: list[str]
+    depths: list[int]
+    prompt: int
+    deepest: int
+
+    @property
+    def mean_depth(self) -> float:
+        read = [depth for depth in self.depths if depth]
+        return sum(read) / len(read)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt": "".join(self.pieces[: self.prompt]),
+            "text": "".join(self.pieces[self.prompt :]),
+            "tokens": self.pieces,
+            "depths": self.depths,
+            "mean_depth": self.mean_depth,
+        }
+
+
+def run(
+    checkpoint: str,
+    *,
+    prompt: str,
+    tokenizer: str | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    tau: float | None = None,
+    policy: Policy | None = None,
+    max_iterations: int | None = None,
+    depth_colours: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> Generated:
+    if tau is not None and policy is not None:
+        raise InputError("--tau and --policy both say who halts: give one")
+    with console.status(f"loading {checkpoint} …"):
+        model, folder = load(checkpoint, dtype=dtype, device=device)
+        words = load_tokenizer(tokenizer or str(folder))
+    with console.status("generating …"):
+        done = generate(
+            model,
+            words,
+            prompt,
+            policy=LearnedGate(tau) if tau is not None else policy,
+            max_iterations=max_iterations,
+            seed=seed,
+            settings={
+                "max_new_tokens": max_new_tokens,
+                "do_sample": not greedy,
+                **({} if greedy else {"temperature": temperature, "top_p": top_p}),
+            },
+        )
+    show(done, colours=depth_colours)
+    write_json(json, done.as_dict())
+    return done
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--tokenizer: {name} has no tokenizer ({error}); name a folder or hub model that has"
+        ) from None
+
+
+def generate(
+    model: AdaPonderForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    policy: Policy | None,
+    max_iterations: int | None,
+    seed: int,
+    settings: dict[str, Any],
+) -> Generated:
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    if ids.shape[1] == 0:
+        raise InputError("--prompt is empty: give at least one token")
+    torch.manual_seed(seed)
+    asked = {} if policy is None else {"policy": policy}
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        pad_token_id=tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0,
+        return_dict_in_generate=True,
+        seed=seed,
+        max_iterations=max_iterations,
+        **asked,
+        **settings,
+    )
+    tokens = result.sequences[0].tolist()
+    depths = result.past_key_values.depth[0].tolist()
+    return Generated(
+        pieces=pieces(tokenizer, tokens),
+        depths=depths + [0] * (len(tokens) - len(depths)),
+        prompt=ids.shape[1],
+        deepest=max_iterations or model.config.iterations,
+    )
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """Each token's text in context. A character spread over several tokens goes to the token that completes it."""
+    found, shown = [], ""
+    for end in range(1, len(tokens) + 1):
+        text = str(tokenizer.decode(tokens[:end]))
+        # An unfinished character decodes to U+FFFD, which the next token may turn into something else.
+        text = text if end == len(tokens) else text.rstrip("\ufffd")
+        found.append(text[len(shown) :] if text.startswith(shown) else "")
+        shown = text if text.startswith(shown) else shown
+    return found
+
+
+def show(done: Generated, *, colours: bool) -> None:
+    if not colours:
+        console.print("".join(done.pieces), markup=False)
+        return
+    console.print(by_depth(done.pieces, done.depths, done.deepest))
+    console.print()
+    console.print(legend(done.deepest))
+    counts = Counter(depth for depth in done.depths if depth)
+    total = sum(counts.values())
+    rows = [(depth, counts[depth], f"{counts[depth] / total:.1%}") for depth in range(1, done.deepest + 1)]
+    console.print(table(f"Mean depth {done.mean_depth:.2f} of {done.deepest}", ("read", "tokens", "share"), rows))

@@ -1,0 +1,65 @@
+"""adaponder inspect: what a checkpoint is and what reading a token costs, from its config alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adaponder.compute import parameters_of, per_depth, shape_of
+from adaponder.convert import describe
+from adaponder.errors import InputError
+from adaponder.terminal import console, table, write_json
+
+
+def run(checkpoint: str, *, context: int | None = None, json: Path | None = None) -> dict[str, Any]:
+    config = describe(checkpoint)
+    limit = config.max_position_embeddings
+    if context is None:
+        context = min(2048, limit or 2048) - 1
+    if context < 0 or (limit is not None and context >= limit):
+        raise InputError(f"--context {context}: from 0 to {(limit or 0) - 1}, the backbone's last position")
+    shape = shape_of(config)
+    counted = parameters_of(config, shape=shape)
+    costs = per_depth(config, context=context, shape=shape)
+    backbone = config.backbone_config
+    facts = {
+        "method": config.method,
+        "iterations (K)": config.iterations,
+        "backbone": backbone.model_type,
+        "layers": shape.layers,
+        "hidden size": shape.hidden,
+        "vocabulary": shape.vocabulary,
+        "positions": config.max_position_embeddings,
+        "embedding scale": f"{config.embedding_scale:g}",
+        "parameters": f"{counted.total:,}",
+        "  of the backbone": f"{counted.backbone:,}",
+        "  added by the method": f"{counted.added:,}",
+    }
+    if config.method == "adaponder":
+        facts |= {"tau": config.tau, "gate width": config.gate_width, "gate bias at start": config.gate_bias}
+    console.print(table(checkpoint, ("", ""), facts.items()))
+    rows = [
+        (
+            depth,
+            _mega(cost.body + cost.attention),
+            _mega(cost.expectation),
+            _mega(cost.gates),
+            _mega(cost.head),
+            _mega(cost.flops),
+            f"{cost.ratio:.2f}",
+            f"{cost.kv_bytes / 1024:.1f}",
+        )
+        for depth, cost in enumerate(costs, 1)
+    ]
+    columns = ("read", "body", "expectation", "gates", "head", "MFLOP", "x vanilla", "K/V KiB")
+    console.print()
+    console.print(table(f"One more token after {context:,} (MFLOP; keys and values in bfloat16)", columns, rows))
+    result = {"checkpoint": checkpoint, "context": context, "config": config.to_dict()}
+    result |= {"parameters": {"backbone": counted.backbone, "added": counted.added}}
+    result |= {"depths": [{"flops": c.flops, "ratio": c.ratio, "kv_bytes": c.kv_bytes} for c in costs]}
+    write_json(json, result)
+    return result
+
+
+def _mega(flops: int) -> str:
+    return f"{flops / 1e6:,.2f}"

@@ -1,0 +1,224 @@
+"""Gates start open and say how far; halting compares in float32; the ponder loss averages the lowest gates only."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import support
+from adaponder import AdaPonderError, AdaPonderForCausalLM, Objective
+from adaponder.halting import (
+    Gate,
+    bottom_k_mean,
+    gate_probability,
+    ponder_fraction,
+    ponder_pool,
+    pool_count,
+    stays_active,
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0.0), (99, 0.0), (100, 0.0), (101, 0.003), (150, 0.15), (199, 0.297), (200, 0.3), (201, 0.3), (10**9, 0.3)],
+)
+def test_the_ponder_fraction_is_0_then_a_ramp_then_constant(step, expected):
+    assert ponder_fraction(step, start=100, full=200, k_max=0.3) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(0, 0.0), (99, 0.0), (100, 0.3), (101, 0.3)])
+def test_the_ponder_fraction_of_an_empty_ramp_is_a_step(step, expected):
+    assert ponder_fraction(step, start=100, full=100, k_max=0.3) == expected
+
+
+def test_the_ponder_fraction_with_everything_at_0_is_full_from_the_first_step():
+    assert ponder_fraction(0, start=0, full=0, k_max=0.3) == 0.3
+
+
+@given(st.integers(0, 300), st.integers(0, 100), st.integers(0, 100), st.floats(0, 1))
+def test_the_ponder_fraction_never_falls_and_stays_within_k_max(step, start, length, k_max):
+    schedule = {"start": start, "full": start + length, "k_max": k_max}
+    now, later = (ponder_fraction(at, **schedule) for at in (step, step + 1))
+    assert 0.0 <= now <= later <= k_max
+
+
+def test_the_ponder_ramp_may_not_end_before_it_starts():
+    with pytest.raises(AdaPonderError, match=r"ponder_full=99.*ponder_start=100"):
+        ponder_fraction(150, start=100, full=99, k_max=0.3)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "size", "count"),
+    [
+        (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
+        (0.57, 100, 57),
+        (0.07, 100, 7),
+        (0.299, 100, 29),
+        (0.0, 100, 0),
+        (1.0, 100, 100),
+        (0.3, 3, 0),
+        (0.5, 3, 1),
+        (1.0, 0, 0),
+        (1.0, 1, 1),
+    ],
+)
+def test_the_pool_count_is_the_floor_of_the_true_product(fraction, size, count):
+    assert pool_count(fraction, size) == count
+
+
+@given(st.integers(0, 100), st.integers(0, 10_000))
+def test_the_pool_count_of_whole_percents_is_exact(percent, size):
+    assert pool_count(percent / 100, size) == percent * size // 100
+
+
+@pytest.mark.parametrize("shape", [(1,), (10,), (4, 5), (2, 3, 7)])
+@pytest.mark.parametrize("fraction", [0.1, 0.29, 0.5, 1.0])
+def test_the_bottom_k_mean_equals_that_of_the_sorted_values(shape, fraction):
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    count = math.floor(fraction * values.numel() + 1e-9)
+    lowest = sorted(values.flatten().tolist())[:count]
+    expected = sum(lowest) / count if count else 0.0
+    assert float(bottom_k_mean(values, fraction)) == pytest.approx(expected, rel=1e-14, abs=0)
+
+
+def test_the_bottom_k_mean_pulls_on_the_chosen_values_only():
+    values = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.7], dtype=torch.float64, requires_grad=True)
+    bottom_k_mean(values, 0.4).backward()
+    assert values.grad.tolist() == [0.0, 0.5, 0.0, 0.5, 0.0]
+
+
+def test_the_bottom_k_mean_of_equal_values_still_pulls_on_as_many_as_it_counts():
+    values = torch.full((10,), 0.3, dtype=torch.float64, requires_grad=True)
+    bottom_k_mean(values, 0.4).backward()
+    assert sorted(values.grad.tolist()) == [0.0] * 6 + [0.25] * 4
+
+
+@pytest.mark.parametrize(("size", "fraction"), [(100, 0.0), (100, 0.009), (0, 1.0), (3, 0.3)])
+def test_the_bottom_k_mean_of_nothing_is_exactly_0_and_pulls_on_nobody(size, fraction):
+    values = torch.rand(size, dtype=torch.float64, requires_grad=True)
+    mean = bottom_k_mean(values, fraction)
+    assert float(mean) == 0.0
+    assert (mean.shape, mean.dtype) == ((), torch.float64)
+    (values.sum() + mean).backward()
+    assert values.grad.tolist() == [1.0] * size
+
+
+LOGITS = torch.tensor([[[1.0, 2.0], [-1.0, 3.0], [0.5, -2.0]], [[9.0, 9.0], [-3.0, 1.0], [0.1, 0.2]]])
+REAL = torch.tensor([[True, True, True], [False, True, True]])
+DEPTH = torch.tensor([[3, 1, 2], [0, 1, 3]])  # K = 3, so two gates
+
+
+@pytest.mark.parametrize("on", ["probabilities", "logits"])
+def test_the_ponder_pool_holds_every_gate_of_every_real_token_and_no_padding(on):
+    pool = ponder_pool(LOGITS, REAL, DEPTH, on=on, pool="all")
+    logits = torch.tensor([1.0, 2.0, -1.0, 3.0, 0.5, -2.0, -3.0, 1.0, 0.1, 0.2])
+    expected = torch.sigmoid(logits) if on == "probabilities" else logits
+    assert torch.equal(pool.flatten(), expected)
+
+
+def test_the_closed_ponder_pool_counts_gates_after_the_halt_as_constant_0():
+    logits = LOGITS.clone().requires_grad_()
+    pool = ponder_pool(logits, REAL, DEPTH, on="probabilities", pool="closed")
+    # The gate that closed a token was still open to decide: it counts; only those after it do not.
+    open_gates = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0], [1, 1]], dtype=torch.bool)
+    s = torch.sigmoid(LOGITS[REAL])
+    assert torch.equal(pool.view(5, 2), torch.where(open_gates, s, 0.0))
+    pool.sum().backward()
+    assert torch.equal(logits.grad[REAL] != 0, open_gates)
+    assert float(logits.grad[~REAL].abs().sum()) == 0.0
+
+
+def test_the_ponder_term_of_a_model_is_the_bottom_k_mean_of_its_gates():
+    model, ids = support.tiny(), support.ids()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    output = model(ids, attention_mask=mask, labels=ids, objective=Objective(ponder_weight=2.0, ponder_fraction=0.4))
+    lowest = output.gates[mask.bool()].flatten().sort().values[: int(0.4 * 15 * 2)]
+    assert output.terms["ponder"].item() == pytest.approx(lowest.mean().item(), rel=1e-12)
+    total = output.terms["cross_entropy"] + 2.0 * output.terms["ponder"]
+    assert output.loss.item() == pytest.approx(total.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("tau", [1e-4, 0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_threshold_is_compared_in_float32_whatever_the_precision(dtype, tau):
+    at = torch.tensor(tau, dtype=torch.float32)
+    below = torch.nextafter(at, torch.tensor(0.0))
+    above = torch.nextafter(at, torch.tensor(1.0))
+    probability = torch.stack([below, at, above]).to(dtype)
+    assert stays_active(probability, tau).tolist() == [False, True, True]
+
+
+def test_the_threshold_ignores_what_float32_cannot_see():
+    # In float64 this is below 0.3; in float32 both are the same number.
+    assert bool(stays_active(torch.tensor(0.3 - 1e-12, dtype=torch.float64), 0.3))
+    assert not bool(stays_active(torch.tensor(0.3 - 1e-6, dtype=torch.float64), 0.3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_the_gate_probability_is_never_below_float32(dtype, kept):
+    logit = torch.tensor([-30.0, -9.25, 0.0, 8.0], dtype=dtype)
+    probability = gate_probability(logit)
+    assert probability.dtype == kept
+    assert torch.equal(probability, torch.sigmoid(logit.to(kept)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gate_probability(logit).dtype == kept
+
+
+def test_the_gate_probability_tells_apart_what_bf16_would_merge():
+    s = gate_probability(torch.tensor([7.0, 8.0], dtype=torch.bfloat16))
+    assert float(s[0]) < float(s[1]) < 1.0
+    assert torch.sigmoid(torch.tensor([7.0, 8.0], dtype=torch.bfloat16)).unique().numel() == 1
+
+
+@pytest.mark.parametrize("bias", [4.0, 0.0, -2.5])
+@pytest.mark.parametrize("width", [0, 4])
+def test_the_gate_starts_at_the_sigmoid_of_its_bias_for_every_token(width, bias):
+    gate = Gate(16, width=width, bias=bias).double()
+    gate.reset_parameters()
+    hidden = 100 * torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logit = gate(hidden)
+    assert logit.shape == (3, 7)
+    assert torch.equal(gate_probability(logit), torch.sigmoid(torch.full((3, 7), bias, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("width", [0, 4])
+def test_the_gate_learns_from_its_first_step(width):
+    gate = Gate(16, width=width, bias=1.0)
+    gate.reset_parameters()
+    gate(torch.randn(5, 16, generator=torch.Generator().manual_seed(0))).sum().backward()
+    assert float(gate.out.weight.grad.abs().sum()) > 0.0
+    assert float(gate.out.bias.grad) == pytest.approx(5.0)
+
+
+def test_the_gate_equals_its_equation():
+    gate = Gate(16, width=4, bias=1.0).double()
+    hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inner = torch.nn.functional.gelu(hidden @ gate.inner.weight.T + gate.inner.bias)
+    assert gate.inner.weight.shape == (64, 16)
+    assert torch.allclose(gate(hidden), (inner @ gate.out.weight.T + gate.out.bias)[:, 0], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["one-each", "shared"])
+@pytest.mark.parametrize("width", [0, 4])
+def test_the_gates_of_a_new_model_all_start_at_the_sigmoid_of_the_configured_bias(width, shared):
+    model = AdaPonderForCausalLM.from_backbone(
+        support.stock(), iterations=3, gate_width=width, gate_bias=1.5, shared_gate=shared
+    )
+    gates = model(support.ids()).gates
+    assert gates.shape == (2, 9, 2)
+    assert torch.equal(gates, torch.sigmoid(torch.full_like(gates, 1.5)))
+    assert len(model.method.gates) == (1 if shared else 2)

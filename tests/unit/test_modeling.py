@@ -1,0 +1,333 @@
+"""The Hugging Face face: what its users expect of any model, and what only this one has."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from adaponder import (
+    AdaPonderConfig,
+    AdaPonderError,
+    AdaPonderForCausalLM,
+    FixedDepth,
+    ForcedDepths,
+    Iteration,
+    LearnedGate,
+    Objective,
+    Random,
+    modeling,
+    runs,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [None, "8KB"])
+def test_saved_and_loaded_through_the_auto_classes_it_is_the_same_model(tmp_path, family, shards):
+    model = tiny("adaponder", family, dtype=torch.float32)
+    model.save_pretrained(tmp_path, **({} if shards is None else {"max_shard_size": shards}))
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards is not None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, AdaPonderForCausalLM)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), AdaPonderConfig)
+    for name in ("method", "iterations", "tau", "embedding_scale", "gate_bias", "reuse"):
+        assert getattr(loaded.config, name) == getattr(model.config, name)
+    state = loaded.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    card = (tmp_path / "README.md").read_text()
+    assert "adaponder" in card
+    assert f"{model.num_parameters():,}" in card
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_survives_a_round_trip(tmp_path, method):
+    model = tiny(method, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    assert not loaded.training
+
+
+def test_loading_in_another_precision_casts_backbone_and_method_alike(tmp_path):
+    tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert loaded(ids()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_step_under_the_trainer(tmp_path, method):
+    model = tiny(method, dtype=torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids(8, 9)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=0.1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    result = Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert 0 < result.training_loss < 100
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert any(name.startswith("backbone.") for name in moved)
+    if method in ("adaponder", "mor", "ouro"):
+        assert any(name.startswith("method.") for name in moved)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(method):
+    model = stir(tiny(method, dtype=torch.float32)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = ids(4, 12)
+    losses = []
+    for _ in range(30):
+        output = model(batch, labels=batch, objective=Objective(ponder_weight=0.1, ponder_fraction=0.1))
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        losses.append(float(output.terms["cross_entropy"].detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_loss_is_the_stock_models_and_its_terms_add_up():
+    model = tiny("adaponder", iterations=4)
+    labels = ids().clone()
+    labels[0, :4] = -100
+    expected = stock()(ids(), labels=labels).loss
+    torch.testing.assert_close(model(ids(), labels=labels, max_iterations=1).loss.float(), expected)
+    output = model(ids(), labels=labels, objective=Objective(ponder_weight=0.5, ponder_fraction=0.3))
+    total = output.terms["cross_entropy"] + 0.5 * output.terms["ponder"]
+    torch.testing.assert_close(output.loss, total, rtol=1e-12, atol=0)
+    assert model(ids(), labels=labels).terms.keys() == {"cross_entropy"}
+
+
+def test_a_ponder_term_of_no_gates_is_exactly_zero():
+    output = tiny()(ids(), labels=ids(), objective=Objective(ponder_weight=1.0, ponder_fraction=1e-9))
+    assert output.terms["ponder"] == 0
+    assert torch.equal(output.loss, output.terms["cross_entropy"])
+
+
+def test_gates_come_for_every_iteration_but_the_last_and_can_be_left_out():
+    output = tiny(iterations=4)(ids())
+    assert output.gates.shape == (2, 9, 3)
+    assert ((output.gates > 0) & (output.gates < 1)).all()
+    assert tiny(iterations=4)(ids(), output_gates=False).gates is None
+    assert tiny("ponder")(ids()).gates is None
+
+
+def test_iteration_logits_end_with_the_logits():
+    for method in METHODS:
+        output = tiny(method, iterations=3)(ids(), output_iteration_logits=True)
+        assert torch.equal(output.iteration_logits[-1], output.logits)
+
+
+def test_logits_to_keep_is_a_slice_of_all():
+    model = tiny()
+    whole = model(ids()).logits
+    torch.testing.assert_close(model(ids(), logits_to_keep=2).logits, whole[:, -2:], rtol=0, atol=1e-12)
+    chosen = torch.tensor([0, 3])
+    torch.testing.assert_close(model(ids(), logits_to_keep=chosen).logits, whole[:, chosen], rtol=0, atol=1e-12)
+    with_loss = model(ids(), labels=ids(), logits_to_keep=1)
+    torch.testing.assert_close(with_loss.loss, model(ids(), labels=ids()).loss, rtol=0, atol=1e-12)
+    assert with_loss.logits.shape[1] == 1
+
+
+def test_hooks_see_every_iteration_as_it_happens():
+    seen: list[Iteration] = []
+    depths = torch.tensor([[1, 3, 2, 3]])
+    output = tiny(iterations=3)(depths, policy=ForcedDepths(depths), on_iteration=seen.append)
+    assert [step.index for step in seen] == [0, 1, 2]
+    assert [step.active.sum().item() for step in seen] == [4, 3, 2]
+    assert seen[-1].gate is None
+    torch.testing.assert_close(seen[0].gate, output.gates[..., 0], rtol=0, atol=1e-12)
+
+
+def test_return_dict_false_gives_a_tuple_that_starts_with_the_loss():
+    model = tiny()
+    loss, logits = model(ids(), labels=ids(), return_dict=False)[:2]
+    assert loss.ndim == 0
+    assert logits.shape == (2, 9, VOCABULARY)
+
+
+def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monkeypatch):
+    kinds = []
+
+    def watched(kind):
+        def build(*args, **kwargs):
+            kinds.append(kind.__name__)
+            return kind(*args, **kwargs)
+
+        return build
+
+    for kind in (runs.DenseRun, runs.CompactRun):
+        monkeypatch.setattr(modeling, kind.__name__, watched(kind))
+    model = tiny()
+    model(ids())
+    model.train()(ids())
+    tiny("ponder")(ids())
+    tiny("ponder")(ids(), use_cache=True)
+    tiny(reuse="kv")(ids())
+    assert kinds == ["CompactRun", "DenseRun", "DenseRun", "CompactRun", "DenseRun"]
+
+
+def test_shared_and_linear_gates_have_the_parameters_they_say():
+    assert len(tiny(iterations=5).method.gates) == 4
+    assert len(tiny(iterations=5, shared_gate=True).method.gates) == 1
+    assert len(tiny(iterations=1).method.gates) == 0
+    linear = tiny(iterations=2, gate_width=0).method
+    assert sum(parameter.numel() for parameter in linear.parameters()) == 16 + 1
+    wide = tiny(iterations=2, gate_width=4).method
+    assert sum(parameter.numel() for parameter in wide.parameters()) == 16 * 64 + 64 + 64 + 1
+
+
+def test_fresh_gates_are_open_by_exactly_what_the_config_says():
+    model = AdaPonderForCausalLM.from_backbone(stock(), gate_bias=2.5)
+    expected = torch.sigmoid(torch.tensor(2.5, dtype=torch.float64))
+    assert torch.equal(model(ids()).gates, expected.expand(2, 9, 3))
+
+
+def test_scales_from_scratch_are_those_of_the_releases():
+    for method, scale in {"adaponder": 4.0, "ponder": 4.0, "loop": 40**0.5, "pause": 1.0, "mor": 1.0, "ouro": 1.0}.items():
+        assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], method=method).embedding_scale == scale
+    assert AdaPonderForCausalLM.from_backbone(stock()).config.embedding_scale == 1.0
+
+
+def test_a_pause_can_be_an_unused_token_of_the_vocabulary():
+    model = tiny("pause", pause_token_id=VOCABULARY - 1)
+    assert not list(model.method.parameters())
+    base = stock()
+    spread = torch.stack([ids(), *[torch.full_like(ids(), VOCABULARY - 1)] * 2], -1).flatten(1)
+    position = torch.arange(9).repeat_interleave(3)[None].expand(2, -1)
+    mask = torch.tril(torch.ones(27, 27, dtype=torch.bool))[None, None].expand(2, 1, -1, -1)
+    expected = base(spread, position_ids=position, attention_mask=mask).logits[:, 2::3]
+    torch.testing.assert_close(model(ids()).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_loop_feeds_the_stream_and_norms_once():
+    model = tiny("loop", iterations=3)
+    body = model.backbone.gpt_neox
+    stream = body.embed_in(ids())
+    position = torch.arange(9)[None].expand(2, -1)
+    turn = body.rotary_emb(stream, position)
+    for _ in range(3):
+        for layer in body.layers:
+            stream = layer(stream, position_embeddings=turn)
+    expected = model.backbone.lm_head(body.final_layer_norm(stream))
+    torch.testing.assert_close(model(ids()).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_ouro_feeds_the_normed_state_and_spreads_its_loss_over_loops():
+    model = tiny("ouro", iterations=3).train()
+    body, x, losses, exits = model.backbone.gpt_neox, None, [], []
+    x = body.embed_in(ids())
+    for _ in range(3):
+        x = body(inputs_embeds=x).last_hidden_state
+        logits = model.backbone.lm_head(x)[:, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids()[:, 1:], reduction="none"))
+        exits.append(model.method.exit(x).squeeze(-1).sigmoid()[:, :-1])
+    p = [exits[0], (1 - exits[0]) * exits[1], (1 - exits[0]) * (1 - exits[1])]
+    entropy = -sum(q * q.log() for q in p)
+    expected = (sum(q * loss for q, loss in zip(p, losses, strict=True)) - 0.1 * entropy).mean()
+    output = model(ids(), labels=ids())
+    torch.testing.assert_close(output.loss, expected, rtol=1e-10, atol=0)
+
+    bce = 0.0
+    for t in (1, 2):
+        target = torch.sigmoid(50 * ((losses[t - 1] - losses[t]).clamp_min(0) - 0.005)).detach()
+        bce = bce - (target * (1 - exits[t]).log() + (1 - target) * exits[t].log()).mean()
+    stage2 = model(ids(), labels=ids(), objective=Objective(exit_stage=2)).loss
+    torch.testing.assert_close(stage2, bce / 2, rtol=1e-10, atol=0)
+
+
+def test_ouro_exits_once_the_cumulative_probability_reaches_the_threshold():
+    model = tiny("ouro", iterations=4, exit_threshold=0.6)
+    output = model(ids(4, 11))
+    staying = (1 - output.gates[..., :-1]).cumprod(-1)
+    expected = 1 + (1 - staying < 0.6).long().cumprod(-1).sum(-1)
+    assert torch.equal(output.depth, expected)
+    assert output.depth.unique().numel() > 1
+    assert tiny("ouro", iterations=4, exit_threshold=1.0)(ids()).depth.unique().tolist() == [4]
+
+
+def test_mor_updates_the_chosen_by_a_share_of_the_stack():
+    model = tiny("mor", iterations=2, capacities=[1.0, 0.5]).train()
+    body = model.backbone.gpt_neox
+    prompt = ids(1, 8)
+    position = torch.arange(8)[None]
+
+    def stack(x, position):
+        turn = body.rotary_emb(x, position)
+        for layer in body.layers:
+            x = layer(x, position_embeddings=turn)
+        return x
+
+    x = stack(body.embed_in(prompt), position)
+    logit = model.method.routers[0](x)
+    chosen = logit[0].topk(4).indices.sort().values
+    y = stack(x[:, chosen], position[:, chosen])
+    x = x.index_add(1, chosen, 0.1 * logit[:, chosen].sigmoid()[..., None].float().double() * y)
+    expected = model.backbone.lm_head(body.final_layer_norm(x))
+    output = model(prompt, labels=prompt)
+    torch.testing.assert_close(output.logits, expected, rtol=1e-6, atol=1e-6)
+    assert output.depth.sum() == 12
+    target = torch.zeros(8, dtype=torch.float32).index_fill(0, chosen, 1.0)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(logit[0].float(), target)
+    torch.testing.assert_close(output.terms["router"], bce)
+    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 1e-3 * bce)
+
+
+def test_capacity_warms_up_from_keeping_all():
+    method = tiny("mor", iterations=4).method
+    assert method.top_share(0.0).schedule.shares == (1.0, 1.0, 1.0)
+    assert method.top_share(1.0).schedule.shares == pytest.approx((0.97, 0.93, 0.9))
+    assert 0.97 < method.top_share(0.5).schedule.shares[0] < 1.0
+
+
+def test_a_deep_copy_is_a_model_of_its_own():
+    model = tiny()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(twin.backbone.parameters()).mul_(2)
+    assert twin.wrapped.stock is twin.backbone
+    assert not torch.equal(twin(ids()).logits, model(ids()).logits)
+
+
+def test_autocast_halts_by_the_same_rule():
+    model = tiny(dtype=torch.float32, iterations=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dense = model(ids(), execution="dense", policy=FixedDepth(3))
+        compact = model(ids(), execution="compact", policy=FixedDepth(3))
+    assert dense.gates.dtype == torch.float32
+    torch.testing.assert_close(dense.logits.float(), compact.logits.float(), rtol=0.05, atol=0.05)
+
+
+def test_tau_may_be_one_per_gate():
+    model = tiny(iterations=3)
+    assert model(ids(), policy=LearnedGate(0.0)).depth.unique().tolist() == [3]
+    several = model(ids(), policy=LearnedGate((0.0, 0.5)))
+    assert torch.equal(several.depth, 2 + (several.gates[..., 1] >= 0.5).long())
+    assert several.depth.unique().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"max_iterations": 0}, "max_iterations"),
+        ({"max_iterations": 9}, "max_iterations"),
+        ({"execution": "sparse"}, "execution"),
+        ({"execution": "dense", "use_cache": True}, "execution"),
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, "labels"),
+        ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+        ({"position_ids": torch.zeros(2, 5, dtype=torch.long)}, "position_ids"),
+        ({"document_ids": torch.zeros(3, 9, dtype=torch.long)}, "document_ids"),
+        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "inputs_embeds"),
+        ({"polcy": Random(0.5)}, "polcy"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_use_of_forward_names_the_field(asked, field):
+    with pytest.raises(AdaPonderError, match=field):
+        tiny()(ids(), **asked)
