@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import torch
@@ -84,7 +85,7 @@ def stock(family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=dtype)
     finally:
         torch.set_default_dtype(before)
     if dtype == torch.float64:

@@ -169,6 +169,12 @@ def refuse_by_name(stock: PreTrainedModel) -> None:
         )
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         refuse(f"attention of kind {', '.join(sorted(unknown))} is not modelled")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "longrope" in (
+        rope.get("rope_type"),
+        *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)),
+    ):
+        refuse("longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones")
     if getattr(config, "final_logit_softcapping", None):
         refuse("final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head")
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):

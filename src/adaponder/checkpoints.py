@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import CheckpointError
+from adaponder.errors import CheckpointError, InputError
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
-_LARGEST_HEADER = 100_000_000
+# What loading may need of a hub repository: no pickle, no source file.
+NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -25,35 +30,70 @@ def find_checkpoint(folder: Path) -> Path:
     return steps[-1]
 
 
+def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
+    """The model folder of a checkpoint: found here, or a hub repository's snapshot without anything that could execute.
+
+    ``hub`` goes to the hub's client: revision, cache_dir, token, local_files_only.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return find_checkpoint(folder)
+    name = str(name)
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name}: not a checkpoint folder")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"{name}: not a folder here, and the hub did not give it ({error})") from error
+
+
 def refuse_unsafe(folder: Path) -> None:
     """Refuses a checkpoint folder that could execute code or reach outside itself; reads nothing but its metadata."""
     config = read_json(folder / "config.json")
-    for part in (config, config.get("backbone_config") or {}):
-        if "auto_map" in part:
-            raise CheckpointError(f"{folder}/config.json: auto_map asks to run code from the checkpoint; remove it")
+    for part in (config, config.get("backbone_config")):
+        if isinstance(part, dict):
+            _refuse_code(folder, part)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        found = (
-            f"; {', '.join(pickles)} would execute code when loaded: convert to safetensors first" if pickles else ""
-        )
-        raise CheckpointError(f"{folder}: no .safetensors file{found}")
+        cure = f"; {', '.join(pickles)} would execute code when loaded: convert to safetensors" if pickles else ""
+        raise CheckpointError(f"{folder}: no .safetensors file{cure}")
     for index in folder.glob("*.safetensors.index.json"):
-        for name in set(read_json(index).get("weight_map", {}).values()):
-            if Path(name).name != name:
-                raise CheckpointError(f"{index}: shard {name!r} lies outside the checkpoint folder")
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{index}: shard {name!r} is missing")
+        _check_index(index)
     for path in weights:
-        _check_header(path)
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            with path.open("rb") as file:
+                claimed = int.from_bytes(file.read(8), "little")
+            raise CheckpointError(
+                f"{path}: truncated or not a safetensors file: its header claims {claimed} bytes of "
+                f"{path.stat().st_size} ({error})"
+            ) from error
 
 
-def _check_header(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if size < 8 or header > min(_LARGEST_HEADER, size - 8):
-        raise CheckpointError(f"{path}: the safetensors header claims {header} bytes of {size}; truncated or not one")
+def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
+    where = f"{folder}/config.json"
+    if "auto_map" in config:
+        raise CheckpointError(f"{where}: auto_map asks to run code from the checkpoint; remove it")
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        if config.get(key) not in (None, "eager", "sdpa"):
+            raise CheckpointError(f"{where}: {key}={config[key]!r} could load a kernel from elsewhere; remove it")
+    elsewhere = config.get("transformers_weights")
+    if elsewhere is not None and Path(str(elsewhere)).name != elsewhere:
+        raise CheckpointError(f"{where}: transformers_weights={elsewhere!r} lies outside the checkpoint folder")
+
+
+def _check_index(index: Path) -> None:
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{index}: weight_map must name a shard for each tensor")
+    for name in sorted(set(shards.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: shard {name!r} lies outside the checkpoint folder")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index}: shard {name!r} is missing")
 
 
 def read_json(path: Path) -> dict[str, Any]:

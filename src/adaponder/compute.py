@@ -318,10 +318,11 @@ def per_depth(
 
 
 def expectation_flops(config: AdaPonderConfig, shape: Shape) -> int:
-    """One expected embedding: logits over V, then a mixture of V embeddings or of the k likeliest."""
-    top_k = config.expectation_top_k
-    mixed = shape.vocabulary if top_k is None else min(top_k, shape.vocabulary)
-    return 2 * shape.vocabulary * shape.hidden + 2 * mixed * shape.hidden
+    """One expected embedding: logits over V, then a mixture of V embeddings.
+
+    ``expectation_top_k`` changes which of them count, not what is multiplied: the others get probability 0.
+    """
+    return 4 * shape.vocabulary * shape.hidden
 
 
 def gate_flops(config: AdaPonderConfig) -> int:

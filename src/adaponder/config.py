@@ -8,7 +8,8 @@ import math
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, get_args
 
-from transformers import AutoConfig, PreTrainedConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from adaponder.errors import ConfigError
 
@@ -89,13 +90,18 @@ class AdaPonderConfig(PreTrainedConfig):
         self.backbone_config = _as_config(self.backbone_config)
         if self.method == "vanilla":
             self.iterations = 1
-        _check_recurrence(self)
-        _check_backbone(self.backbone_config)
+        self.check()
         if self.embedding_scale is None:
             self.embedding_scale = _scale_from_scratch(self.method, self.backbone_config.hidden_size)
         if self.method == "mor":
             self.capacities = _capacities(self.capacities, self.iterations)
         super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Raises on values that no model can be built from; called again before anything is allocated."""
+        _check_recurrence(self)
+        _check_backbone(self.backbone_config)
+        _check_pause(self)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The backbone's: vocabulary, special tokens and lengths are its own, and written down once."""
@@ -144,7 +150,18 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     if "model_type" not in backbone:
         raise ConfigError("backbone_config.model_type is missing: name the decoder family, e.g. gpt_neox")
     fields_of_backbone = dict(backbone)
-    return AutoConfig.for_model(fields_of_backbone.pop("model_type"), **fields_of_backbone)
+    family = fields_of_backbone.pop("model_type")
+    if family not in CONFIG_MAPPING:
+        raise ConfigError(f"backbone_config.model_type={family!r}: this transformers knows no such family")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if name in backbone:
+            _check_count(name, backbone[name])
+    if {"hidden_size", "num_attention_heads"} <= backbone.keys() and backbone.get("head_dim") is None:
+        _check_heads(backbone["hidden_size"], backbone["num_attention_heads"])
+    try:
+        return AutoConfig.for_model(family, **fields_of_backbone)
+    except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"backbone_config: {family} refuses it: {error}") from error
 
 
 def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
@@ -179,7 +196,9 @@ def _check_recurrence(config: AdaPonderConfig) -> None:
     k = config.iterations
     require(isinstance(k, int) and not isinstance(k, bool), f"iterations={k!r}: a whole number is needed")
     require(k >= 1, f"iterations={k}: a token must be read at least once")
-    for name in ("tau", "gate_bias", "initial_multiplier", "router_alpha", "exit_threshold", "exit_entropy_weight"):
+    for name in ("tau", "gate_bias", "initial_multiplier", "exit_threshold", "exit_entropy_weight"):
+        finite(name)
+    for name in ("router_alpha", "router_loss_weight"):
         finite(name)
     require(0.0 < config.tau < 1.0, f"tau={config.tau}: a threshold on a probability lies strictly between 0 and 1")
     require(
@@ -202,13 +221,34 @@ def _check_recurrence(config: AdaPonderConfig) -> None:
 def _check_backbone(backbone: PreTrainedConfig) -> None:
     """Refuses shapes that no decoder can have before anything is allocated."""
     for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
-        value = getattr(backbone, name, None)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"backbone_config.{name}={value!r}: a positive whole number is needed")
+        _check_count(name, getattr(backbone, name, None))
     heads = backbone.num_attention_heads
-    if getattr(backbone, "head_dim", None) is None and backbone.hidden_size % heads:
+    if (groups := getattr(backbone, "num_key_value_heads", None)) is not None:
+        _check_count("num_key_value_heads", groups)
+        if heads % groups:
+            raise ConfigError(
+                f"backbone_config.num_key_value_heads={groups} does not divide num_attention_heads={heads}"
+            )
+    if getattr(backbone, "head_dim", None) is None:
+        _check_heads(backbone.hidden_size, heads)
+
+
+def _check_heads(hidden_size: int, heads: int) -> None:
+    if hidden_size % heads:
+        raise ConfigError(f"backbone_config.num_attention_heads={heads} does not divide hidden_size={hidden_size}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"backbone_config.{name}={value!r}: a positive whole number is needed")
+
+
+def _check_pause(config: AdaPonderConfig) -> None:
+    pause = config.pause_token_id
+    if pause is not None and not (isinstance(pause, int) and 0 <= pause < config.vocab_size):
         raise ConfigError(
-            f"backbone_config.num_attention_heads={heads} does not divide hidden_size={backbone.hidden_size}"
+            f"pause_token_id={pause} lies outside the vocabulary of {config.vocab_size}: name an unused slot, "
+            "or None for a vector of its own"
         )
 
 

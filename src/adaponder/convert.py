@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from adaponder.checkpoints import find_checkpoint, read_json, refuse_unsafe, require_exact_keys
+from adaponder.checkpoints import fetch, read_json, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
 
-_NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model")
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -79,21 +77,9 @@ class Conversion:
         return asdict(self)
 
 
-def fetch(name: str, revision: str | None = None, patterns: tuple[str, ...] = _NEEDED) -> Path:
-    """The folder of a checkpoint: found here, or a hub repository's snapshot without anything that could execute."""
-    if Path(name).is_dir():
-        return find_checkpoint(Path(name))
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"{name}: not a checkpoint folder")
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub client raises many kinds: all mean that nothing was fetched
-        raise CheckpointError(f"{name}: not a folder here, and the hub did not give it ({error})") from error
-
-
 def open_source(name: str, *, revision: str | None = None, dtype: str | torch.dtype = "auto") -> Source:
     """Opens a stock, PonderLM or AdaPonder checkpoint; every key must fit."""
-    folder = fetch(name, revision)
+    folder = fetch(name, revision=revision)
     refuse_unsafe(folder)
     raw = read_json(folder / "config.json")
     if raw.get("model_type") == "adaponder":
@@ -124,7 +110,7 @@ def open_source(name: str, *, revision: str | None = None, dtype: str | torch.dt
 
 def describe(name: str, *, revision: str | None = None) -> AdaPonderConfig:
     """The config of any checkpoint as a member of the family; no weight is read."""
-    folder = fetch(name, revision, ("*.json",))
+    folder = fetch(name, ("*.json",), revision=revision)
     raw = read_json(folder / "config.json")
     if raw.get("model_type") == "adaponder":
         return AdaPonderConfig.from_pretrained(folder)

@@ -3,75 +3,101 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
 
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import CacheError, InputError
 from adaponder.ledger import Ledger
-from adaponder.policies import Policy
 
 
-def check_generation(
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    config: AdaPonderConfig,
-    settings: GenerationConfig,
-    policy: Policy | None,
-) -> None:
+class Asked:
+    """The settings of one ``generate``: its keyword arguments over a generation config, as Hugging Face merges them."""
+
+    def __init__(self, config: Any, kwargs: dict[str, Any]):
+        self._config, self._kwargs = config, kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._kwargs.get(name)
+        return getattr(self._config, name, None) if value is None else value
+
+
+def check_generation(input_ids: Tensor | None, asked: Asked, *, positions: int | None) -> None:
+    """Raises on what cannot be generated from; ``positions`` is how far the backbone's positions reach."""
     if input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise InputError("input_ids: the prompt is empty; give at least one token per sequence")
-    if attention_mask is not None and attention_mask.ndim == 2 and bool((attention_mask.sum(1) == 0).any()):
+    real = _real_tokens(input_ids, asked)
+    if (real == 0).any():
         raise InputError("attention_mask: a sequence is all padding; give at least one real token per sequence")
-    _number(settings, "temperature", "above 0", lambda x: x > 0)
-    _number(settings, "top_p", "in (0, 1]", lambda x: 0 < x <= 1)
-    _number(settings, "top_k", "0 (off) or more", lambda x: x >= 0)
-    _number(settings, "max_new_tokens", "at least 1", lambda x: x >= 1)
-    _check_length(input_ids, attention_mask, config, settings)
-    if policy is not None and not policy.causal:
-        raise InputError(f"policy={policy.fingerprint} looks at the future: it can be evaluated, not generated with")
-
-
-def _check_length(
-    input_ids: Tensor, attention_mask: Tensor | None, config: AdaPonderConfig, settings: GenerationConfig
-) -> None:
-    limit = config.max_position_embeddings
-    if limit is None:
-        return
-    prompt = input_ids.shape[1]
-    if prompt > limit and attention_mask is not None:
-        prompt = int(attention_mask.sum(1).max())
-    if prompt > limit:
-        raise InputError(
-            f"input_ids: the prompt has {prompt} tokens, the backbone's positions end at {limit}; shorten it"
+    _number(asked, "temperature", "above 0", lambda x: x > 0)
+    _number(asked, "top_p", "in (0, 1]", lambda x: 0 < x <= 1)
+    _number(asked, "top_k", "0 (off) or a positive whole number", lambda x: x >= 0 and x == int(x))
+    _number(asked, "max_new_tokens", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
+    _number(asked, "num_beams", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
+    if isinstance(asked["custom_generate"], str):
+        raise InputError("custom_generate: runs code from a folder or the hub; pass a function of your own instead")
+    cache = asked["past_key_values"]
+    if isinstance(cache, Ledger) and cache.get_seq_length() >= input_ids.shape[1]:
+        raise CacheError(
+            f"past_key_values holds {cache.get_seq_length()} tokens, input_ids {input_ids.shape[1]}: give the whole "
+            "text so far, with at least one token that the cache does not hold"
         )
-    new = settings.max_new_tokens
+    if positions is not None:
+        _check_length(int(real.max()), asked, positions)
+
+
+def _real_tokens(ids: Tensor, asked: Asked) -> Tensor:
+    """How many tokens of each sequence are not padding, as Hugging Face will see it."""
+    mask = asked["attention_mask"]
+    if mask is not None:
+        if mask.ndim != 2 or mask.shape != ids.shape:
+            raise InputError(
+                f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must agree"
+            )
+        return (mask != 0).sum(1)
+    pad = asked["pad_token_id"]
+    end = asked["eos_token_id"]
+    ends = end if isinstance(end, (list, tuple)) else [end]
+    if isinstance(pad, int) and pad not in ends:
+        return (ids != pad).sum(1)
+    return ids.new_full((ids.shape[0],), ids.shape[1])
+
+
+def _check_length(prompt: int, asked: Asked, positions: int) -> None:
+    if prompt > positions:
+        raise InputError(
+            f"input_ids: the prompt has {prompt} tokens, the backbone's positions end at {positions}; shorten it"
+        )
     # The last new token is returned without being read, so it needs no position.
-    if new is not None and prompt + new - 1 > limit:
-        raise InputError(
-            f"max_new_tokens={new}: {prompt} prompt tokens leave room for {limit - prompt + 1} before position {limit}"
-        )
+    room = positions - prompt + 1
+    new, total = asked["max_new_tokens"], asked["max_length"]
+    if new is not None and new > room:
+        raise InputError(f"max_new_tokens={new}: {prompt} prompt tokens leave room for {room}")
+    if new is None and total is not None and total > positions + 1:
+        raise InputError(f"max_length={total}: the backbone's positions end at {positions}")
 
 
-def _number(settings: GenerationConfig, name: str, allowed: str, holds: Any) -> None:
-    value = getattr(settings, name, None)
+def _number(asked: Asked, name: str, allowed: str, holds: Callable[[float], bool]) -> None:
+    value = asked[name]
     if value is None:
         return
-    if not isinstance(value, (int, float)) or math.isnan(value) or not holds(value):
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
         raise InputError(f"{name}={value}: must be {allowed}")
 
 
-def check_cache(cache: Any, *, layers: int, iterations: int, slots_per_token: int) -> Ledger:
-    """The cache itself, if it can be gone on from with these settings."""
+def check_cache(cache: Any, wanted: Ledger) -> Ledger:
+    """The cache itself, if it can be gone on from by a model that would have made ``wanted``."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
             "only its own Ledger can hold (static, quantised and offloaded caches cannot); leave it out to get one"
         )
-    if cache.layers_count != layers:
-        raise CacheError(f"the cache is of a model with {cache.layers_count} layers, this one has {layers}")
-    if (cache.iterations, cache.slots_per_token) != (iterations, slots_per_token):
-        raise CacheError("the cache was filled with another max_iterations: go on with the same, or start anew")
+    other = [
+        f"{name} {theirs} instead of {wanted.identity[name]}"
+        for name, theirs in cache.identity.items()
+        if wanted.identity.get(name, theirs) != theirs
+    ]
+    if other:
+        raise CacheError(f"past_key_values was filled with {', '.join(other)}: go on with the same, or start anew")
     return cache

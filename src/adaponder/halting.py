@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from adaponder.errors import ConfigError
+
 
 class Gate(nn.Module):
     """One iteration's gate: reads the final-normed hidden state, says how much to keep pondering.
@@ -47,7 +49,7 @@ def stays_active(probability: Tensor, tau: float) -> Tensor:
 def ponder_fraction(step: int, *, start: int, full: int, k_max: float) -> float:
     """Equals the paper's ``k_s``: 0 up to ``start``, linear to ``k_max`` at ``full``, constant after (eq. 14)."""
     if full < start:
-        raise ValueError(f"ponder_full={full} lies before ponder_start={start}")
+        raise ConfigError(f"ponder_full={full} lies before ponder_start={start}")
     if step >= full:
         return k_max
     if step <= start:

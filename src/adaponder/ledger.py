@@ -12,6 +12,7 @@ A view serves one pass and is never used again: replaying a pass (gradient check
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,10 +183,14 @@ class Ledger(Cache):
     ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: its own row up to its depth,
     its last row after (``min(iteration, depth - 1)``; law 3), or none (-1) where the method lets a halted token
     vanish. Nothing is copied when a token halts. Beams share the rows of their common past.
+
+    ``identity`` says what its rows belong to: two ledgers of equal identity can be gone on from alike.
     """
 
-    def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1):
+    def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
         super().__init__(layers=[])
+        counts = {"layers": layers, "max_iterations": iterations, "slots_per_token": slots_per_token}
+        self.identity: dict[str, Any] = counts | identity
         self.layers_count = layers
         self.iterations = iterations
         self.slots_per_token = slots_per_token
@@ -308,10 +313,16 @@ class Ledger(Cache):
         """Forgets the last ``-tokens_to_remove`` tokens (Hugging Face counts them negatively); their rows are freed."""
         if tokens_to_remove > 0:
             raise CacheError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        if tokens_to_remove == 0 or self.table is None or self.slot_depth is None:
+        self.forget(self.slots + tokens_to_remove * self.slots_per_token)
+
+    def forget(self, slots: int) -> None:
+        """Keeps the first ``slots`` slots of every sequence; rows that nobody reads any more are freed."""
+        if self.table is None or self.slot_depth is None or slots >= self.slots:
             return
-        keep = max(0, self.slots + tokens_to_remove * self.slots_per_token)
-        self.table, self.slot_depth = self.table[:, :keep], self.slot_depth[:, :keep]
+        if slots <= 0:
+            self.reset()
+            return
+        self.table, self.slot_depth = self.table[:, :slots], self.slot_depth[:, :slots]
         self._sweep(spare=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

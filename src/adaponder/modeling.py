@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Gen
 from transformers.utils import ModelOutput
 
 from adaponder.backbone import Backbone
-from adaponder.checkpoints import model_card, refuse_unsafe, require_exact_keys
+from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import BackboneError, CacheError, InputError
-from adaponder.generation import check_cache, check_generation
+from adaponder.generation import Asked, check_cache, check_generation
 from adaponder.halting import gate_probability
 from adaponder.ledger import Ledger
 from adaponder.methods import Iteration, Method, Objective, build_method
@@ -35,6 +35,12 @@ _HARMLESS = {"num_items_in_batch", "cache_position", "output_attentions", "outpu
 # Run-time control that generate() hands to each forward itself: Hugging Face would pass it on to an assistant model
 # too, which may be a stock one, or one of ours with a mind of its own.
 _RUN_TIME = ("policy", "max_iterations", "seed", "on_iteration", "allow_mismatch")
+_NEVER = {
+    "trust_remote_code": "loading weights never executes code here",
+    "use_safetensors": "weights are read from safetensors only, a pickle could execute code",
+    "ignore_mismatched_sizes": "a tensor of another shape is an error here",
+    "subfolder": "name the folder itself",
+}
 _ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 - never mutated
 
 
@@ -75,6 +81,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     _keys_to_ignore_at_inference = ["past_key_values", "terms"]
 
     def __init__(self, config: AdaPonderConfig, backbone: PreTrainedModel | None = None):
+        config.check()  # again: Hugging Face sets overrides on a config after it was built
         super().__init__(config)
         if backbone is None:
             built: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -167,8 +174,12 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
         if input_ids is None or input_ids.ndim != 2:
             raise InputError("input_ids: a [batch, time] tensor of token ids is needed")
+        if input_ids.shape[1] == 0:
+            raise InputError("input_ids: there is no token to read")
         iterations = self._iterations(max_iterations)
-        ledger = self._ledger(past_key_values, iterations) if use_cache or past_key_values is not None else None
+        ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
+        if ledger is not None and past_key_values is not None:
+            ledger = check_cache(past_key_values, ledger)
         states: list[Iteration] = []
         collects = output_iteration_logits or (labels is not None and self.method.loss_needs_states)
         ask = Ask(
@@ -185,9 +196,16 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             document_ids=document_ids,
             ledger=ledger,
         )
-        self._check_positions(tokens)
-        run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
-        seen: Trajectory = self.method(run, self.wrapped.embed(input_ids), ask)
+        self._check_positions(tokens, given=position_ids is not None)
+        past = 0 if ledger is None else ledger.slots
+        try:
+            run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
+            seen: Trajectory = self.method(run, self.wrapped.embed(input_ids), ask)
+        except BaseException:
+            # A policy or hook that raises, or Ctrl-C, must not leave half-read tokens in the caller's cache.
+            if ledger is not None:
+                ledger.forget(past)
+            raise
         seen.states = [iteration.hidden for iteration in states]
 
         kept = _kept(logits_to_keep)
@@ -247,22 +265,30 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return asked
 
     def _policy(self, asked: PolicyLike | None, *, generates: bool) -> Policy:
-        if asked is None:
-            return self.method.default_policy(training=self.training)
-        if not self.method.halts:
+        if asked is not None and not self.method.halts:
             raise InputError(
                 f"policy: {self.config.method} reads every token equally often; use max_iterations to read less"
             )
-        policy = as_policy(asked)
+        policy = self.method.default_policy(training=self.training) if asked is None else as_policy(asked)
         if generates and not policy.causal:
-            raise InputError(f"policy={policy.fingerprint} looks at the future: it cannot be used with a cache")
+            raise InputError(
+                f"policy={policy.fingerprint} looks at the future: it can be evaluated, not generated with "
+                "(a model in training mode may choose such a one by itself: call model.eval())"
+            )
         return policy
 
-    def _ledger(self, cache: Ledger | None, iterations: int) -> Ledger:
-        passes, slots = self.method.passes(iterations), self.method.slots_per_token(iterations)
-        if cache is None:
-            return Ledger(layers=self.wrapped.layers, iterations=passes, slots_per_token=slots)
-        return check_cache(cache, layers=self.wrapped.layers, iterations=passes, slots_per_token=slots)
+    def new_ledger(self, max_iterations: int | None = None) -> Ledger:
+        """An empty cache for this model, to be filled by forwards with the same ``max_iterations``."""
+        iterations, backbone = self._iterations(max_iterations), self.config.backbone_config
+        return Ledger(
+            layers=self.wrapped.layers,
+            iterations=self.method.passes(iterations),
+            slots_per_token=self.method.slots_per_token(iterations),
+            reuse=self.method.reuse(),
+            hidden_size=backbone.hidden_size,
+            heads=(backbone.num_attention_heads, getattr(backbone, "num_key_value_heads", None)),
+            dtype=self.dtype,
+        )
 
     def _run(
         self, tokens: Tokens, iterations: int, ledger: Ledger | None, execution: str | None, allow_mismatch: bool
@@ -283,18 +309,19 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         replay = self.gradient_checkpointing and self.training
         arranged = self.method.arrange(tokens, iterations)
         if execution == "compact" or ledger is not None or (execution is None and skips):
-            ledger = self._ledger(None, iterations) if ledger is None else ledger
+            ledger = self.new_ledger(iterations) if ledger is None else ledger
             return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay)
         return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay)
 
-    def _check_positions(self, tokens: Tokens) -> None:
+    def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
         limit = self.config.max_position_embeddings
-        # Slots bound positions from above, and their number is known without asking the device.
-        if limit is None or tokens.slot.shape[1] == 0 or tokens.last_slot < limit:
+        # Slots bound the positions we derive, and their number is known without asking the device.
+        if limit is None or (not given and tokens.last_slot < limit):
             return
         last = int(tokens.position.max())
         if last >= limit:
-            raise InputError(f"input_ids reaches position {last}, the backbone's positions end at {limit - 1}")
+            field = "position_ids" if given else "input_ids"
+            raise InputError(f"{field} reaches position {last}, the backbone's positions end at {limit - 1}")
 
     # --- generate -----------------------------------------------------------------------------------------------
 
@@ -302,16 +329,13 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Hugging Face's ``generate`` with every mode that needs no other cache; see :meth:`forward` for ``policy``,
         ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
-        asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
-        settings = GenerationConfig(**(generation_config or self.generation_config).to_dict())
-        settings.update(**kwargs)
         check_generation(
             inputs if inputs is not None else kwargs.get("input_ids"),
-            kwargs.get("attention_mask"),
-            self.config,
-            settings,
-            self._policy(asked.get("policy"), generates=True),
+            Asked(generation_config or self.generation_config, kwargs),
+            positions=self.config.max_position_embeddings,
         )
+        asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
+        self._policy(asked.get("policy"), generates=True)
         token = _ASKED.set(asked)
         try:
             return super().generate(inputs, generation_config=generation_config, **kwargs)
@@ -332,11 +356,11 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
                 "iteration too: leave it out to use the ledger"
             )
         cache = model_kwargs.get("past_key_values")
-        iterations = self._iterations(_ASKED.get().get("max_iterations"))
+        fresh = self.new_ledger(_ASKED.get().get("max_iterations"))
         if cache is not None:
-            self._ledger(cache, iterations)._is_user_defined = True
+            check_cache(cache, fresh)._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self._ledger(None, iterations)
+            model_kwargs["past_key_values"] = fresh
 
     # --- training aids ------------------------------------------------------------------------------------------
 
@@ -361,18 +385,19 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any):
         """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error."""
-        where = str(pretrained_model_name_or_path)
-        if Path(where).is_dir():
-            refuse_unsafe(Path(where) / kwargs.get("subfolder", ""))
+        for name, reason in _NEVER.items():
+            if kwargs.pop(name, None) not in (None, name == "use_safetensors"):
+                raise InputError(f"{name}: {reason}")
+        hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
+        where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
+        refuse_unsafe(where)
         wants_info = kwargs.pop("output_loading_info", False)
-        if kwargs.pop("trust_remote_code", False):
-            raise InputError("trust_remote_code: loading weights never executes code here")
         # Mismatched sizes are let through here so that all of them can be listed below.
         loaded: Any = super().from_pretrained(
             where, *args, **kwargs, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
         model, info = loaded
-        require_exact_keys(where, info)
+        require_exact_keys(str(where), info)
         model.wrapped.verify()
         return (model, info) if wants_info else model
 

@@ -23,7 +23,7 @@ class PolicyInput:
         iteration: the iteration just finished, from 0.
         gate: how much the model wants to read on, in (0, 1): the learned gate's ``s`` (mor: the router's sigmoid;
             ouro: the probability of not having exited yet).
-        hidden: final-normed hidden states (mor: the un-normed stream its router reads).
+        hidden: final-normed hidden states.
         position: position of the token in its document.
         seed: the caller's seed.
         sequence: row of the batch that the token belongs to.
@@ -84,9 +84,9 @@ class LearnedGate(Policy):
     tau: float | tuple[float, ...] = 1e-4
 
     def __post_init__(self) -> None:
+        _settle(self, tau=_numbers("tau", self.tau))
         for tau in self.tau if isinstance(self.tau, tuple) else (self.tau,):
-            if not 0.0 <= tau <= 1.0:
-                raise InputError(f"tau={tau}: a threshold on a probability lies between 0 and 1")
+            _check_share("tau", tau)
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         return stays_active(seen.gate, _at(self.tau, seen.iteration, "tau"))
@@ -121,8 +121,8 @@ class FixedDepth(Policy):
     depth: int
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise InputError(f"depth={self.depth}: a token must be read at least once")
+        if not isinstance(self.depth, int) or self.depth < 1:
+            raise InputError(f"depth={self.depth}: a whole number is needed, and a token must be read at least once")
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         return torch.full_like(seen.active, seen.iteration + 1 < self.depth)
@@ -133,6 +133,10 @@ class ForcedDepths(Policy):
     """Each token is read as often as ``depths[sequence, slot]`` says: replay, oracles, tests."""
 
     depths: Tensor
+
+    def __post_init__(self) -> None:
+        if self.depths.ndim != 2:
+            raise InputError(f"depths has shape {tuple(self.depths.shape)}: [batch, time] is needed")
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         depths = self.depths.to(seen.slot.device)
@@ -153,6 +157,7 @@ class Random(Policy):
 
     def __post_init__(self) -> None:
         _check_share("keep", self.keep)
+        _settle(self, keep=float(self.keep))
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         return _unit_hash(seen.position, seen.seed, seen.iteration) < self.keep
@@ -163,6 +168,9 @@ class Entropy(Policy):
     """Read on while the next-token distribution's entropy (nats) is at least ``threshold``."""
 
     threshold: float | tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _settle(self, threshold=_numbers("threshold", self.threshold))
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         log_p = torch.log_softmax(seen.logits.float(), dim=-1)
@@ -179,6 +187,9 @@ class _Share(Policy):
     """
 
     thresholds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _settle(self, thresholds=_numbers("thresholds", self.thresholds))
 
     def share(self, iteration: int) -> float:
         raise NotImplementedError
@@ -200,7 +211,9 @@ class Uniform(_Share):
     keep: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_share("keep", self.keep)
+        _settle(self, keep=float(self.keep))
 
     def share(self, iteration: int) -> float:
         return self.keep
@@ -213,7 +226,9 @@ class Geometric(_Share):
     rate: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_share("rate", self.rate)
+        _settle(self, rate=float(self.rate))
 
     def share(self, iteration: int) -> float:
         return self.rate ** (iteration + 1)
@@ -226,6 +241,7 @@ class Shares(_Share):
     shares: tuple[float, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for share in self.shares:
             _check_share("shares", share)
 
@@ -239,6 +255,10 @@ class Ranked(Policy):
 
     schedule: _Share
     causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, _Share):
+            raise InputError(f"schedule={self.schedule!r}: Uniform, Geometric or Shares is needed to rank by")
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
@@ -257,9 +277,9 @@ class Custom(Policy):
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         keep = self.function(seen)
-        if not isinstance(keep, Tensor) or keep.shape != seen.active.shape:
+        if not isinstance(keep, Tensor) or keep.shape != seen.active.shape or keep.dtype != torch.bool:
             raise InputError(f"policy {self.function!r} must return a bool tensor of shape {tuple(seen.active.shape)}")
-        return keep.bool()
+        return keep
 
 
 def thresholds_for(schedule: _Share, gates: Tensor) -> tuple[float, ...]:
@@ -293,7 +313,22 @@ def _at(value: float | Sequence[float], iteration: int, name: str) -> float:
 
 def _check_share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
-        raise InputError(f"{name}={value}: a share lies between 0 and 1")
+        raise InputError(f"{name}={value}: lies between 0 and 1")
+
+
+def _numbers(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
+    """One number or one per gate, as floats: equal settings then have equal fingerprints."""
+    several = value if isinstance(value, Sequence) else (value,)
+    numbers = tuple(float(number) for number in several)
+    if any(math.isnan(number) for number in numbers):
+        raise InputError(f"{name}={value}: not a number")
+    return numbers if isinstance(value, Sequence) else numbers[0]
+
+
+def _settle(policy: Policy, **fields: object) -> None:
+    """Writes checked values into a frozen policy."""
+    for name, value in fields.items():
+        object.__setattr__(policy, name, value)
 
 
 def _unit_hash(position: Tensor, seed: int, iteration: int) -> Tensor:

@@ -8,6 +8,7 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     OPTConfig,
+    Phi3Config,
     Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -73,6 +74,22 @@ def test_wrapping_leaves_the_stock_model_as_it_was(family):
     ("config", "reason"),
     [
         (Gemma2Config(**SHAPE, head_dim=8), "final_logit_softcapping"),
+        (
+            Phi3Config(
+                **SHAPE,
+                pad_token_id=0,
+                max_position_embeddings=32,
+                original_max_position_embeddings=8,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                    "original_max_position_embeddings": 8,
+                },
+            ),
+            "longrope",
+        ),
         (CohereConfig(**SHAPE, logit_scale=0.5, pad_token_id=0), "logit_scale"),
         (GraniteConfig(**SHAPE, logits_scaling=2.0), "logits_scaling"),
         (

@@ -361,7 +361,8 @@ def test_the_auto_map_is_refused_and_its_code_never_runs(folder, tmp_path, place
         (config if place == "config" else config["backbone_config"])["auto_map"] = CODE
 
     edit_json(folder / "config.json", change)
-    with refused("auto_map"):
+    # Asking to run it is refused even before it is looked for.
+    with refused("trust_remote_code" if trust and loader is load else "auto_map"):
         loader(folder, **trust)
     assert not marker.exists()
 

@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-from support import FAMILIES, METHODS, ids, stock
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
-from adaponder import AdaPonderForCausalLM, FixedDepth, convert
+from adaponder import AdaPonderForCausalLM, FixedDepth, checkpoints, convert
 from adaponder.commands.demo import make_stock
 from adaponder.errors import CheckpointError, InputError
-from safetensors.torch import load_file, save_file
+from support import FAMILIES, METHODS, ids, stock
 
 
 @pytest.fixture
@@ -32,7 +32,12 @@ def ponderlm(folder, *, steps=3, scale=True, multiply=True):
         old.unlink()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config |= {"ponderinglm": True, "pondering_steps": steps, "scale_embeds": scale, "mutiply_pondering_steps": multiply}
+    config |= {
+        "ponderinglm": True,
+        "pondering_steps": steps,
+        "scale_embeds": scale,
+        "mutiply_pondering_steps": multiply,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return base
 
@@ -138,11 +143,11 @@ def test_a_run_folder_is_a_checkpoint(tmp_path, source):
     run = tmp_path / "run"
     shutil.copytree(source, run / "checkpoints" / "step-00000010")
     shutil.copytree(source, run / "checkpoints" / "step-00000200")
-    assert convert.fetch(str(run)).name == "step-00000200"
+    assert checkpoints.fetch(str(run)).name == "step-00000200"
     shutil.copytree(source, run / "final")
-    assert convert.fetch(str(run)).name == "final"
+    assert checkpoints.fetch(str(run)).name == "final"
     with pytest.raises(CheckpointError, match="neither a model folder"):
-        convert.fetch(str(tmp_path))
+        checkpoints.fetch(str(tmp_path))
 
 
 def test_a_hub_name_is_asked_of_the_hub_without_pickles(monkeypatch, tmp_path, source):
@@ -152,7 +157,7 @@ def test_a_hub_name_is_asked_of_the_hub_without_pickles(monkeypatch, tmp_path, s
         asked.update(name=name, revision=revision, patterns=allow_patterns)
         return str(source)
 
-    monkeypatch.setattr(convert, "snapshot_download", snapshot)
+    monkeypatch.setattr(checkpoints, "snapshot_download", snapshot)
     convert.convert("EleutherAI/pythia-tiny", tmp_path / "ada", revision="step3000")
     assert asked["name"] == "EleutherAI/pythia-tiny"
     assert asked["revision"] == "step3000"

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from adaponder import (
@@ -21,6 +20,7 @@ from adaponder import (
     modeling,
     runs,
 )
+from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,7 +190,14 @@ def test_fresh_gates_are_open_by_exactly_what_the_config_says():
 
 
 def test_scales_from_scratch_are_those_of_the_releases():
-    for method, scale in {"adaponder": 4.0, "ponder": 4.0, "loop": 40**0.5, "pause": 1.0, "mor": 1.0, "ouro": 1.0}.items():
+    for method, scale in {
+        "adaponder": 4.0,
+        "ponder": 4.0,
+        "loop": 40**0.5,
+        "pause": 1.0,
+        "mor": 1.0,
+        "ouro": 1.0,
+    }.items():
         assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], method=method).embedding_scale == scale
     assert AdaPonderForCausalLM.from_backbone(stock()).config.embedding_scale == 1.0
 

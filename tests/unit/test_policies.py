@@ -457,7 +457,9 @@ class _Oracle(Policy):
         return torch.ones_like(seen.active)
 
 
-@pytest.mark.parametrize("policy", [Ranked(Uniform(keep=0.5)), Ranked(Geometric(rate=0.5)), _Oracle()], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [Ranked(Uniform(keep=0.5)), Ranked(Geometric(rate=0.5)), _Oracle()], ids=["uniform", "geometric", "own"]
+)
 def test_the_policies_that_look_ahead_are_refused_with_a_cache_and_in_generation(model, policy):
     ids = support.ids()
     assert model(ids, policy=policy).depth.shape == ids.shape

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedTokenize
 from adaponder.commands import convert as convert_command
 from adaponder.commands.generate import generate, load_tokenizer, show
 from adaponder.errors import InputError
-from adaponder.ledger import Ledger
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
 from adaponder.terminal import console, table
@@ -102,7 +101,7 @@ def show_agreement(model: AdaPonderForCausalLM, tokenizer, text: str, policy: Le
     ids = tokenizer(text, return_tensors="pt").input_ids
     dense = model(ids, policy=policy, execution="dense")
     compact = model(ids, policy=policy, execution="compact", use_cache=True)
-    ledger = Ledger(layers=model.config.num_hidden_layers, iterations=model.config.iterations)
+    ledger = model.new_ledger()
     steps = [model(token[:, None], policy=policy, past_key_values=ledger).logits for token in ids.unbind(1)]
 
     def difference(logits: torch.Tensor) -> str:

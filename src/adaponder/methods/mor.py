@@ -57,9 +57,9 @@ class MixtureOfRecursions(Method):
         for i in range(ask.iterations - 1):
             logit = run.map(self.routers[i], x, everyone=ask.every_gate)
             gate = torch.sigmoid(logit.float())
-            ask.show(Iteration(i, run.backbone.final_norm(x), gate, run.active))
-            eligible = run.active
-            run.decide(ask.policy, gate, x, seed=ask.seed)
+            hidden, eligible = run.backbone.final_norm(x), run.active
+            ask.show(Iteration(i, hidden, gate, eligible))
+            run.decide(ask.policy, gate, hidden, seed=ask.seed)
             routing.append(Routing(logit, eligible, run.active))
             update = (self.config.router_alpha * gate).to(x.dtype)[..., None] * run.read(x).stream
             x = torch.where(run.active[..., None], x + update, x)

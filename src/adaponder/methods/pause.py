@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import ConfigError
 from adaponder.methods.base import Ask, Iteration, Method, Trajectory
 from adaponder.runs import Run
 from adaponder.tokens import Tokens
@@ -17,13 +16,8 @@ class Pause(Method):
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
-        pause = config.pause_token_id
-        if pause is not None and not 0 <= pause < config.vocab_size:
-            raise ConfigError(
-                f"pause_token_id={pause} lies outside the vocabulary of {config.vocab_size}: name an unused slot, "
-                "or None for a vector of its own"
-            )
-        self.vector = nn.Parameter(torch.empty(config.hidden_size)) if pause is None else None
+        own = config.pause_token_id is None
+        self.vector = nn.Parameter(torch.empty(config.hidden_size)) if own else None
 
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
         width = ask.iterations
