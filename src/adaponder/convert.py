@@ -77,13 +77,14 @@ class Conversion:
         return asdict(self)
 
 
-def open_source(name: str, *, revision: str | None = None, dtype: str | torch.dtype = "auto") -> Source:
+def open_source(name: str, *, revision: str | None = None, dtype: str = "auto") -> Source:
     """Opens a stock, PonderLM or AdaPonder checkpoint; every key must fit."""
+    precision = as_dtype(dtype)
     folder = fetch(name, revision=revision)
     refuse_unsafe(folder)
     raw = read_json(folder / "config.json")
     if raw.get("model_type") == "adaponder":
-        model: Any = AdaPonderForCausalLM.from_pretrained(folder, dtype=dtype)
+        model: Any = AdaPonderForCausalLM.from_pretrained(folder, dtype=precision)
         names = ("method", "iterations", "tau", "embedding_scale", "initial_multiplier", "expectation_top_k")
         return Source("adaponder", folder, model, {key: getattr(model.config, key) for key in names})
     config = AutoConfig.from_pretrained(folder)
@@ -95,7 +96,7 @@ def open_source(name: str, *, revision: str | None = None, dtype: str | torch.dt
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
-        dtype=dtype,
+        dtype=precision,
         use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that all of them are listed below
@@ -139,7 +140,7 @@ def convert(
     method: str = "adaponder",
     text: str | None = None,
     revision: str | None = None,
-    dtype: str | torch.dtype = "auto",
+    dtype: str = "auto",
     **recurrence: Any,
 ) -> Conversion:
     """Converts a checkpoint, checks that it computes what its source did, and saves it with its tokenizer.
@@ -179,15 +180,36 @@ def convert(
     )
 
 
+def as_device(name: str) -> torch.device:
+    """The device by that name, if it is there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device {name}: cpu, cuda, cuda:1, mps, … is needed") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are here; see adaponder doctor")
+    return device
+
+
+def as_dtype(name: str) -> str | torch.dtype:
+    """The precision by that name; ``auto`` is as saved."""
+    known = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+    known |= {"float16": torch.float16, "float64": torch.float64}
+    if name not in known:
+        raise InputError(f"--dtype {name}: one of {', '.join(known)}")
+    return known[name]
+
+
 def load(
-    name: str, *, revision: str | None = None, dtype: str | torch.dtype = "auto", device: str = "cpu"
+    name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[AdaPonderForCausalLM, Path]:
     """Any checkpoint as a member of the family, and its folder: stock is vanilla, PonderLM is ponder."""
+    place = as_device(device)
     opened = open_source(name, revision=revision, dtype=dtype)
     model = opened.model
     if not _ours(model):
         model = AdaPonderForCausalLM.from_backbone(model, **({"method": "vanilla"} | opened.recurrence))
-    nn.Module.to(model, device)
+    nn.Module.to(model, place)
     return model.eval(), opened.folder
 
 

@@ -1,0 +1,120 @@
+"""The house keeps its order: who may import whom, what importing costs, and which names are public."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import adaponder
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "adaponder"
+
+# From the foundation up: a room may use the rooms before it.
+ORDER = [
+    "errors",
+    "version",
+    "config",
+    "ops",
+    "halting",
+    "policies",
+    "compute",
+    "ledger",
+    "masks",
+    "tokens",
+    "backbone",
+    "checkpoints",
+    "runs",
+    "methods",
+    "generation",
+    "modeling",
+    "convert",
+    "terminal",
+    "commands",
+    "cli",
+    "__main__",
+    "__init__",
+]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "adaponder" else [f"adaponder.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("adaponder.")}
+    return rooms
+
+
+def test_every_import_goes_down_the_stairs():
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports {room}"
+        for path in SOURCE.rglob("*.py")
+        for room in imported_rooms(path) - {room_of(path)}
+        if ORDER.index(room) >= ORDER.index(room_of(path))
+    ]
+    assert not wrong
+
+
+def test_every_room_has_its_place_in_the_order():
+    assert {room_of(path) for path in SOURCE.rglob("*.py")} == set(ORDER)
+
+
+def test_importing_costs_no_kernel_no_plot_and_no_web():
+    unwanted = ("triton", "matplotlib", "fastapi", "starlette", "uvicorn", "pandas", "lm_eval", "datasets", "typer")
+    code = f"import sys, adaponder; print([m for m in {unwanted!r} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_public_door_is_this_wide():
+    assert sorted(adaponder.__all__) == [
+        "AdaPonderConfig",
+        "AdaPonderError",
+        "AdaPonderForCausalLM",
+        "AdaPonderOutput",
+        "Entropy",
+        "ExitThreshold",
+        "FixedDepth",
+        "ForcedDepths",
+        "Geometric",
+        "Iteration",
+        "LearnedGate",
+        "Ledger",
+        "Objective",
+        "Policy",
+        "PolicyInput",
+        "Random",
+        "Ranked",
+        "Uniform",
+        "__version__",
+    ]
+    assert all(hasattr(adaponder, name) for name in adaponder.__all__)
+
+
+def test_every_module_states_its_law_first():
+    for path in SOURCE.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no first line"
+
+
+def test_pins_are_exact_and_cover_what_is_required():
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all("==" in line for line in pins)
+    names = {line.split("==")[0].lower() for line in pins}
+    assert {"torch", "transformers", "safetensors", "tokenizers", "numpy", "typer", "rich"} <= names
+    assert "torch==2.13.0" in pins
+
+
+def test_no_path_of_any_machine_is_written_down():
+    needles = ("/" + "root/", "/" + "work/", "/" + "home/")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in files:
+        text = (ROOT / name).read_text(errors="ignore")
+        assert not any(needle in text for needle in needles), name

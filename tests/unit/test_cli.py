@@ -1,0 +1,190 @@
+"""The command line: what it prints, what it exits with, and that its errors name the field and the cure."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from adaponder import cli, terminal
+from adaponder.commands import demo
+from adaponder.commands.demo import make_stock
+from adaponder.commands.generate import pieces
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "stock"
+    make_stock(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(stock):
+    out = stock.parent / "ada"
+    result = CliRunner().invoke(cli.app, ["convert", str(stock), "--out", str(out), "--iterations", "3"])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of the real entry point."""
+    monkeypatch.setattr(sys, "argv", ["adaponder", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = capsys.readouterr()
+    return int(end.value.code or 0), shown.out, shown.err
+
+
+def test_help_teaches_every_command():
+    result = CliRunner().invoke(cli.app, ["--help"])
+    for name in ("convert", "generate", "inspect", "doctor", "demo"):
+        assert name in result.output
+        one = CliRunner().invoke(cli.app, [name, "--help"])
+        assert one.exit_code == 0
+        assert len(one.output) > 200
+    assert "read up to K times" in " ".join(result.output.split())
+
+
+def test_the_module_runs_like_the_command():
+    result = subprocess.run([sys.executable, "-m", "adaponder", "--help"], capture_output=True, text=True, check=True)
+    assert "adaponder" in result.stdout
+
+
+def test_convert_prints_the_proof_and_writes_it_down(stock, tmp_path):
+    record = tmp_path / "convert.json"
+    arguments = ["convert", str(stock), "--out", str(tmp_path / "out"), "--text", "def f(x):", "--json", str(record)]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert "one iteration equals the source" in result.output
+    assert "gates start open" in result.output
+    done = json.loads(record.read_text())
+    assert done["checks"][0]["difference"] == 0
+    assert len(done["losses"]) == 4
+
+
+def test_generate_shows_depth_and_can_be_told_how_deep(checkpoint, tmp_path):
+    record = tmp_path / "out.json"
+    base = ["generate", str(checkpoint), "--prompt", "def f", "--max-new-tokens", "6", "--json", str(record)]
+    CliRunner().invoke(cli.app, [*base, "--policy", "fixed:2"], catch_exceptions=False)
+    done = json.loads(record.read_text())
+    assert set(done["depths"][:-1]) == {2}
+    assert done["depths"][-1] == 0, "the last token was never read"
+    assert done["prompt"] == "def f"
+    result = CliRunner().invoke(cli.app, [*base, "--max-iterations", "1"], catch_exceptions=False)
+    assert "Mean depth 1.00 of 1" in result.output
+    CliRunner().invoke(cli.app, [*base, "--tau", "0.99"], catch_exceptions=False)
+    assert set(json.loads(record.read_text())["depths"][:-1]) == {1}
+
+
+def test_generate_follows_the_seed(checkpoint, tmp_path):
+    texts = []
+    for seed in ("1", "1", "2"):
+        record = tmp_path / "out.json"
+        CliRunner().invoke(
+            cli.app, ["generate", str(checkpoint), "--prompt", "x", "--seed", seed, "--json", str(record)],
+            catch_exceptions=False,
+        )  # fmt: skip
+        texts.append(json.loads(record.read_text())["text"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_plain_checkpoint_generates_as_vanilla(stock):
+    result = CliRunner().invoke(cli.app, ["generate", str(stock), "--prompt", "def", "--max-new-tokens", "3"])
+    assert result.exit_code == 0
+    assert "Mean depth 1.00 of 1" in result.output
+
+
+def test_inspect_counts_parameters_and_cost(checkpoint, tmp_path):
+    record = tmp_path / "inspect.json"
+    result = CliRunner().invoke(cli.app, ["inspect", str(checkpoint), "--json", str(record)])
+    assert result.exit_code == 0
+    assert "added by the method" in result.output
+    found = json.loads(record.read_text())
+    assert found["parameters"]["added"] == 2 * (4 * 128 * 128 + 4 * 128 + 4 * 128 + 1)
+    assert [round(depth["ratio"]) for depth in found["depths"]] == [1, 2, 3]
+
+
+def test_doctor_says_what_is_there(tmp_path):
+    record = tmp_path / "doctor.json"
+    result = CliRunner().invoke(cli.app, ["doctor", "--json", str(record)])
+    assert result.exit_code == 0
+    found = json.loads(record.read_text())
+    assert found["versions"]["torch"]
+    assert found["devices"][0]["name"] == "cpu"
+    assert {kernel["op"] for kernel in found["kernels"]} == {"vocab_expectation"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["generate", "{ada}", "--prompt", ""], 2, "--prompt"),
+        (["generate", "{ada}", "--prompt", "x", "--policy", "wild:1"], 2, "--policy"),
+        (["generate", "{ada}", "--prompt", "x", "--policy", "fixed:many"], 2, "--policy"),
+        (["generate", "{ada}", "--prompt", "x", "--tau", "0.1", "--policy", "fixed:1"], 2, "--tau"),
+        (["generate", "{ada}", "--prompt", "x", "--tau", "1.5"], 2, "tau"),
+        (["generate", "{ada}", "--prompt", "x", "--max-iterations", "9"], 2, "max_iterations"),
+        (["generate", "{ada}", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
+        (["generate", "{ada}", "--prompt", "x", "--max-new-tokens", "1000000000"], 2, "max_new_tokens"),
+        (["generate", "{ada}", "--prompt", "x", "--device", "abacus"], 2, "--device"),
+        (["generate", "{ada}", "--prompt", "x", "--dtype", "int3"], 2, "--dtype"),
+        (["generate", "./nowhere", "--prompt", "x"], 2, "nowhere"),
+        (["inspect", "{ada}", "--context", "100000"], 2, "--context"),
+        (["convert", "{stock}", "--out", "{stock}"], 2, "--out"),
+        (["convert", "{stock}", "--out", "{new}", "--method", "magic"], 2, "method"),
+        (["convert", "{stock}", "--out", "{new}", "--iterations", "0"], 2, "iterations"),
+        (["convert", "nobody/nothing", "--out", "{new}"], 1, "nobody/nothing"),
+        (["convert"], 2, "SRC"),
+        (["ponder"], 2, "ponder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_use_exits_with_its_code_and_names_the_field(
+    monkeypatch, capsys, stock, checkpoint, tmp_path, arguments, code, says
+):
+    places = {"ada": str(checkpoint), "stock": str(stock), "new": str(tmp_path / "new")}
+    ended, _, error = run(monkeypatch, capsys, *(argument.format(**places) for argument in arguments))
+    assert ended == code
+    assert says in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "new").exists()
+
+
+def test_interruption_exits_with_130(monkeypatch, capsys, checkpoint):
+    from adaponder.commands import generate
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupted)
+    assert run(monkeypatch, capsys, "generate", str(checkpoint), "--prompt", "x")[0] == 130
+
+
+def test_the_demo_runs_and_replaces_only_itself(tmp_path, capsys):
+    demo.run(out=tmp_path / "demo")
+    demo.run(out=tmp_path / "demo")
+    shown = capsys.readouterr().out
+    assert "one iteration equals the source" in shown
+    assert "Three executions" in shown
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not an earlier demo"):
+        demo.run(out=tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_pieces_join_to_the_text_even_where_a_character_spans_tokens(stock):
+    words = PreTrainedTokenizerFast.from_pretrained(stock)
+    text = "naïve 日本語 tokens — done"
+    tokens = words(text).input_ids
+    assert "".join(pieces(words, tokens)) == text
+    assert len(pieces(words, tokens)) == len(tokens)
+
+
+def test_depth_colours_grow_lighter_and_never_repeat():
+    for deepest in (1, 2, 4, 7):
+        styles = [terminal.depth_style(depth, deepest) for depth in range(1, deepest + 1)]
+        assert len(set(styles)) == deepest
+    assert terminal.depth_style(0, 4) == "dim"
