@@ -27,6 +27,7 @@ ORDER = [
     "runs",
     "methods",
     "generation",
+    "initialisation",
     "modeling",
     "convert",
     "terminal",

@@ -1,0 +1,53 @@
+"""Weights for training from scratch: small enough that K readings of a deep stack do not blow up.
+
+PonderLM's rule, also its loop baseline's: every matrix and table from a normal of variance 2 / (5 d), cut off at three
+standard deviations; what each layer adds to the residual stream divided by sqrt(2 * layers * K), because K readings
+add 2 * layers * K times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from adaponder.errors import BackboneError
+
+# The last projection of attention and of the MLP, as decoder families name it.
+_INTO_THE_STREAM = ("attention.dense", "dense_4h_to_h", "o_proj", "down_proj", "c_proj", "out_proj", "fc2")
+
+
+@torch.no_grad()
+def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None:
+    """Initialises a stock decoder in place to be read ``iterations`` times; norms to 1, biases to 0."""
+    generator = torch.Generator().manual_seed(seed)
+    std = math.sqrt(2.0 / (5.0 * stock.config.hidden_size))
+    shrink = math.sqrt(2.0 * stock.config.num_hidden_layers * iterations)
+    scaled = 0
+    for name, module in stock.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
+            into_the_stream = name.endswith(_INTO_THE_STREAM)
+            scaled += into_the_stream
+            _truncated_normal_(module.weight, std / shrink if into_the_stream else std, generator)
+        elif isinstance(weight := getattr(module, "weight", None), nn.Parameter):
+            # Gemma's norms multiply by 1 + weight.
+            weight.fill_(0.0 if type(module).__name__.startswith("Gemma") else 1.0)
+        if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
+            bias.zero_()
+    expected = 2 * stock.config.num_hidden_layers
+    if scaled != expected:
+        raise BackboneError(
+            f"{stock.config.model_type}: {scaled} projections into the residual stream were recognised, {expected} are "
+            "expected; depth-scaled initialisation does not know this family"
+        )
+    stock.tie_weights()
+
+
+def _truncated_normal_(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    # Drawn in float32 on the CPU: the same weights on every device and in every precision.
+    drawn = torch.empty(weight.shape, dtype=torch.float32)
+    nn.init.trunc_normal_(drawn, std=std, a=-3.0 * std, b=3.0 * std, generator=generator)
+    weight.copy_(drawn)

@@ -1,0 +1,53 @@
+"""The laws on a GPU: run with ``pytest -m gpu`` where there is one; the CPU suite leaves these out."""
+
+import pytest
+import torch
+from test_near_ties import compare
+
+from laws import assert_one_function, counted_rows, make_case
+from support import METHODS, ids, tiny
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(case):
+    return type(case)(case.ids.cuda(), case.mask.cuda(), case.depths.cuda())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "mistral", "gemma3", "gpt2"])
+def test_every_method_is_one_function_on_the_gpu(method, family):
+    model = tiny(method, family, iterations=4).cuda()
+    for seed, padding in enumerate(("none", "left", "right", "both")):
+        assert_one_function(model, on_gpu(make_case(3, 17, 4, "ragged", padding, seed)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_lower_precision_flips_only_near_ties_on_the_gpu(family, dtype):
+    tokens, flips = compare(family, dtype, device="cuda")
+    print(f"{family} {dtype}: {flips} of {tokens} tokens flipped")
+    assert flips <= tokens // 50
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generation_on_the_gpu_is_cached_uncached_and_counted(method):
+    model = tiny(method, iterations=3).cuda()
+    prompt = ids(2, 7).cuda()
+    ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+    with counted_rows(model) as rows:
+        result = model.generate(prompt, **ask, return_dict_in_generate=True)
+    assert rows == [int(result.past_key_values.depth.sum())] * 2
+    assert torch.equal(result.sequences, model.generate(prompt, **ask, use_cache=False))
+
+
+def test_dense_training_does_not_wait_for_the_gpu():
+    """No host synchronisation inside a dense training forward and backward: the device may run ahead."""
+    model = tiny("adaponder", dtype=torch.float32).cuda().train()
+    batch = ids(2, 9).cuda()
+    model(batch, labels=batch).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(batch, labels=batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
