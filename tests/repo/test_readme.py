@@ -1,0 +1,37 @@
+"""What the README shows is run: its Python as written, its commands as far as parsing."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.main import get_command
+
+from adaponder.cli import app
+from support import ids, stock
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+COMMANDS = re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
+
+
+def test_the_python_of_the_readme_runs(monkeypatch):
+    (code,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: stock())
+    exec(code, {"input_ids": ids(1, 6)})
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_of_the_readme_parse(line):
+    name, *arguments = shlex.split(line)
+    command = get_command(app).commands[name]
+    command.make_context(name, arguments)
+
+
+def test_the_readme_shows_every_command_and_every_file_of_the_house():
+    assert {line.split()[0] for line in COMMANDS} | {"demo"} == set(get_command(app).commands)
+    source = Path(__file__).parents[2] / "src" / "adaponder"
+    shown = README[README.index("## The house") :]
+    for path in source.iterdir():
+        if path.name not in ("__init__.py", "__main__.py", "__pycache__", "errors.py", "version.py"):
+            assert path.name in shown or path.name + "/" in shown, path.name
