@@ -136,6 +136,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Ledger | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        targets: Tensor | None = None,
         document_ids: Tensor | None = None,
         policy: PolicyLike | None = None,
         max_iterations: int | None = None,
@@ -156,6 +157,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: derived from the mask when absent, so left padding changes nothing.
             labels: as in Hugging Face: shifted inside, -100 is ignored.
+            targets: labels shifted already: what each token should predict, so that no position is spent on a token
+                that predicts nothing.
             past_key_values: the :class:`Ledger` of an earlier forward, to go on from.
             use_cache: return a ledger to go on from.
             logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
@@ -180,13 +183,14 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
         if ledger is not None and past_key_values is not None:
             ledger = check_cache(past_key_values, ledger)
+        targets = _targets(input_ids, labels, targets)
         states: list[Iteration] = []
-        collects = output_iteration_logits or (labels is not None and self.method.loss_needs_states)
+        collects = output_iteration_logits or (targets is not None and self.method.loss_needs_states)
         ask = Ask(
             iterations=iterations,
             policy=self._policy(policy, generates=ledger is not None),
             seed=seed,
-            every_gate=output_gates or labels is not None,
+            every_gate=output_gates or targets is not None,
             show=_hooks(on_iteration, states.append if collects else None),
         )
         tokens = arrange_tokens(
@@ -210,10 +214,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
 
         kept = _kept(logits_to_keep)
         # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
-        logits = self.wrapped.logits(seen.hidden if labels is not None else seen.hidden[:, kept])
+        logits = self.wrapped.logits(seen.hidden if targets is not None else seen.hidden[:, kept])
         losses = None
-        if labels is not None:
-            losses = self._loss(seen, logits, labels, tokens.real, run, objective, kwargs.get("num_items_in_batch"))
+        if targets is not None:
+            losses = self._loss(seen, logits, targets, tokens.real, run, objective, kwargs.get("num_items_in_batch"))
         by_iteration = None
         if output_iteration_logits:
             by_iteration = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
@@ -232,23 +236,20 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         seen: Trajectory,
         logits: Tensor,
-        labels: Tensor,
+        targets: Tensor,
         real: Tensor,
         run: Run,
         objective: Objective | None,
         items: Tensor | int | None,
     ) -> Losses:
-        if labels.shape != logits.shape[:2]:
-            raise InputError(f"labels has shape {tuple(labels.shape)}, input_ids {tuple(logits.shape[:2])}")
-        targets = labels[:, 1:].to(logits.device)
         # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
-        counted = (targets != -100) & real[:, :-1]
+        counted = (targets != -100) & real
         items = counted.sum().clamp_min(1) if items is None else items
 
         def nll(hidden: Tensor) -> Tensor:
             scores = logits if hidden is seen.hidden else self.wrapped.logits(hidden)
             scores = scores if scores.dtype == torch.float64 else scores.float()
-            return nn.functional.cross_entropy(scores[:, :-1].transpose(1, 2), targets, reduction="none")
+            return nn.functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none")
 
         def mean(values: Tensor) -> Tensor:
             return (values * counted).sum() / items
@@ -417,6 +418,18 @@ def _hooks(*hooks: Callable[[Iteration], None] | None) -> Callable[[Iteration], 
             hook(iteration)
 
     return show
+
+
+def _targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
+    """What each token should predict: the given targets, or labels moved one to the left."""
+    for name, given in (("labels", labels), ("targets", targets)):
+        if given is not None and given.shape != ids.shape:
+            raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+    if labels is None:
+        return None if targets is None else targets.to(ids.device)
+    if targets is not None:
+        raise InputError("labels and targets: give one")
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device)
 
 
 def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -104,6 +104,17 @@ def test_the_loss_is_the_stock_models_and_its_terms_add_up():
     assert model(ids(), labels=labels).terms.keys() == {"cross_entropy"}
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_targets_are_labels_shifted(method):
+    model = tiny(method).train()
+    labels = ids(2, 9).clone()
+    labels[1, 3:5] = -100
+    targets = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], 1)
+    torch.testing.assert_close(model(ids(), labels=labels).loss, model(ids(), targets=targets).loss, rtol=0, atol=1e-12)
+    with pytest.raises(AdaPonderError, match="give one"):
+        model(ids(), labels=labels, targets=targets)
+
+
 def test_a_ponder_term_of_no_gates_is_exactly_zero():
     output = tiny()(ids(), labels=ids(), objective=Objective(ponder_weight=1.0, ponder_fraction=1e-9))
     assert output.terms["ponder"] == 0

@@ -100,7 +100,7 @@ class Losses(NamedTuple):
 
 
 class Scorer(NamedTuple):
-    """How a method's loss sees the labels: per-token losses ``[batch, time - 1]`` of hidden states, and their mean."""
+    """How a method's loss sees the labels: per-token losses ``[batch, time]`` of hidden states, and their mean."""
 
     nll: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor], Tensor]

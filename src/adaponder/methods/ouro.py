@@ -49,7 +49,7 @@ class Ouro(Method):
     def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
         assert seen.gates is not None  # forward always leaves them
         losses = torch.stack([score.nll(state) for state in seen.states])
-        logit = seen.gates[:, :-1].movedim(-1, 0).to(losses.dtype)
+        logit = seen.gates.movedim(-1, 0).to(losses.dtype)
         terms = {"cross_entropy": score.mean(losses[-1])}
         if objective.exit_stage == 2:
             exits = score.mean(improvement_loss(logit, losses))
