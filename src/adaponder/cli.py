@@ -78,6 +78,71 @@ def convert(
 
 
 @app.command()
+def prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUT…", help="Files, folders, .jsonl[.gz|.xz|.zst], .parquet, hf:NAME, stdlib."),
+    ],
+    tokenizer: Annotated[str, typer.Option(help="Folder or hub name, a tokenizer.json, or train-bpe:N.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the shards go; the same command again continues.")],
+    validation: Annotated[float, typer.Option(help="Share of documents held out, by hash.")] = 0.01,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.")] = None,
+    json: Json = None,
+) -> None:
+    """Turn text into token shards that training reads."""
+    from adaponder.commands import prepare as command
+
+    command.run(inputs, tokenizer=tokenizer, out=out, validation=validation, workers=workers, json=json)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from adaponder recipes, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field; may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder; default runs/NAME.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto: from the newest whole checkpoint, or start; or a checkpoint folder.")
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Take only weights from --resume.")] = False,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Resume although the recipe or the world differs.")
+    ] = False,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
+    """Train a recipe: on this machine, or on many with torchrun in front.
+
+    [dim]adaponder train cpu/demo --set train.steps=100[/]
+
+    [dim]torchrun --nproc-per-node 8 -m adaponder train paper/adaponder-70m --device cuda --resume auto[/]
+    """
+    from adaponder.commands import train as command
+
+    done = command.run(
+        recipe,
+        overrides=overrides or [],
+        out=out,
+        resume=resume,
+        device=device,
+        weights_only=weights_only,
+        allow_changes=allow_changes,
+        json=json,
+    )
+    if done.final is None:
+        raise typer.Exit(130)
+
+
+@app.command()
+def recipes(json: Json = None) -> None:
+    """List the recipes that ship."""
+    from adaponder.commands import train as command
+
+    command.list_recipes(json=json)
+
+
+@app.command()
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option(help="What to go on from.")],

@@ -23,3 +23,7 @@ class CheckpointError(AdaPonderError):
 
 class InputError(AdaPonderError):
     """An argument of ``forward`` or ``generate`` that cannot be honoured."""
+
+
+class TrainingError(AdaPonderError):
+    """A run that cannot start or must not go on."""

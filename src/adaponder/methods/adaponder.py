@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
-from adaponder.halting import Gate, bottom_k_mean, gate_probability, ponder_pool
+from adaponder.halting import Gate, gate_probability, ponder_pool
 from adaponder.methods.base import (
     Ask,
     Iteration,
@@ -72,5 +72,5 @@ class AdaPonder(Method):
         pool = ponder_pool(
             seen.gates, run.tokens.real, run.depth, on=self.config.ponder_on, pool=self.config.ponder_pool
         )
-        ponder = bottom_k_mean(pool, objective.ponder_fraction)  # eq. 13
+        ponder = objective.bottom_k(pool, objective.ponder_fraction)  # eq. 13
         return Losses(losses.total + objective.ponder_weight * ponder, losses.terms | {"ponder": ponder})  # eq. 12

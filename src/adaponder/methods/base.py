@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.halting import bottom_k_mean
 from adaponder.policies import FixedDepth, Policy
 from adaponder.runs import Run
 from adaponder.tokens import Tokens
@@ -61,12 +62,14 @@ class Objective:
         ponder_fraction: ``k_s``, the share of gates that bottom-K averages (eq. 13).
         exit_stage: ouro, 1 trains with expected loss and entropy, 2 trains exits on the improvement of each loop.
         exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
+        bottom_k: how the pool of gates is averaged; several processes rank their gates together.
     """
 
     ponder_weight: float = 0.0
     ponder_fraction: float = 0.0
     exit_stage: int = 1
     exit_entropy_weight: float | None = None
+    bottom_k: Callable[[Tensor, float], Tensor] = bottom_k_mean
 
 
 class Routing(NamedTuple):

@@ -1,0 +1,98 @@
+"""adaponder prepare: text in, shards out; run it again after an interruption and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from adaponder.data.prepare import Progress, prepare
+from adaponder.data.shards import JOURNAL, MANIFEST, Manifest
+from adaponder.terminal import console, table, write_json
+
+_STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenising", "done": "tokenising"}
+
+
+def run(
+    inputs: Sequence[str],
+    *,
+    out: Path,
+    tokenizer: str,
+    end_token: str | None = None,
+    validation: float = 0.01,
+    workers: int | None = None,
+    shard_tokens: int = 2**25,
+    json: Path | None = None,
+) -> dict[str, Any]:
+    if (out / JOURNAL).is_file() and not (out / MANIFEST).is_file():
+        console.print(f"{out} was begun before: going on after the last complete shard")
+    finished_before = (out / MANIFEST).is_file()
+    begun = time.monotonic()
+    with _bar() as bar:
+        line = bar.add_task("reading", total=None, tokens="")
+
+        def show_progress(now: Progress) -> None:
+            tokens = f"{now.documents:,} documents, {now.tokens:,} tokens" if now.tokens else ""
+            # A hub dataset has no size in bytes: without a total the bar only shows that it lives.
+            bar.update(line, description=_STAGES[now.stage], completed=now.read, total=now.total or None, tokens=tokens)
+
+        manifest = prepare(
+            inputs,
+            out=out,
+            tokenizer=tokenizer,
+            end_token=end_token,
+            validation=validation,
+            workers=workers or os.cpu_count() or 1,
+            shard_tokens=shard_tokens,
+            progress=show_progress,
+        )
+    seconds = time.monotonic() - begun
+    show(manifest, out)
+    if finished_before:
+        console.print("Nothing to do: it was prepared before, with the same arguments.")
+    else:
+        console.print(f"done in {seconds:.1f} s")
+    result = {"out": str(out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
+    write_json(json, result)
+    return result
+
+
+def _bar() -> Bar:
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[tokens]}"),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def show(manifest: Manifest, out: Path) -> None:
+    rows = []
+    for split, shards in manifest.splits.items():
+        tokens, size = manifest.total(split, "tokens"), manifest.total(split, "utf8_bytes")
+        per_token = f"{size / tokens:.2f}" if tokens else "—"
+        rows.append(
+            (split, f"{manifest.total(split, 'documents'):,}", f"{tokens:,}", decimal(size), per_token, len(shards))
+        )
+    columns = ("split", "documents", "tokens", "text", "bytes/token", "shards")
+    console.print(table(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}", columns, rows))
+    skipped = {
+        "hidden": "hidden files and folders left out",
+        "binary": "binary files left out",
+        "empty": "empty documents left out",
+        "invalid_utf8": "documents with invalid UTF-8, mended with U+FFFD",
+    }
+    for kind, words in skipped.items():
+        if count := manifest.skipped.get(kind):
+            console.print(f"{count:,} {words}")

@@ -1,0 +1,67 @@
+"""adaponder train: a recipe in, a run folder out; and adaponder recipes: what there is to choose from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adaponder.recipe import Recipe, load_recipe, recipe_names
+from adaponder.terminal import console, table, write_json
+from adaponder.training.run import Outcome, train
+
+
+def run(
+    name: str,
+    *,
+    overrides: list[str],
+    out: Path | None,
+    resume: str | None,
+    device: str,
+    weights_only: bool,
+    allow_changes: bool,
+    json: Path | None = None,
+) -> Outcome:
+    recipe = load_recipe(name, overrides)
+    out = out or Path("runs") / recipe.name.replace("/", "-")
+    out.parent.mkdir(parents=True, exist_ok=True) if out.parent == Path("runs") else None
+    show_recipe(recipe, overrides)
+    done = train(recipe, out=out, resume=resume, device=device, weights_only=weights_only, allow_changes=allow_changes)
+    if done.trainer.world.leads:
+        where = done.final or f"{out} (resume with --resume auto)"
+        console.print(f"step {done.step} of {recipe.train.steps} → [bold]{where}[/]")
+        write_json(json, {"recipe": recipe.as_dict(), "step": done.step, "final": str(done.final or "")})
+    return done
+
+
+def show_recipe(recipe: Recipe, overrides: list[str]) -> None:
+    """The resolved recipe, what was overridden, and its hash: what is about to be done, before it is."""
+    console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
+    changed = {override.partition("=")[0] for override in overrides}
+    for section, values in yaml.safe_load(recipe.to_yaml()).items():
+        if isinstance(values, dict) and section != "provenance":
+            marked = [
+                f"[bold yellow]{key}={_short(value)}[/]" if f"{section}.{key}" in changed else f"{key}={_short(value)}"
+                for key, value in values.items()
+                if value is not None
+            ]
+            console.print(f"[bold]{section}[/]  " + "  ".join(marked), soft_wrap=True)
+
+
+def _short(value: Any) -> str:
+    return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else str(value)
+
+
+def list_recipes(*, json: Path | None = None) -> None:
+    recipes = [load_recipe(name) for name in recipe_names()]
+    rows = [
+        (r.name, r.model.method, r.model.iterations or "", f"{r.train.steps:,}", f"{_tokens(r) / 1e9:.3g}", r.about)
+        for r in recipes
+    ]
+    console.print(table("Recipes", ("name", "method", "K", "steps", "Gtokens", "about"), rows))
+    write_json(json, {recipe.name: recipe.as_dict() for recipe in recipes})
+
+
+def _tokens(recipe: Recipe) -> int:
+    return recipe.train.steps * recipe.train.global_batch * recipe.data.sequence

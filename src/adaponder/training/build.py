@@ -1,0 +1,68 @@
+"""The model a recipe asks for: from scratch, or from a checkpoint that is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adaponder.config import AdaPonderConfig
+from adaponder.convert import open_source
+from adaponder.errors import ConfigError
+from adaponder.initialisation import depth_scaled_
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.recipe import Recipe
+
+_CONFIG_FIELDS = (
+    "method",
+    "iterations",
+    "tau",
+    "gate_bias",
+    "gate_width",
+    "shared_gate",
+    "embedding_scale",
+    "initial_multiplier",
+    "expectation_top_k",
+    "reuse",
+)
+
+
+def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
+    """The recipe's model on the CPU in float32 (float64 if it trains in that), ready to train; the seed decides it."""
+    asked = {name: getattr(recipe.model, name) for name in _CONFIG_FIELDS}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    asked["ponder_on"] = recipe.train.ponder_on
+    torch.manual_seed(recipe.train.seed)
+    if isinstance(recipe.model.backbone, str):
+        model = _from_checkpoint(recipe.model.backbone, asked)
+    else:
+        model = AdaPonderForCausalLM(scratch_config(recipe, vocabulary, asked))
+        if recipe.model.init == "depth_scaled":
+            depth_scaled_(model.backbone, iterations=model.config.iterations, seed=recipe.train.seed)
+    if model.config.vocab_size < vocabulary:
+        raise ConfigError(
+            f"model.backbone.vocab_size={model.config.vocab_size} is smaller than the tokenizer's {vocabulary}"
+        )
+    return model.to(torch.float64 if recipe.train.dtype == "float64" else torch.float32).train()
+
+
+def scratch_config(recipe: Recipe, vocabulary: int, asked: dict[str, Any] | None = None) -> AdaPonderConfig:
+    """The config of a model trained from scratch; its vocabulary is the tokenizer's unless the recipe says."""
+    if not isinstance(recipe.model.backbone, dict):
+        raise ConfigError("model.backbone: a mapping with model_type, or a checkpoint, is needed")
+    backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
+    if backbone.get("max_position_embeddings", recipe.data.sequence) < recipe.data.sequence:
+        raise ConfigError(
+            f"data.sequence={recipe.data.sequence} exceeds "
+            f"model.backbone.max_position_embeddings={backbone['max_position_embeddings']}"
+        )
+    return AdaPonderConfig(backbone_config=backbone, **(asked or {"method": recipe.model.method}))
+
+
+def _from_checkpoint(name: str, asked: dict[str, Any]) -> AdaPonderForCausalLM:
+    opened = open_source(name, dtype="float32")
+    if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == asked["method"]:
+        return opened.model  # its own gates are trained on
+    stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
+    settings = ({"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence) | asked
+    return AdaPonderForCausalLM.from_backbone(stock, **settings)

@@ -1,0 +1,171 @@
+"""Kill it at any instant and the last complete checkpoint loads.
+
+A checkpoint is written beside its place, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
+A folder without a manifest that fits is not a checkpoint. Safetensors and JSON only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from adaponder.errors import CheckpointError
+from adaponder.modeling import AdaPonderForCausalLM
+
+OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
+_PARTIAL = ".partial-"
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def save_checkpoint(
+    folder: Path,
+    model: AdaPonderForCausalLM,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor] | None,
+    state: dict[str, Any],
+) -> None:
+    """Writes a checkpoint that is either whole under its name or not there. A failure removes what it had written."""
+    partial = folder.with_name(f"{_PARTIAL}{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial, state_dict=weights)
+        if optimizer is not None:
+            save_file(optimizer, partial / OPTIMIZER)
+        (partial / STATE).write_text(json.dumps(state, indent=1))
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(partial.iterdir())
+        }
+        (partial / MANIFEST).write_text(json.dumps({"format": 1, "step": state["step"], "files": files}, indent=1))
+        for path in partial.iterdir():
+            _flush(path)
+        _flush(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        _flush(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be saved: {error}; earlier checkpoints are untouched") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def verify_checkpoint(folder: Path) -> dict[str, Any]:
+    """The checkpoint's state, if every file is as it was written; else an error that names the file."""
+    manifest = _read(folder / MANIFEST)
+    for name, written in manifest.get("files", {}).items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size != written["bytes"]:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {written['bytes']} were written")
+        if _sha256(path) != written["sha256"]:
+            raise CheckpointError(f"{path}: checksum differs from what was written")
+    return _read(folder / STATE)
+
+
+def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint that is whole, why newer ones were passed over)."""
+    passed_over = []
+    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as error:
+            passed_over.append(str(error))
+        else:
+            return folder, passed_over
+    return None, passed_over
+
+
+def prune(run: Path, keep: int) -> None:
+    """Removes all but the newest ``keep`` checkpoints, and what interrupted saves left."""
+    for folder in sorted((run / "checkpoints").glob("step-*"))[: -max(1, keep)]:
+        shutil.rmtree(folder)
+    for leftover in (run / "checkpoints").glob(f"{_PARTIAL}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+# --- optimizer and weights, by parameter name ----------------------------------------------------------------------
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded over processes, on the CPU, on its own memory."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().to("cpu", copy=True).contiguous()
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Adam's moments and step counts as ``parameter name|moment``."""
+    found = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            for moment, value in optimizer.state[parameter].items():
+                found[f"{name}|{moment}"] = full(value)
+    return found
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Puts saved moments back, sharded like their parameters; every parameter's must be there."""
+    saved = load_file(folder / OPTIMIZER)
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            moments = {}
+            for moment in ("step", "exp_avg", "exp_avg_sq"):
+                if f"{name}|{moment}" not in saved:
+                    raise CheckpointError(f"{folder / OPTIMIZER}: no {moment} for {name}: exact resume is impossible")
+                value = saved[f"{name}|{moment}"]
+                moments[moment] = value if moment == "step" else _like(value, parameter)
+            optimizer.state[parameter] = moments
+    # A fused step counter lives on the device of its parameter.
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for parameter in group["params"]:
+                optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value.to(parameter.device)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: an incomplete checkpoint") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

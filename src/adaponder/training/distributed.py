@@ -1,0 +1,125 @@
+"""One process, several, several machines: the same code; a lone process is a world of one without a process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from adaponder.errors import ConfigError
+from adaponder.halting import bottom_k_mean, pool_count
+
+
+@dataclass(frozen=True)
+class World:
+    """Who we are among how many; ``torchrun`` says so through the environment."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, total: int, name: str) -> tuple[int, int]:
+        """(first, count) of this process's part of ``total`` rows."""
+        if total % self.size:
+            raise ConfigError(f"{name}={total} cannot be shared evenly by {self.size} processes")
+        return self.rank * (total // self.size), total // self.size
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes, on each."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so: all then agree."""
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """The world that torchrun made, or a world of one."""
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    place = torch.device(device)
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", place.index or 0)))
+        torch.cuda.set_device(place)
+    if size == 1:
+        yield World(device=place)
+        return
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, place)
+    finally:
+        dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, world: World, *, parallel: str, compile: bool) -> nn.Module:
+    """The model as it is called in training: compiled if wished, replicated or sharded where there are several."""
+    if world.size > 1 and parallel == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        # One unit per decoder layer; gates, embedding and head belong to the root, which stays gathered for a step.
+        for layer in decoder_layers(model):
+            fully_shard(layer)
+        fully_shard(model)
+    called = torch.compile(model) if compile else model
+    if world.size > 1 and parallel == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            called, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=False
+        )
+    return called
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the backbone: the longest module list in it."""
+    lists = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len))
+
+
+def accumulating(called: nn.Module, *, last: bool) -> Any:
+    """Inside, gradients are kept local except for the last micro-step."""
+    if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
+        return called.no_sync()
+    if hasattr(called, "set_requires_gradient_sync"):
+        called.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def global_bottom_k_mean(world: World) -> Any:
+    """Bottom-K over the gates of all processes: exactly what one process with all rows would rank.
+
+    Each process returns its own part of the mean, times the number of processes, because gradients are averaged.
+    """
+
+    def mean(values: Tensor, fraction: float) -> Tensor:
+        if world.size == 1:
+            return bottom_k_mean(values, fraction)
+        flat = values.flatten()
+        sizes = torch.zeros(world.size, dtype=torch.long, device=flat.device)
+        sizes[world.rank] = flat.numel()
+        sizes = world.sum(sizes).tolist()
+        everyone = [flat.new_zeros(size) for size in sizes]
+        dist.all_gather(everyone, flat.detach().contiguous())
+        count = pool_count(fraction, sum(sizes))
+        if count == 0:
+            return flat.new_zeros(())
+        chosen = torch.topk(torch.cat(everyone), count, largest=False, sorted=False).indices - sum(sizes[: world.rank])
+        mine = chosen[(chosen >= 0) & (chosen < flat.numel())]
+        return flat[mine].sum() * world.size / count
+
+    return mean

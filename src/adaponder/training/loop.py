@@ -1,0 +1,343 @@
+"""The loop: draw a batch, read it, step, look; every step a pure function of the state before it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.compute import Shape, cost_of, shape_of
+from adaponder.data import Sampler, Shards
+from adaponder.errors import TrainingError
+from adaponder.methods import Objective
+from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
+from adaponder.recipe import Recipe
+from adaponder.training.checkpoint import (
+    load_optimizer,
+    optimizer_state,
+    prune,
+    save_checkpoint,
+    step_folder,
+    weights_of,
+)
+from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
+from adaponder.training.optim import build_optimizer, set_learning_rate
+from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
+from adaponder.training.telemetry import Telemetry
+
+# Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.
+_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+@dataclass
+class Tally:
+    """Sums since the last log, on the device: reading them is the only wait."""
+
+    steps: int = 0
+    tokens: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        value = value.detach().double()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+
+@dataclass
+class Trainer:
+    """One run in one process of a world: what it trains, and how far it is."""
+
+    recipe: Recipe
+    run: Path
+    world: World
+    model: AdaPonderForCausalLM
+    sampler: Sampler
+    validation: Shards | None
+    telemetry: Telemetry | None
+    step: int = 0
+    resumed_from: Path | None = None
+    stop_asked: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.model.to(self.world.device)
+        if self.recipe.train.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.shape: Shape = shape_of(self.model.config)
+        self.rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
+        self.micro = self.recipe.train.micro_batch or self.rows[1]
+        if self.rows[1] % self.micro:
+            raise TrainingError(
+                f"train.micro_batch={self.micro} does not divide a process's {self.rows[1]} rows of a step"
+            )
+        self.tally = Tally()
+        self.called: nn.Module | None = None
+        self.pending: Tensor | None = None
+        self.bottom_k = global_bottom_k_mean(self.world)
+
+    # --- the run ------------------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Runs to the end, phase by phase; false if asked to stop before."""
+        for phase in phases(self.recipe.train):
+            if self.step >= phase.end:
+                continue
+            self._enter(phase.backbone_trains)
+            while self.step < phase.end:
+                self._one_step()
+                if self._after_step(phase.end):
+                    return False
+        return True
+
+    def _enter(self, backbone_trains: bool) -> None:
+        """A phase begins: who trains is settled first, then wrapper and optimizer are made for them."""
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(backbone_trains or name.startswith("method."))
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise TrainingError(
+                f"train.freeze_backbone_steps={self.recipe.train.freeze_backbone_steps}: "
+                f"{self.recipe.model.method} adds no parameters that could be trained alone"
+            )
+        train = self.recipe.train
+        if self.called is None or train.parallel == "ddp":
+            # FSDP shards in place, once, and follows requires_grad; DDP looks at it when it is made.
+            self.called = wrap(self.model, self.world, parallel=train.parallel, compile=train.compile)
+        self.optimizer = build_optimizer(self.model, train)
+        # Moments belong to the phase they were made in: at its first step a new optimizer is right.
+        if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
+            load_optimizer(self.optimizer, self.resumed_from)
+        self.resumed_from = None
+
+    def _one_step(self) -> None:
+        train, step = self.recipe.train, self.step
+        rate = set_learning_rate(self.optimizer, train, step)
+        objective = replace(objective_at(train, step), **self._scope())
+        batch = self._batch(step)
+        items = self.world.sum((batch["targets"] != -100).sum().to(self.world.device)) / self.world.size
+        parts = [
+            {name: value[i : i + self.micro] for name, value in batch.items()}
+            for i in range(0, self.rows[1], self.micro)
+        ]
+        for index, part in enumerate(parts):
+            with accumulating(self.called, last=index + 1 == len(parts)):
+                output = self._forward(part, objective, items / len(parts))
+                (output.loss / len(parts)).backward()
+            self._count(output, part, len(parts))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), train.clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.tally.add("grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        self.tally.steps += 1
+        self.tally.tokens += train.global_batch * self.recipe.data.sequence
+        self._check_finite(norm)
+        self.rate, self.fraction = rate, objective.ponder_fraction
+
+    def _after_step(self, phase_end: int) -> bool:
+        """Logs, evaluates and saves what is due after a step; true if the run must stop here."""
+        train = self.recipe.train
+        step, self.step = self.step, self.step + 1
+        if self.telemetry:
+            self.telemetry.advance(step)
+        last = self.step == train.steps
+        if self.step % train.log_every == 0 or last:
+            self._log(step)
+        if last or (train.eval_every and self.step % train.eval_every == 0):
+            self._validate(step)
+        stop = self.world.any(self.stop_asked()) if self.world.size > 1 else self.stop_asked()
+        if not last and (stop or self.step == phase_end or (train.save_every and self.step % train.save_every == 0)):
+            self.save()
+        return stop and not last
+
+    # --- one forward --------------------------------------------------------------------------------------------
+
+    def _batch(self, step: int) -> dict[str, Tensor]:
+        first, count = self.rows
+        drawn = self.sampler.rows(step, first, count)
+        tokens, documents = torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.documents)
+        batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+        if not self.recipe.data.attend_across_documents:
+            # What follows a document's end belongs to a stranger: nothing there could predict it.
+            batch["targets"][documents[:, 1:] != documents[:, :-1]] = -100
+            batch["document_ids"] = documents[:, :-1]
+        return batch
+
+    def _forward(self, part: dict[str, Tensor], objective: Objective, items: Tensor) -> AdaPonderOutput:
+        device = self.world.device
+        policy = policy_at(self.recipe.train, self.model.method, self.step)
+        moved = {name: value.to(device, non_blocking=True) for name, value in part.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.train.dtype == "bfloat16"):
+            return self.called(
+                **moved, objective=objective, num_items_in_batch=items, **({} if policy is None else {"policy": policy})
+            )
+
+    def _scope(self) -> dict[str, Any]:
+        return {"bottom_k": self.bottom_k} if self.recipe.train.ponder_scope == "micro" else {}
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def _count(self, output: AdaPonderOutput, part: dict[str, Tensor], parts: int) -> None:
+        assert output.loss is not None
+        assert output.depth is not None
+        self.tally.add("loss", output.loss / parts)
+        for name, value in (output.terms or {}).items():
+            self.tally.add(name, value / parts)
+        depths = torch.arange(1, self.model.config.iterations + 1, device=output.depth.device)
+        self.tally.add("depths", (output.depth[..., None] == depths).sum((0, 1)))
+        if output.gates is not None:
+            self.tally.add("gates", output.gates.detach().sum((0, 1)))
+
+    def _check_finite(self, norm: Tensor) -> None:
+        """Looks at the step before while this one runs: a NaN is found one step late, and always before a save."""
+        before, self.pending = self.pending, norm.detach()
+        if before is not None:
+            self._raise_unless_finite(before, self.step - 1)
+
+    def _raise_unless_finite(self, norm: Tensor, step: int) -> None:
+        value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if not math.isfinite(value):
+            first, count = self.rows
+            windows = self.sampler.rows(step, first, count).windows.tolist()
+            if self.telemetry:
+                self.telemetry.log({"step": step, "grad_norm": value, "loss": value, "cross_entropy": value})
+            raise TrainingError(
+                f"step {step}: the gradient is {value} on windows {windows[:8]}…; the run stops and its last "
+                "checkpoint is untouched. A smaller train.lr or train.clip, or ponder_on=probabilities, usually cures it"
+            )
+
+    def settle(self) -> None:
+        """Makes sure that no step taken so far was NaN."""
+        if self.pending is not None:
+            self._raise_unless_finite(self.pending, self.step - 1)
+            self.pending = None
+
+    def _log(self, step: int) -> None:
+        tally, self.tally = self.tally, Tally()
+        depths = self.world.sum(tally.sums.pop("depths"))
+        gates = self.world.sum(tally.sums.pop("gates")) if "gates" in tally.sums else None
+        norm = float(tally.sums.pop("grad_norm")) / tally.steps
+        means = {
+            name: float(self.world.sum(value)) / tally.steps / self.world.size for name, value in tally.sums.items()
+        }
+        seconds = time.perf_counter() - tally.began
+        if not self.telemetry:
+            return
+        total = float(depths.sum())
+        levels = len(depths)
+        mean_depth = float((depths * torch.arange(1, levels + 1, device=depths.device)).sum()) / total
+        metrics: dict[str, Any] = {"step": step, **means, "lr": self.rate, "grad_norm": norm}
+        metrics |= {"tokens_per_second": tally.tokens / seconds, "mean_depth": mean_depth}
+        if self.model.method.halts:
+            metrics |= {"halted": [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]}
+            metrics |= {"ponder_fraction": self.fraction}
+        if gates is not None:
+            metrics |= {"gate_means": (gates / total).tolist()}
+        metrics |= self._utilisation(tally.tokens / seconds)
+        self.telemetry.log(metrics)
+        self._warn_of_collapse(step, metrics)
+
+    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
+        device = self.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        peak = next((rate for key, rate in _PEAK.items() if key in name), None)
+        if peak is None:
+            return {}
+        row = torch.full((1, self.recipe.data.sequence), self.model.config.iterations)
+        flops = cost_of(row, self.model.config, shape=self.shape, every_gate=True).flops / self.recipe.data.sequence
+        return {"mfu": 3 * flops * tokens_per_second / (peak * self.world.size)}
+
+    def _warn_of_collapse(self, step: int, metrics: dict[str, Any]) -> None:
+        if not self.telemetry or self.model.config.method != "adaponder" or not metrics.get("halted"):
+            return
+        train = self.recipe.train
+        if metrics["halted"][0] > 0.99:
+            self.telemetry.warn("all", f"step {step}: the gates have collapsed, every token halts after one iteration")
+        elif (
+            train.ponder_weight
+            and step > train.ponder_full + 0.2 * (train.steps - train.ponder_full)
+            and (metrics["halted"][-1] == 0)
+        ):
+            self.telemetry.warn("none", f"step {step}: the gates have collapsed open, no token halts early")
+        elif step < train.ponder_start and metrics["halted"][-1] > 0.5:
+            self.telemetry.warn("early", f"step {step}: gates close in stage 1; see train.gate_lr and model.gate_bias")
+
+    @torch.no_grad()
+    def evaluate(self, tokens: int, **asked: Any) -> dict[str, Any]:
+        """Loss and depths on the first ``tokens`` tokens of the validation split; the same windows every time."""
+        assert self.validation is not None
+        length = self.recipe.data.sequence
+        windows = min(tokens, self.validation.tokens - 1) // length
+        sums = torch.zeros(2 + self.model.config.iterations, dtype=torch.double, device=self.world.device)
+        self.model.eval()
+        # Every process does equally many forwards: under FSDP each is a joint act.
+        rounds = -(-windows // (self.world.size * self.micro))
+        for index in range(rounds):
+            first = (index * self.world.size + self.world.rank) * self.micro
+            chosen = [min(first + i, windows - 1) for i in range(self.micro)]
+            real = torch.tensor([first + i < windows for i in range(self.micro)], device=self.world.device)
+            rows = [
+                self.validation.read(i * length, min(length + 1, self.validation.tokens - i * length)) for i in chosen
+            ]
+            block = torch.stack([torch.from_numpy(row) for row in rows]).to(self.world.device)
+            with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.train.dtype == "bfloat16"):
+                output = self.model(block[:, :-1], execution="dense", output_gates=False, **asked)
+            nll = nn.functional.cross_entropy(output.logits.float().transpose(1, 2), block[:, 1:], reduction="none")
+            sums[0] += (nll.double().sum(1) * real).sum()
+            sums[1] += real.sum() * nll.shape[1]
+            levels = torch.arange(1, self.model.config.iterations + 1, device=block.device)
+            sums[2:] += ((output.depth[..., None] == levels).sum(1) * real[:, None]).sum(0)
+        self.model.train()
+        sums = self.world.sum(sums)
+        depths = sums[2:] / sums[1]
+        mean_depth = float((depths * torch.arange(1, len(depths) + 1, device=depths.device)).sum())
+        halted = depths.cumsum(0)[:-1].tolist()
+        return {
+            "validation_loss": float(sums[0] / sums[1]),
+            "validation_depth": mean_depth,
+            "validation_halted": halted,
+        }
+
+    def _validate(self, step: int) -> None:
+        if self.validation is None:
+            return
+        found = self.evaluate(self.recipe.train.eval_tokens)
+        if self.telemetry:
+            self.telemetry.log({"step": step, **found})
+        self.tally.began = time.perf_counter()
+
+    # --- keeping ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "recipe": self.recipe.as_dict(),
+            "fingerprint": self.recipe.fingerprint,
+            "data": self.sampler.fingerprint(),
+            "tokenizer": self.sampler.shards.tokenizer_hash,
+            "world": self.world.size,
+            "rng": torch.get_rng_state().numpy().tobytes().hex(),
+            "torch": torch.__version__,
+        }
+
+    def save(self) -> None:
+        """A checkpoint at this step boundary; the leading process writes, all take part in gathering."""
+        self.settle()
+        weights, moments = weights_of(self.model), optimizer_state(self.optimizer)
+        if self.world.leads:
+            save_checkpoint(step_folder(self.run, self.step), self.model, weights, moments, self.state())
+            prune(self.run, self.recipe.train.keep)
+        self.world.wait()
+        self.tally.began = time.perf_counter()
+
+    def finish(self) -> Path:
+        """The final model folder."""
+        self.settle()
+        weights = weights_of(self.model)
+        if self.world.leads:
+            save_checkpoint(self.run / "final", self.model, weights, None, self.state())
+        self.world.wait()
+        return self.run / "final"

@@ -1,0 +1,42 @@
+"""AdamW in four groups: the backbone's and the method's parameters, matrices with decay and the rest without."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from adaponder.recipe import TrainRecipe
+from adaponder.training.schedule import learning_rate_factor
+
+
+def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
+    """Trainable parameters by group, each with names, peak rate and decay. Vectors (biases, norms) do not decay."""
+    gate_lr = train.lr if train.gate_lr is None else train.gate_lr
+    groups = {
+        ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
+        ("backbone", False): {"peak": train.lr, "weight_decay": 0.0},
+        ("method", True): {"peak": gate_lr, "weight_decay": train.weight_decay},
+        ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
+    }
+    for group in groups.values():
+        group |= {"params": [], "names": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = groups[("method" if name.startswith("method.") else "backbone", parameter.ndim >= 2)]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    return [group for group in groups.values() if group["params"]]
+
+
+def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
+    groups = named_groups(model, train)
+    on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
+    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=1e-8, fused=on_gpu)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
+    """Sets every group to its peak times the schedule; returns the backbone's rate."""
+    factor = learning_rate_factor(train, step)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor
+    return train.lr * factor

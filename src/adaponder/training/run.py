@@ -1,0 +1,228 @@
+"""One run folder from its first step to its final model: who owns it, where it resumes, when it must not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from adaponder.data import Sampler, Shards
+from adaponder.data.prepare import prepare
+from adaponder.errors import CheckpointError, InputError, TrainingError
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.recipe import Recipe
+from adaponder.terminal import console
+from adaponder.training.build import build_model
+from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
+from adaponder.training.distributed import World, join
+from adaponder.training.loop import Trainer
+from adaponder.training.telemetry import Telemetry
+
+# What may change between a run and its resumption without changing what is computed.
+_FREE = ("name", "about", "provenance")
+_FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every")
+
+
+class Outcome(NamedTuple):
+    """How a run ended: its final model, or ``None`` where it was asked to stop first; and at which step."""
+
+    final: Path | None
+    step: int
+    trainer: Trainer
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: Path,
+    resume: str | None = None,
+    device: str = "cpu",
+    data: Path = Path("data"),
+    weights_only: bool = False,
+    allow_changes: bool = False,
+    quiet: bool = False,
+) -> Outcome:
+    """Trains ``recipe`` in folder ``out``.
+
+    ``resume``: ``None`` starts anew and needs an empty folder; ``auto`` goes on from the newest whole checkpoint, or
+    starts; a path goes on from that checkpoint and no other. ``weights_only`` takes a checkpoint's weights and starts
+    step 0 with them. ``allow_changes`` lets a resumed run differ from what its checkpoint was trained with.
+    """
+    with join(device) as world, owned(out, world, resume), stop_signals() as stop:
+        folder = shards_folder(recipe, data, world)
+        shards = Shards.open(folder, "train")
+        sampler = Sampler(
+            shards,
+            sequence=recipe.data.sequence,
+            global_batch=recipe.train.global_batch,
+            seed=recipe.train.seed,
+        )
+        found = find_start(recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes)
+        if found.folder is None:
+            model = build_model(recipe, shards.vocab_size)
+        else:
+            model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe)).train()
+        if world.leads:
+            (out / "recipe.yaml").write_text(recipe.to_yaml())
+        telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet) if world.leads else None
+        validation = Shards.open(folder, "validation")
+        trainer = Trainer(
+            recipe=recipe,
+            run=out,
+            world=world,
+            model=model,
+            sampler=sampler,
+            validation=validation if validation.tokens > recipe.data.sequence else None,
+            telemetry=telemetry,
+            step=found.step,
+            resumed_from=None if weights_only else found.folder,
+            stop_asked=stop,
+        )
+        try:
+            finished = trainer.train()
+            return Outcome(trainer.finish() if finished else None, trainer.step, trainer)
+        finally:
+            if telemetry is not None:
+                telemetry.close()
+
+
+def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
+    """The prepared folder that the recipe names, or one prepared from what it names, once, under ``data``."""
+    source = Path(recipe.data.source)
+    if (source / "manifest.json").is_file():
+        return source
+    name = f"{source.name}-{recipe.data.tokenizer.replace(':', '-').replace('/', '-')}"
+    folder = data / name
+    if world.leads:
+        prepare(
+            [recipe.data.source],
+            out=folder,
+            tokenizer=recipe.data.tokenizer,
+            validation=recipe.data.validation,
+            workers=min(8, os.cpu_count() or 1),
+        )
+    world.wait()
+    return folder
+
+
+class Start(NamedTuple):
+    folder: Path | None
+    step: int
+
+
+def find_start(
+    recipe: Recipe,
+    out: Path,
+    resume: str | None,
+    sampler: Sampler,
+    world: World,
+    *,
+    weights_only: bool,
+    allow_changes: bool,
+) -> Start:
+    """The checkpoint to go on from, after making sure that going on means what it says."""
+    if resume is None:
+        return Start(None, 0)
+    if resume == "auto":
+        folder, passed_over = newest_complete(out)
+        if world.leads:
+            for reason in passed_over:
+                console.print(f"[yellow]passed over:[/] {reason}", soft_wrap=True)
+        if folder is None:
+            return Start(None, 0)
+    else:
+        folder = Path(resume)
+    state = verify_checkpoint(folder)
+    if weights_only:
+        return Start(folder, 0)
+    if not (folder / OPTIMIZER).is_file() or "rng" not in state:
+        raise CheckpointError(f"{folder} has no optimizer or RNG state: exact resume is impossible; use --weights-only")
+    if state["tokenizer"] != sampler.shards.tokenizer_hash:
+        raise CheckpointError(f"{folder} was trained with another tokenizer than the data's: refused")
+    changes = differences(state, recipe, sampler, world)
+    if changes and not allow_changes:
+        raise TrainingError(
+            "the run differs from its checkpoint in " + "; ".join(changes) + "; undo that, or say --allow-changes"
+        )
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8))
+    if world.leads:
+        console.print(f"resuming at step {state['step']} from {folder}")
+    return Start(folder, int(state["step"]))
+
+
+def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:
+    """Each field in which a resumed run would differ, as ``field: was → is``."""
+    was, now = state["recipe"], json.loads(json.dumps(recipe.as_dict()))
+    found = []
+    for section in ("model", "data", "train"):
+        for name in sorted(set(was[section]) | set(now[section])):
+            free = section == "train" and name in _FREE_TRAIN
+            before, after = was[section].get(name), now[section].get(name)
+            if before != after and not free:
+                found.append(f"{section}.{name}: {before} → {after}")
+    if state["world"] != world.size:
+        found.append(f"processes: {state['world']} → {world.size}")
+    if state["data"] != sampler.fingerprint():
+        found.append("the data itself")
+    return found
+
+
+@contextmanager
+def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
+    """Holds the run folder: it must be writable, empty unless resuming, and nobody else's."""
+    if not world.leads:
+        world.wait()
+        yield
+        return
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: {out.parent} does not exist")
+    try:
+        out.mkdir(exist_ok=True)
+        lock = (out / ".lock").open("a+")
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written to: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise InputError(f"--out {out} is in use by {lock.read().strip() or 'another run'}") from None
+        if resume is None and any(path.name != ".lock" for path in out.iterdir()):
+            raise InputError(f"--out {out} is not empty: name a new folder, or --resume auto to go on")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        world.wait()
+        yield
+
+
+@contextmanager
+def stop_signals() -> Iterator[Any]:
+    """The first SIGINT or SIGTERM asks to stop at the next step boundary; the second ends the process at once."""
+    asked = []
+
+    def handle(number: int, frame: Any) -> None:
+        if asked:
+            os._exit(130)
+        asked.append(number)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _dtype(recipe: Recipe) -> torch.dtype:
+    return torch.float64 if recipe.train.dtype == "float64" else torch.float32

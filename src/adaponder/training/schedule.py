@@ -1,0 +1,58 @@
+"""What changes with the step, as pure functions of it: learning rate, k, halting, who is trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from adaponder.halting import ponder_fraction
+from adaponder.methods import Objective
+from adaponder.methods.base import Method
+from adaponder.methods.mor import MixtureOfRecursions
+from adaponder.policies import FixedDepth, Policy
+from adaponder.recipe import TrainRecipe
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps ``start … end - 1``, with the backbone frozen or not; it begins with new wrappers and a new optimizer."""
+
+    start: int
+    end: int
+    backbone_trains: bool
+
+
+def phases(train: TrainRecipe) -> list[Phase]:
+    """Gates alone first, then everything; either may be absent."""
+    frozen = train.freeze_backbone_steps
+    found = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
+    return [phase for phase in found if phase.end > phase.start]
+
+
+def phase_at(train: TrainRecipe, step: int) -> Phase:
+    return next(phase for phase in phases(train) if step < phase.end)
+
+
+def learning_rate_factor(train: TrainRecipe, step: int) -> float:
+    """Share of the peak at ``step``: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step."""
+    warmup = round(train.warmup * train.steps) if train.warmup < 1 else int(train.warmup)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, train.steps - 1 - warmup)
+    return train.min_lr_ratio + (1.0 - train.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
+def objective_at(train: TrainRecipe, step: int) -> Objective:
+    """Stage 1 is cross-entropy alone (eq. 11); from ``ponder_start`` on the ponder term is added (eq. 12 to 14)."""
+    fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
+    weight = train.ponder_weight if step >= train.ponder_start else 0.0
+    return Objective(ponder_weight=weight, ponder_fraction=fraction, exit_stage=train.exit_stage)
+
+
+def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
+    """Who halts tokens at ``step``: nobody in stage 1 if so wished; mor's capacity warms up; else the method's own."""
+    if isinstance(method, MixtureOfRecursions):
+        return method.top_share(step / train.capacity_warmup if train.capacity_warmup else 1.0)
+    if method.halts and step < train.ponder_start and not train.halt_before_ponder:
+        return FixedDepth(method.config.iterations)
+    return None

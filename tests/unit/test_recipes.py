@@ -1,0 +1,124 @@
+"""Every recipe that ships builds the model it says, on the schedule it says; a slip of the pen is an error."""
+
+import pytest
+import torch
+
+from adaponder.compute import parameters_of
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.recipe import load_recipe, recipe_names
+from adaponder.training.build import scratch_config
+from adaponder.training.schedule import learning_rate_factor, objective_at, phases
+
+PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
+FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]
+
+
+def config_of(name: str) -> AdaPonderConfig:
+    recipe = load_recipe(name)
+    chosen = {
+        key: value
+        for key in ("method", "iterations", "gate_width", "shared_gate", "embedding_scale")
+        if (value := getattr(recipe.model, key)) is not None
+    }
+    return scratch_config(recipe, 50_277, chosen)
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name):
+    config = config_of(name)
+    with torch.device("meta"):
+        model = AdaPonderForCausalLM(config)
+    counted = parameters_of(config)
+    assert model.num_parameters() == counted.total
+    if name.startswith("paper/"):
+        assert counted.backbone == PYTHIA[name.rsplit("-", 1)[1]]
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("paper/")])
+def test_paper_recipes_keep_the_papers_schedule_and_say_where_each_value_is_from(name):
+    recipe = load_recipe(name)
+    assert recipe.train.global_batch * recipe.data.sequence == 524_288
+    assert recipe.train.betas == (0.9, 0.95)
+    assert recipe.train.weight_decay == 0.1
+    if name.removeprefix("paper/").startswith(("adaponder-70m", "adaponder-410m")):
+        assert (recipe.train.ponder_start, recipe.train.ponder_full, recipe.train.steps) == (20_000, 24_000, 50_000)
+        stated = set(recipe.provenance)
+        assert {"train.lr", "train.steps", "train.ponder_weight", "train.k_max", "model.tau", "train.clip"} <= stated
+    known = {f"{section}.{key}" for section, keys in recipe.as_dict().items() if isinstance(keys, dict) for key in keys}
+    assert set(recipe.provenance) <= known
+    for source in recipe.provenance.values():
+        assert source.startswith(("stated", "inferred", "from the PonderLM"))
+
+
+def test_continued_pretraining_trains_gates_alone_for_a_billion_tokens_first():
+    recipe = load_recipe("paper/adaponder-1.4b-from-ponder")
+    first, second = phases(recipe.train)
+    assert not first.backbone_trains
+    assert second.backbone_trains
+    assert abs((first.end - first.start) * 524_288 - 1e9) < 524_288
+    assert recipe.train.lr == pytest.approx(2e-5)
+    assert len(phases(load_recipe("paper/adaponder-1.4b-from-vanilla").train)) == 1
+
+
+def test_the_schedule_warms_up_and_ends_at_its_floor():
+    train = load_recipe("paper/adaponder-70m").train
+    assert learning_rate_factor(train, 0) == pytest.approx(1 / 1000)
+    assert learning_rate_factor(train, 999) == 1.0
+    assert learning_rate_factor(train, 49_999) == pytest.approx(0.1)
+    assert objective_at(train, 19_999).ponder_weight == 0
+    assert objective_at(train, 20_000).ponder_fraction == 0
+    assert objective_at(train, 22_000).ponder_fraction == pytest.approx(0.05)
+    assert objective_at(train, 24_000).ponder_fraction == 0.1
+
+
+def test_overrides_reach_their_field_and_change_the_hash():
+    plain = load_recipe("cpu/demo")
+    changed = load_recipe("cpu/demo", ["train.lr=1e-4", "train.betas=[0.8, 0.9]", "model.backbone.hidden_size=64"])
+    assert changed.train.lr == 1e-4
+    assert changed.train.betas == (0.8, 0.9)
+    assert changed.model.backbone["hidden_size"] == 64
+    assert changed.fingerprint != plain.fingerprint
+    assert load_recipe("cpu/demo", ["train.log_every=1"]).fingerprint == plain.fingerprint
+
+
+def test_a_written_recipe_is_read_back_as_it_was(tmp_path):
+    recipe = load_recipe("paper/mor-70m")
+    (tmp_path / "mine.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(str(tmp_path / "mine.yaml")).fingerprint == recipe.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.stpes=3", "did you mean train.steps"),
+        ("trian.steps=3", "trian"),
+        ("steps=3", "section.field=value"),
+        ("train.steps", "section.field=value"),
+        ("train.steps=many", "train.steps"),
+        ("train.steps=0", "at least one"),
+        ("train.lr=-1", "train.lr"),
+        ("train.dtype=int8", "choose one of"),
+        ("train.betas=[0.9]", "2 numbers"),
+        ("train.compile=maybe", "train.compile"),
+        ("train.ponder_full=3", "ponder_start"),
+        ("train.freeze_backbone_steps=999999", "freeze_backbone_steps"),
+        ("data=3", "section.field=value"),
+        ("data.sequence.x=3", "sequence is not a section"),
+    ],
+)
+def test_a_slip_of_the_pen_is_an_error_that_names_the_field(override, says):
+    with pytest.raises(ConfigError, match=says):
+        load_recipe("cpu/demo", [override])
+
+
+def test_unknown_recipes_and_broken_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean cpu/demo"):
+        load_recipe("cpu/dmo")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_recipe(str(tmp_path / "bad.yaml"))
+    (tmp_path / "loop.yaml").write_text(f"base: {tmp_path / 'loop.yaml'}")
+    with pytest.raises(ConfigError, match="circle"):
+        load_recipe(str(tmp_path / "loop.yaml"))
