@@ -52,6 +52,7 @@ def convert(
     embedding_scale: Annotated[float | None, typer.Option(help="Default: as the source was trained.")] = None,
     text: Annotated[str | None, typer.Option(help="Text, or a file of it: shows the loss at each depth.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub source.")] = None,
+    seed: Seed = 0,
     dtype: Dtype = "auto",
     json: Json = None,
 ) -> None:
@@ -72,6 +73,7 @@ def convert(
         embedding_scale=embedding_scale,
         text=text,
         revision=revision,
+        seed=seed,
         dtype=dtype,
         json=json,
     )

@@ -64,6 +64,13 @@ class AdaPonderConfig(PreTrainedConfig):
     model_type = "adaponder"
     sub_configs: ClassVar[Any] = {"backbone_config": AutoConfig}
     has_no_defaults_at_init = True
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "depth",
+        "gates",
+        "iteration_logits",
+        "terms",
+    ]
 
     backbone_config: Any = None  # a config or a dict when given, always a config once built
     method: str = "adaponder"

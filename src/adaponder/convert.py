@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from adaponder.backbone import relative_difference, rounding_bound
 from adaponder.checkpoints import fetch, read_json, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import FixedDepth
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -141,6 +143,7 @@ def convert(
     text: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
+    seed: int = 0,
     **recurrence: Any,
 ) -> Conversion:
     """Converts a checkpoint, checks that it computes what its source did, and saves it with its tokenizer.
@@ -152,6 +155,9 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is not empty: name a new folder")
     opened = open_source(source, revision=revision, dtype=dtype)
+    if text is not None and not has_tokenizer(opened.folder):
+        raise InputError(f"--text: {opened.folder} has no tokenizer to read it with")
+    torch.manual_seed(seed)  # of what the method adds
     ids = _probe(opened.model.config.get_text_config().vocab_size).to(opened.model.device)
     if method == "backbone":
         converted, checks = _to_backbone(opened, ids)
@@ -242,23 +248,26 @@ def _to_family(
 def _against_ponderlm(
     model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any]
 ) -> list[Check]:
-    names = ("iterations", "embedding_scale", "initial_multiplier")
-    if model.config.method not in ("ponder", "adaponder") or any(getattr(model.config, n) != source[n] for n in names):
-        return []
-    expected = plain_ponder(
-        stock,
-        ids,
-        steps=source["iterations"] - 1,
-        scale=source["embedding_scale"],
-        multiplier=source["initial_multiplier"],
-    )
+    def released(steps: int) -> Tensor:
+        scale, multiplier = source["embedding_scale"], source["initial_multiplier"]
+        return plain_ponder(stock, ids, steps=steps, scale=scale, multiplier=multiplier)
+
+    names = ("embedding_scale", "initial_multiplier")
+    same = all(getattr(model.config, name) == source[name] for name in names)
+    one = _compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
+    if model.config.method not in ("ponder", "adaponder") or model.config.iterations != source["iterations"]:
+        return [one]
+    expected = released(source["iterations"] - 1)
     if not isinstance(model.method, AdaPonder):
-        return [_compare("full depth equals PonderLM", model(ids).logits, expected)]
-    with _gates_at_one(model.method):
-        open_wide = _compare("full depth with gates at 1 equals PonderLM", model(ids).logits, expected)
-    as_is = model(ids).logits
-    s = torch.sigmoid(torch.tensor(model.config.gate_bias)).item()
-    return [open_wide, _compare(f"full depth with gates at {s:.6f}, for information", as_is, expected, bounded=False)]
+        return [one, _compare("full depth equals PonderLM", model(ids).logits, expected, bounded=same)]
+    with _gates_at(model.method, 1e4):
+        wide_open = _compare("full depth with gates at 1", model(ids).logits, expected, bounded=same)
+    as_is = _compare("full depth with gates as they start", model(ids).logits, expected, bounded=False)
+    # The gates weight each update by s, so the distance goes with 1 - s: half as far from 1 is about half as far off.
+    with _gates_at(model.method, model.config.gate_bias + math.log(2)):
+        halved = relative_difference(model(ids).logits, expected)
+    bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
+    return [one, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
 
 
 @torch.no_grad()
@@ -273,13 +282,13 @@ def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: floa
 
 
 @contextmanager
-def _gates_at_one(method: AdaPonder) -> Iterator[None]:
-    """Every gate says exactly 1 inside, and is itself again outside."""
+def _gates_at(method: AdaPonder, logit: float) -> Iterator[None]:
+    """Every gate says ``sigmoid(logit)`` of every token inside, and is itself again outside."""
     kept = [(gate.out, gate.out.weight.clone(), gate.out.bias.clone()) for gate in method.gates]
     try:
         for linear, _, _ in kept:
             linear.weight.zero_()
-            linear.bias.fill_(1e4)
+            linear.bias.fill_(logit)
         yield
     finally:
         for linear, weight, bias in kept:
@@ -315,23 +324,25 @@ def _probe(vocabulary: int) -> Tensor:
 
 
 def _compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) -> Check:
-    difference = float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-30))
-    return Check(what, difference, 200 * torch.finfo(theirs.dtype).eps if bounded else None)
+    return Check(what, relative_difference(ours, theirs), rounding_bound(theirs.dtype) if bounded else None)
 
 
 @torch.no_grad()
 def loss_by_depth(model: AdaPonderForCausalLM, folder: Path, text: str) -> tuple[float, ...]:
     """The loss on ``text`` when every token is read once, twice, … K times."""
-    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        raise InputError(f"--text: {folder} has no tokenizer to read it with")
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
     limit = model.config.max_position_embeddings or ids.shape[1]
     ids = ids[:, :limit].to(model.device)
     if ids.shape[1] < 2:
         raise InputError("--text: at least two tokens are needed to predict one")
-    return tuple(
-        float(model(ids, labels=ids, max_iterations=depth).loss) for depth in range(1, model.config.iterations + 1)
-    )
+    depths = range(1, model.config.iterations + 1)
+    if model.method.halts:
+        return tuple(float(model(ids, labels=ids, policy=FixedDepth(depth)).loss) for depth in depths)
+    return tuple(float(model(ids, labels=ids, max_iterations=depth).loss) for depth in depths)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def _save(model: PreTrainedModel, out: Path, source: Path) -> None:

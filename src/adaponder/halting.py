@@ -70,8 +70,8 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
     return torch.topk(values.flatten(), count, largest=False, sorted=False).values.mean()
 
 
-def ponder_pool(logits: Tensor, real: Tensor, depth: Tensor, *, on: str, pool: str) -> Tensor:
-    """The collection that the ponder loss ranks: every real token times K-1 gates, as one vector.
+def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
+    """The collection that the ponder loss ranks: every real token (``None``: all are) times K-1 gates.
 
     ``logits`` is ``[batch, time, K-1]``. Gate i of a token of depth D was still open to decide while ``i < D``; later
     gates read its frozen hidden state (``pool="all"``) or count as constant 0 (``pool="closed"``).
@@ -80,4 +80,4 @@ def ponder_pool(logits: Tensor, real: Tensor, depth: Tensor, *, on: str, pool: s
     if pool == "closed":
         gate = torch.arange(logits.shape[-1], device=logits.device)
         values = values * (gate < depth[..., None])
-    return values[real]
+    return values if real is None else values[real]

@@ -94,7 +94,7 @@ class RowPlan:
 
     Attributes:
         read: ``[lanes, slots]`` ledger row behind each slot; -1 where there is none.
-        stored: ``[new]`` which of the pass's queries (flattened) leave a row.
+        stored: ``[new]`` index of the pass's queries (flattened) that leave a row.
         place: ``[new]`` flattened ``lane * slots + slot`` where each of those stands.
         fresh: the pass's own rows are all there is to read, in order.
     """
@@ -128,14 +128,17 @@ class RowView(IterationView):
         rows = new.transpose(1, 2).reshape(lanes * queries, heads, size)
         if plan.fresh:
             return rows, new
-        rows = rows[plan.stored]
+        rows = rows.index_select(0, plan.stored)
         slots = plan.read.shape[1]
         if old is None:
             table = new.new_zeros(lanes * slots, heads, size)
+        elif old.dtype != new.dtype:
+            raise CacheError(f"past_key_values holds {old.dtype}, this forward computes {new.dtype}: autocast changed?")
         else:
             # Slots without a row (-1) and rows of this very pass fetch any row: masked, or overwritten below.
             table = old.index_select(0, plan.read.clamp(0, old.shape[0] - 1).flatten())
-        table = table.index_copy(0, plan.place, rows)
+        # In place: the gathered table is fresh, and nothing else holds it.
+        table.index_copy_(0, plan.place, rows)
         return rows, table.view(lanes, slots, heads, size).transpose(1, 2)
 
 

@@ -30,10 +30,10 @@ from adaponder.tokens import Tokens, arrange_tokens
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
 # Hugging Face callers hand these to every model; none asks for anything this model has.
-_HARMLESS = {"num_items_in_batch", "cache_position", "output_attentions", "output_hidden_states", "token_type_ids"}
+_HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
 
-# Run-time control that generate() hands to each forward itself: Hugging Face would pass it on to an assistant model
-# too, which may be a stock one, or one of ours with a mind of its own.
+# Run-time control that generate() keeps for the forwards of its own model. Hugging Face would pass it on to an
+# assistant, which may be a stock model or one of ours with a mind of its own, but not to the forwards of guidance.
 _RUN_TIME = ("policy", "max_iterations", "seed", "on_iteration", "allow_mismatch")
 _NEVER = {
     "trust_remote_code": "loading weights never executes code here",
@@ -54,7 +54,7 @@ class AdaPonderOutput(ModelOutput):
         past_key_values: the ledger, where one was asked for.
         depth: ``[batch, time]``, how often each token was read; 0 for padding.
         gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
-        iteration_logits: ``[iterations, batch, kept, vocabulary]``, on request.
+        iteration_logits: ``[passes, batch, kept, vocabulary]``, on request (pause makes one pass).
         terms: the loss by name, e.g. ``cross_entropy`` and ``ponder``.
     """
 
@@ -78,7 +78,6 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _keys_to_ignore_at_inference = ["past_key_values", "terms"]
 
     def __init__(self, config: AdaPonderConfig, backbone: PreTrainedModel | None = None):
         config.check()  # again: Hugging Face sets overrides on a config after it was built
@@ -90,12 +89,21 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
                 dtype=torch.get_default_dtype(),
             )
             backbone = built
+        # One config, whoever looks: resizing the vocabulary must reach both.
+        config.backbone_config = backbone.config
         self.backbone: PreTrainedModel = backbone
         self.method: Method = build_method(config)
-        self.wrapped = Backbone(backbone)
+        self._wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
         self.post_init()
         self.wrapped.verify()
+
+    @property
+    def wrapped(self) -> Backbone:
+        """The backbone as the recurrence sees it."""
+        if self._wrapped.stock is not self.backbone:
+            self._wrapped = Backbone(self.backbone)
+        return self._wrapped
 
     @classmethod
     def from_backbone(cls, stock: PreTrainedModel, **recurrence: Any) -> AdaPonderForCausalLM:
@@ -156,7 +164,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: derived from the mask when absent, so left padding changes nothing.
-            labels: as in Hugging Face: shifted inside, -100 is ignored.
+            labels: shifted inside, -100 is ignored. What padding predicts, or a document's last token, does not count.
             targets: labels shifted already: what each token should predict, so that no position is spent on a token
                 that predicts nothing.
             past_key_values: the :class:`Ledger` of an earlier forward, to go on from.
@@ -173,19 +181,27 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             on_iteration: called with an :class:`Iteration` after each pass.
             seed: for policies that draw.
         """
-        if foreign := {key for key, value in kwargs.items() if value is not None} - _HARMLESS:
+        asked_for = {key for key, value in kwargs.items() if value is not None and value is not False}
+        if foreign := asked_for - _HARMLESS:
             raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
         if input_ids is None or input_ids.ndim != 2:
             raise InputError("input_ids: a [batch, time] tensor of token ids is needed")
         if input_ids.shape[1] == 0:
             raise InputError("input_ids: there is no token to read")
+        # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
+        during = {} if torch.compiler.is_compiling() else _ASKED.get()
+        if during.get("model") is self:
+            policy, max_iterations = policy or during.get("policy"), max_iterations or during.get("max_iterations")
+            seed, on_iteration = seed or during.get("seed", 0), on_iteration or during.get("on_iteration")
+            allow_mismatch = allow_mismatch or during.get("allow_mismatch", False)
         iterations = self._iterations(max_iterations)
         ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
         if ledger is not None and past_key_values is not None:
             ledger = check_cache(past_key_values, ledger)
         targets = _targets(input_ids, labels, targets)
         states: list[Iteration] = []
-        collects = output_iteration_logits or (targets is not None and self.method.loss_needs_states)
+        trains = targets is not None and (self.training or objective is not None)
+        collects = output_iteration_logits or (trains and self.method.loss_needs_states)
         ask = Ask(
             iterations=iterations,
             policy=self._policy(policy, generates=ledger is not None),
@@ -201,6 +217,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             ledger=ledger,
         )
         self._check_positions(tokens, given=position_ids is not None)
+        if labels is not None and targets is not None and tokens.document is not None:
+            # What follows a document's last token belongs to a stranger: nothing there could predict it.
+            strangers = tokens.document[:, 1:] != tokens.document[:, :-1]
+            targets[:, :-1] = targets[:, :-1].masked_fill(strangers, -100)
         past = 0 if ledger is None else ledger.slots
         try:
             run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
@@ -244,18 +264,23 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Losses:
         # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
         counted = (targets != -100) & real
-        items = counted.sum().clamp_min(1) if items is None else items
+        share: Tensor | float = 1.0
+        if items is None:
+            items = counted.sum().clamp_min(1)
+        else:
+            share = counted.sum() / items
 
         def nll(hidden: Tensor) -> Tensor:
             scores = logits if hidden is seen.hidden else self.wrapped.logits(hidden)
             scores = scores if scores.dtype == torch.float64 else scores.float()
-            return nn.functional.cross_entropy(scores.transpose(1, 2), targets, reduction="none")
+            flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+            return flat.view(targets.shape)
 
         def mean(values: Tensor) -> Tensor:
             return (values * counted).sum() / items
 
         if self.training or objective is not None:
-            return self.method.loss(seen, Scorer(nll, mean), run, objective or Objective())
+            return self.method.loss(seen, Scorer(nll, mean, share), run, objective or Objective())
         return plain_loss(seen, Scorer(nll, mean))
 
     def _iterations(self, asked: int | None) -> int:
@@ -308,11 +333,12 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             reuse = "state"
         skips = self.method.halts and reuse in ("state", "absent") and not self.training
         replay = self.gradient_checkpointing and self.training
+        stream = self.method.needs_stream(iterations)
         arranged = self.method.arrange(tokens, iterations)
         if execution == "compact" or ledger is not None or (execution is None and skips):
             ledger = self.new_ledger(iterations) if ledger is None else ledger
-            return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay)
-        return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay)
+            return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay, stream=stream)
+        return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
 
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
         limit = self.config.max_position_embeddings
@@ -337,14 +363,15 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         )
         asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
         self._policy(asked.get("policy"), generates=True)
-        token = _ASKED.set(asked)
+        token = _ASKED.set({"model": self} | asked)
         try:
             return super().generate(inputs, generation_config=generation_config, **kwargs)
         finally:
             _ASKED.reset(token)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | _ASKED.get()
+        asked = {name: value for name, value in _ASKED.get().items() if name != "model"}
+        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | asked
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -38,8 +38,9 @@ class Run(ABC):
             row, though it is read again; ``none``: its newest row; ``absent``: nothing (mor).
     """
 
-    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool):
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool, stream: bool):
         self.backbone = backbone
+        self.stream = stream
         self.tokens = tokens
         self.reuse = reuse
         self.replay = replay
@@ -102,24 +103,27 @@ class Run(ABC):
 class DenseRun(Run):
     """Every pass computes every token, ``where`` keeps what halted tokens had: no data-dependent shape, the oracle."""
 
-    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool = False):
-        super().__init__(backbone, tokens, reuse=reuse, replay=replay)
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool = False, stream: bool = True):
+        super().__init__(backbone, tokens, reuse=reuse, replay=replay, stream=stream)
         self.previous: list[KeysValues] | None = None
+        self.mask: Tensor | dict[str, Tensor] | None = None
 
     def _pass(self, x: Tensor) -> Pass:
-        tokens = self.tokens
-        mask = None
-        if not tokens.plain or (self.reuse == "absent" and self.iteration > 0):
-            present = self.active if self.reuse == "absent" else tokens.real
-            places = Places(tokens.slot, tokens.order, tokens.document, present)
-            mask = self.backbone.mask(places, places, x.dtype)
+        tokens, vanishing = self.tokens, self.reuse == "absent"
+        # Who sees whom changes between iterations only where halted tokens vanish.
+        if (vanishing and self.iteration > 0) or (self.iteration == 0 and not tokens.plain):
+            places = Places(tokens.slot, tokens.order, tokens.document, self.active if vanishing else tokens.real)
+            self.mask = self.backbone.mask(places, places, x.dtype)
+        mask = self.mask
         previous = self.previous if self.reuse in ("state", "kv") else None
         active = self.active
 
         def view() -> DenseView:
             return DenseView(self.backbone.layers, previous=previous, active=active)
 
-        reading = self.backbone.read(x, position=tokens.position, mask=mask, view=view, replay=self.replay)
+        reading = self.backbone.read(
+            x, position=tokens.position, mask=mask, view=view, replay=self.replay, stream=self.stream
+        )
         self.previous = reading.rows
         return Pass(reading.hidden, reading.stream)
 
@@ -139,8 +143,17 @@ class CompactRun(Run):
     Sequences with equally many rows to compute share a pass as lanes of one rectangle, so no row is padding.
     """
 
-    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, ledger: Ledger, replay: bool = False):
-        super().__init__(backbone, tokens, reuse=reuse, replay=replay)
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokens: Tokens,
+        *,
+        reuse: str,
+        ledger: Ledger,
+        replay: bool = False,
+        stream: bool = True,
+    ):
+        super().__init__(backbone, tokens, reuse=reuse, replay=replay, stream=stream)
         self.ledger = ledger
         self.past = ledger.slots
         ledger.extend(*tokens.slot.shape, tokens.slot.device)
@@ -187,7 +200,8 @@ class CompactRun(Run):
         read = ledger.write(lanes[lane], slot, lanes, self.iteration)
         # The first pass over an empty ledger and unpadded lanes reads just what it computes.
         fresh = self.iteration == 0 and self.past == 0 and when.shape[1] == ledger.slots
-        plan = RowPlan(read=read, stored=stored.flatten(), place=lane * ledger.slots + slot, fresh=fresh)
+        kept = stored.flatten().nonzero().squeeze(1)
+        plan = RowPlan(read=read, stored=kept, place=lane * ledger.slots + slot, fresh=fresh)
         mask = None
         if not fresh or tokens.document is not None:
             document = tokens.document
@@ -200,7 +214,9 @@ class CompactRun(Run):
         def view() -> RowView:
             return RowView(self.backbone.layers, stores=stores, plan=plan)
 
-        reading = self.backbone.read(x, position=tokens.position[at], mask=mask, view=view, replay=self.replay)
+        reading = self.backbone.read(
+            x, position=tokens.position[at], mask=mask, view=view, replay=self.replay, stream=self.stream
+        )
         ledger.append(reading.rows)
         return reading
 

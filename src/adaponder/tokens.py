@@ -82,8 +82,11 @@ def arrange_tokens(
     if document_ids is None and position_ids is not None and attention_mask is None and not past:
         document_ids = _restarts(_as_grid(position_ids, input_ids, "position_ids"))
     if document_ids is not None:
-        if past:
-            raise InputError("document_ids: packed documents cannot be continued from a cache; send them apart")
+        if ledger is not None:
+            raise InputError(
+                "document_ids (or position_ids that restart): a cache does not keep packed documents apart; "
+                "send them one per row, or without a cache"
+            )
         document_ids = _as_grid(document_ids, input_ids, "document_ids")
     if position_ids is not None:
         position = _as_grid(position_ids, input_ids, "position_ids")

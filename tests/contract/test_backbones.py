@@ -143,10 +143,11 @@ def test_an_encoder_decoder_is_refused():
         AdaPonderForCausalLM.from_backbone(model)
 
 
-def test_a_head_that_is_not_the_stock_one_is_found_by_numbers():
-    base = stock()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_head_that_is_not_the_stock_one_is_found_by_numbers(dtype):
+    base = stock(dtype=dtype)
     original = base.lm_head.forward
-    base.lm_head.forward = lambda hidden: 2.0 * original(hidden)
+    base.lm_head.forward = lambda hidden: 1.5 * original(hidden)
     with pytest.raises(BackboneError, match="the head"):
         AdaPonderForCausalLM.from_backbone(base)
 

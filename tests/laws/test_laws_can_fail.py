@@ -3,11 +3,12 @@
 import pytest
 import torch
 from test_against_the_paper import test_values_and_gradients_equal_the_plain_reference as against_the_paper
+from test_work import test_compact_prefill_computes_exactly_the_sum_of_depths as prefill_work
 
 from adaponder import runs
 from adaponder.ledger import DenseView, Ledger, RowView
 from adaponder.methods.adaponder import AdaPonder
-from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, counted_rows, make_case
+from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import tiny
 
 CASE = make_case(2, 9, 4, "ragged", "none", 3)
@@ -69,15 +70,17 @@ def test_detached_rows_are_caught(monkeypatch):
 
 def test_a_token_that_comes_back_is_caught(monkeypatch):
     def revive(self, keep):
-        self.active = self._grid(keep)
+        self.active = self._grid(keep) & self.tokens.real
 
     monkeypatch.setattr(runs.Run, "halt", revive)
-    depths = torch.tensor([[1, 3, 2, 4]])
-
-    def flicker(seen):
-        return (seen.iteration + seen.position) % 2 == 0
-
-    assert model()(depths, policy=flicker, execution="dense").depth.max() > 2, "without the law tokens do come back"
+    # Forced depths never ask for a revival; a policy that flickers does.
+    flickering = make_case(1, 6, 4, "none", "none", 1)
+    flickering.depths = torch.tensor([[2, 1, 2, 1, 2, 1]])
+    monkeypatch.setattr(
+        type(flickering), "policy", property(lambda case: lambda seen: seen.position % 2 == seen.iteration % 2)
+    )
+    with pytest.raises(AssertionError):
+        assert_static_after_halting(model(), flickering, "dense")
 
 
 def test_looking_ahead_is_caught():
@@ -89,13 +92,10 @@ def test_looking_ahead_is_caught():
 
 
 def test_computing_a_halted_row_is_caught(monkeypatch):
-    monkeypatch.setattr(runs.CompactRun, "_rectangles", lambda self, computed: _every_row(self.tokens.real))
-    wasteful = model()
-    with counted_rows(wasteful) as rows:
-        output = wasteful(CASE.ids, policy=CASE.policy)
-    assert rows[0] > int(output.depth.sum())
+    def every_row(self, computed):
+        real = self.tokens.real
+        yield torch.arange(real.shape[0]), torch.arange(real.shape[1]).expand(real.shape)
 
-
-def _every_row(real):
-    lanes = torch.arange(real.shape[0])
-    yield lanes, torch.arange(real.shape[1]).expand(real.shape)
+    monkeypatch.setattr(runs.CompactRun, "_rectangles", every_row)
+    with pytest.raises(AssertionError):
+        prefill_work("gpt_neox", "ragged")

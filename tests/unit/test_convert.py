@@ -64,8 +64,10 @@ def test_a_ponderlm_release_becomes_adaponder_and_ponder(tmp_path, steps, scale,
     assert done.kind == "ponderlm"
     assert done.iterations == steps + 1
     assert done.gates_open == pytest.approx(0.997527, abs=1e-6)
-    exact, at_bias = done.checks
+    one, exact, at_bias, halved = done.checks
+    assert one.holds
     assert exact.holds
+    assert halved.holds
     # The gates scale each update by s, so the distance is of the order of 1 - s.
     assert at_bias.difference < 50 * (1 - done.gates_open)
     convert.convert(str(tmp_path / "source"), tmp_path / "ponder", method="ponder")
@@ -86,7 +88,7 @@ def test_a_ponderlm_release_becomes_adaponder_and_ponder(tmp_path, steps, scale,
 def test_wider_open_gates_come_closer_to_ponderlm(tmp_path):
     ponderlm(tmp_path / "source")
     distances = [
-        convert.convert(str(tmp_path / "source"), tmp_path / f"at-{bias}", gate_bias=bias).checks[1].difference
+        convert.convert(str(tmp_path / "source"), tmp_path / f"at-{bias}", gate_bias=bias).checks[2].difference
         for bias in (2.0, 6.0, 10.0)
     ]
     assert distances[0] > 10 * distances[1] > 100 * distances[2]

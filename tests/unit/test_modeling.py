@@ -343,9 +343,120 @@ def test_tau_may_be_one_per_gate():
         ({"document_ids": torch.zeros(3, 9, dtype=torch.long)}, "document_ids"),
         ({"inputs_embeds": torch.zeros(2, 9, 16)}, "inputs_embeds"),
         ({"polcy": Random(0.5)}, "polcy"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"output_attentions": True}, "output_attentions"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_wrong_use_of_forward_names_the_field(asked, field):
     with pytest.raises(AdaPonderError, match=field):
         tiny()(ids(), **asked)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
+    """What gradient accumulation needs: with the whole's token count, every part's loss is its share."""
+    model = tiny(method, router_loss_weight=1.0).train()
+    batch = ids(4, 9)
+    whole = [model(batch[i : i + 1], labels=batch[i : i + 1]).loss for i in range(4)]
+    parts = [model(batch[i : i + 1], labels=batch[i : i + 1], num_items_in_batch=4 * 8).loss for i in range(4)]
+    torch.testing.assert_close(sum(parts), sum(whole) / 4, rtol=1e-12, atol=0)
+
+
+def test_the_router_loss_is_the_sum_over_recursions_of_the_mean_over_the_eligible():
+    model = tiny("mor", iterations=3, capacities=[1.0, 0.5, 0.25]).train()
+    seen = []
+    output = model(ids(1, 8), labels=ids(1, 8), on_iteration=seen.append)
+    expected = 0.0
+    for earlier, later, logit in zip(seen, seen[1:], output.gates.logit().unbind(-1), strict=False):
+        bce = torch.nn.functional.binary_cross_entropy_with_logits(logit, later.active.double(), reduction="none")
+        expected = expected + bce[earlier.active].mean()
+    torch.testing.assert_close(output.terms["router"].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_packed_documents_have_the_loss_of_documents_alone():
+    documents = [ids(1, n, seed=n) for n in (5, 3, 8)]
+    packed = torch.cat(documents, 1)
+    numbers = torch.cat([torch.full_like(doc, i) for i, doc in enumerate(documents)], 1)
+    model = tiny()
+    alone = [model(doc, labels=doc).loss * (doc.shape[1] - 1) for doc in documents]
+    together = model(packed, labels=packed, document_ids=numbers).loss
+    torch.testing.assert_close(together, sum(alone) / (4 + 2 + 7), rtol=1e-12, atol=0)
+
+
+def test_guidance_sees_the_same_policy():
+    model = tiny(iterations=3)
+    ask = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "guidance_scale": 1.5}
+    plain = tiny("vanilla").generate(ids(1, 6), **ask)
+    assert torch.equal(model.generate(ids(1, 6), **ask, max_iterations=1), plain)
+    assert torch.equal(model.generate(ids(1, 6), **ask, policy=FixedDepth(1)), plain)
+
+
+@pytest.mark.parametrize("method", ["adaponder", "ponder", "vanilla", "ouro"])
+def test_the_dense_forward_compiles_as_one_graph(method):
+    model = tiny(method).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+    expected = model(ids(), **asked).loss
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss = compiled(ids(), **asked).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
+
+
+def test_resizing_the_vocabulary_reaches_backbone_and_model(tmp_path):
+    model = tiny(dtype=torch.float32)
+    model.resize_token_embeddings(70)
+    assert model.config.vocab_size == model.backbone.config.vocab_size == 70
+    assert model(ids()).logits.shape[-1] == 70
+    model.backbone.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 70
+
+
+def test_another_backbone_is_read_once_it_is_there():
+    model = tiny()
+    model.backbone = stock(seed=9)
+    expected = stock(seed=9)(ids()).logits
+    torch.testing.assert_close(model(ids(), max_iterations=1).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_adapters_on_head_or_embedding_are_refused_and_elsewhere_are_fine():
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+
+        def forward(self, x):
+            return self.base(x) + 0.1
+
+    model = tiny()
+    model.backbone.lm_head = Adapter(model.backbone.lm_head)
+    with pytest.raises(AdaPonderError, match="head"):
+        model(ids())
+    model = tiny()
+    model.backbone.gpt_neox.embed_in = Adapter(model.backbone.gpt_neox.embed_in)
+    with pytest.raises(AdaPonderError, match="embedding"):
+        model(ids())
+    model = tiny()
+    dense = model.backbone.gpt_neox.layers[0].attention
+    dense.dense = Adapter(dense.dense)
+    assert model(ids()).logits.isfinite().all()
+
+
+def test_offloaded_heads_are_refused_before_they_make_nonsense():
+    model = tiny()
+    model.backbone.lm_head.to("meta")
+    with pytest.raises(AdaPonderError, match="offloaded"):
+        model(ids())
+
+
+def test_the_trainer_predicts_logits_and_nothing_else(tmp_path):
+    model = tiny(dtype=torch.float32)
+    rows = [{"input_ids": row, "labels": row} for row in ids(2, 9)]
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    found = Trainer(model=model, args=arguments).predict(rows)
+    assert found.predictions.shape == (2, 9, VOCABULARY)

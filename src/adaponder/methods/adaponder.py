@@ -69,8 +69,9 @@ class AdaPonder(Method):
         losses = plain_loss(seen, score)  # eq. 11
         if seen.gates is None or objective.ponder_weight == 0.0:
             return losses
-        pool = ponder_pool(
-            seen.gates, run.tokens.real, run.depth, on=self.config.ponder_on, pool=self.config.ponder_pool
-        )
+        # Without padding every token counts, and the pool's size is known without asking the device.
+        real = None if run.tokens.plain else run.tokens.real
+        pool = ponder_pool(seen.gates, real, run.depth, on=self.config.ponder_on, pool=self.config.ponder_pool)
         ponder = objective.bottom_k(pool, objective.ponder_fraction)  # eq. 13
-        return Losses(losses.total + objective.ponder_weight * ponder, losses.terms | {"ponder": ponder})  # eq. 12
+        total = losses.total + score.share * objective.ponder_weight * ponder  # eq. 12
+        return Losses(total, losses.terms | {"ponder": ponder})

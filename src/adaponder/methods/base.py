@@ -60,7 +60,8 @@ class Objective:
     Attributes:
         ponder_weight: the paper's lambda (eq. 12).
         ponder_fraction: ``k_s``, the share of gates that bottom-K averages (eq. 13).
-        exit_stage: ouro, 1 trains with expected loss and entropy, 2 trains exits on the improvement of each loop.
+        exit_stage: ouro, 1 trains with expected loss and entropy, 2 trains exits on the improvement of each loop
+            (freeze the backbone for it: the exit gate's gradient does not stop there).
         exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
         bottom_k: how the pool of gates is averaged; several processes rank their gates together.
     """
@@ -103,10 +104,15 @@ class Losses(NamedTuple):
 
 
 class Scorer(NamedTuple):
-    """How a method's loss sees the labels: per-token losses ``[batch, time]`` of hidden states, and their mean."""
+    """How a method's loss sees the labels.
+
+    ``nll`` gives per-token losses ``[batch, time]`` of hidden states, ``mean`` their mean over what counts; ``share``
+    is this batch's part of that mean where a caller spreads it over several batches, and belongs on every other term.
+    """
 
     nll: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor], Tensor]
+    share: Tensor | float = 1.0
 
 
 class Method(nn.Module, ABC):
@@ -128,6 +134,10 @@ class Method(nn.Module, ABC):
     def reuse(self) -> str:
         """What others see of a halted token (see :class:`adaponder.runs.Run`)."""
         return "state"
+
+    def needs_stream(self, iterations: int) -> bool:
+        """Whether the recurrence looks at the residual stream before the final norm."""
+        return False
 
     def passes(self, iterations: int) -> int:
         """Passes of the backbone, which are the iterations a ledger keeps apart."""

@@ -18,3 +18,6 @@ class Loop(Method):
             hidden, stream = run.read(stream)
             ask.show(Iteration(i, hidden, None, run.active))
         return Trajectory(hidden)
+
+    def needs_stream(self, iterations: int) -> bool:
+        return iterations > 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.halting import gate_probability
 from adaponder.methods.base import (
     Ask,
     Iteration,
@@ -56,7 +57,7 @@ class MixtureOfRecursions(Method):
         routing = []
         for i in range(ask.iterations - 1):
             logit = run.map(self.routers[i], x, everyone=ask.every_gate)
-            gate = torch.sigmoid(logit.float())
+            gate = gate_probability(logit)
             hidden, eligible = run.backbone.final_norm(x), run.active
             ask.show(Iteration(i, hidden, gate, eligible))
             run.decide(ask.policy, gate, hidden, seed=ask.seed)
@@ -66,6 +67,9 @@ class MixtureOfRecursions(Method):
         hidden = run.backbone.final_norm(x)
         ask.show(Iteration(ask.iterations - 1, hidden, None, run.active))
         return Trajectory(hidden, stack_gates([choice.logit for choice in routing]), routing)
+
+    def needs_stream(self, iterations: int) -> bool:
+        return True
 
     def reuse(self) -> str:
         return "absent"
@@ -88,7 +92,7 @@ class MixtureOfRecursions(Method):
         if not seen.routing:
             return losses
         router = torch.stack([_agreement(*routing) for routing in seen.routing]).sum()
-        total = losses.total + self.config.router_loss_weight * router
+        total = losses.total + score.share * self.config.router_loss_weight * router
         return Losses(total, losses.terms | {"router": router})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from adaponder.config import AdaPonderConfig
 from adaponder.convert import open_source
@@ -43,7 +44,8 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
         raise ConfigError(
             f"model.backbone.vocab_size={model.config.vocab_size} is smaller than the tokenizer's {vocabulary}"
         )
-    return model.to(torch.float64 if recipe.train.dtype == "float64" else torch.float32).train()
+    nn.Module.to(model, torch.float64 if recipe.train.dtype == "float64" else torch.float32)
+    return model.train()
 
 
 def scratch_config(recipe: Recipe, vocabulary: int, asked: dict[str, Any] | None = None) -> AdaPonderConfig:

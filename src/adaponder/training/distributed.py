@@ -77,7 +77,7 @@ def wrap(model: nn.Module, world: World, *, parallel: str, compile: bool) -> nn.
         for layer in decoder_layers(model):
             fully_shard(layer)
         fully_shard(model)
-    called = torch.compile(model) if compile else model
+    called: Any = torch.compile(model) if compile else model
     if world.size > 1 and parallel == "ddp":
         return nn.parallel.DistributedDataParallel(
             called, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=False

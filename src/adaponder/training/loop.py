@@ -65,7 +65,7 @@ class Trainer:
     stop_asked: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
-        self.model.to(self.world.device)
+        nn.Module.to(self.model, self.world.device)
         if self.recipe.train.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.shape: Shape = shape_of(self.model.config)
@@ -124,10 +124,10 @@ class Trainer:
             for i in range(0, self.rows[1], self.micro)
         ]
         for index, part in enumerate(parts):
-            with accumulating(self.called, last=index + 1 == len(parts)):
+            with accumulating(self._called(), last=index + 1 == len(parts)):
                 output = self._forward(part, objective, items / len(parts))
-                (output.loss / len(parts)).backward()
-            self._count(output, part, len(parts))
+                loss = self._count(output, len(parts))
+                loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), train.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -171,7 +171,7 @@ class Trainer:
         policy = policy_at(self.recipe.train, self.model.method, self.step)
         moved = {name: value.to(device, non_blocking=True) for name, value in part.items()}
         with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.train.dtype == "bfloat16"):
-            return self.called(
+            return self._called()(
                 **moved, objective=objective, num_items_in_batch=items, **({} if policy is None else {"policy": policy})
             )
 
@@ -180,16 +180,23 @@ class Trainer:
 
     # --- looking ------------------------------------------------------------------------------------------------
 
-    def _count(self, output: AdaPonderOutput, part: dict[str, Tensor], parts: int) -> None:
+    def _called(self) -> nn.Module:
+        assert self.called is not None  # a phase was entered
+        return self.called
+
+    def _count(self, output: AdaPonderOutput, parts: int) -> Tensor:
+        """Adds a micro-step to the tally; returns its part of the step's loss."""
         assert output.loss is not None
         assert output.depth is not None
-        self.tally.add("loss", output.loss / parts)
+        loss = output.loss / parts
+        self.tally.add("loss", loss)
         for name, value in (output.terms or {}).items():
             self.tally.add(name, value / parts)
         depths = torch.arange(1, self.model.config.iterations + 1, device=output.depth.device)
         self.tally.add("depths", (output.depth[..., None] == depths).sum((0, 1)))
         if output.gates is not None:
-            self.tally.add("gates", output.gates.detach().sum((0, 1)))
+            self.tally.add("gates", output.gates.sum((0, 1)))
+        return loss
 
     def _check_finite(self, norm: Tensor) -> None:
         """Looks at the step before while this one runs: a NaN is found one step late, and always before a save."""
@@ -206,7 +213,7 @@ class Trainer:
                 self.telemetry.log({"step": step, "grad_norm": value, "loss": value, "cross_entropy": value})
             raise TrainingError(
                 f"step {step}: the gradient is {value} on windows {windows[:8]}…; the run stops and its last "
-                "checkpoint is untouched. A smaller train.lr or train.clip, or ponder_on=probabilities, usually cures it"
+                "checkpoint is untouched. A smaller train.lr or train.clip usually cures it"
             )
 
     def settle(self) -> None:

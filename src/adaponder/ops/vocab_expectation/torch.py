@@ -47,6 +47,8 @@ def vocab_expectation(
         top_k: mix the k likeliest only.
         chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
     """
+    if not hidden.device == weight.device == table.device:
+        raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
     if torch.is_autocast_enabled(hidden.device.type):
         # Autocast is off inside a custom Function's backward, so the precision is chosen here, once, for both.
         dtype = torch.get_autocast_dtype(hidden.device.type)

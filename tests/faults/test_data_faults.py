@@ -1,0 +1,393 @@
+"""Bad data is named when opened, odd text is defined, and an interrupted preparation goes on (promises 15 to 19)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from adaponder.data import DataError, Sampler, Shards
+from adaponder.data.encoding import Encoder
+from adaponder.data.prepare import prepare
+from adaponder.data.shards import Manifest
+from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
+from adaponder.errors import InputError
+
+TOKENS, DOCS = "train/tokens-00001.bin", "train/docs-00001.parquet"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "part.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document {n} " * (n % 7 + 1)}) + "\n" for n in range(60)))
+    return path
+
+
+def arguments(corpus: Path, out: Path) -> dict:
+    return {
+        "inputs": [str(corpus)],
+        "out": out,
+        "tokenizer": "train-bpe:270",
+        "validation": 0.3,
+        "shard_tokens": 150,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory) -> Path:
+    """Prepared without interruption: at least three training shards and two of validation."""
+    out = tmp_path_factory.mktemp("whole")
+    made = prepare(**arguments(corpus, out))
+    assert len(made.splits["train"]) >= 3
+    assert len(made.splits["validation"]) >= 2
+    return out
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def wider(data: bytes) -> bytes:
+    return np.frombuffer(data, "<u2").astype("<u4").tobytes()
+
+
+def fewer_rows(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.slice(0, table.num_rows - 1), path)
+
+
+def renamed_column(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.rename_columns(["begin", *table.column_names[1:]]), path)
+
+
+def without_source(path: Path) -> None:
+    pq.write_table(pq.read_table(path).drop_columns(["source"]), path)
+
+
+def shifted(path: Path) -> None:
+    table = pq.read_table(path)
+    start = table.column("start").to_numpy().copy()
+    start[1] += 1
+    pq.write_table(table.set_column(0, table.schema.field("start"), [start]), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        (TOKENS, lambda path: path.write_bytes(path.read_bytes()[:-1])),
+        (TOKENS, lambda path: path.write_bytes(b"")),
+        (TOKENS, lambda path: path.write_bytes(wider(path.read_bytes()))),
+        (TOKENS, lambda path: path.unlink()),
+        (DOCS, lambda path: path.write_bytes(path.read_bytes()[:-10])),
+        (DOCS, lambda path: path.write_bytes(b"")),
+        (DOCS, lambda path: path.unlink()),
+        (DOCS, fewer_rows),
+        (DOCS, renamed_column),
+        (DOCS, without_source),
+        (DOCS, shifted),
+        (DOCS, lambda path: shutil.copy(path.with_name("docs-00000.parquet"), path)),
+        ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:-30])),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"uint16"', '"uint32"'))),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"uint16"', '"float32"'))),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 9'))),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"documents": ', '"documents": 1'))),
+        ("manifest.json", lambda path: path.write_text("[]")),
+        ("manifest.json", lambda path: path.unlink()),
+    ],
+)
+def test_15_a_damaged_shard_is_named_when_opened(copy, name: str, harm: Callable[[Path], object]):
+    harm(copy / name)
+    with pytest.raises(DataError, match=name):
+        Shards.open(copy)
+
+
+@pytest.mark.parametrize("name", [TOKENS, DOCS])
+def test_15_one_flipped_byte_fails_the_checksum(copy, name):
+    path = copy / name
+    data = bytearray(path.read_bytes())
+    place = data.index(b"part") if name == DOCS else 100
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"{name}: checksum"):
+        Shards.open(copy, verify=True)
+
+
+def test_15_a_shard_that_shrinks_while_in_use_is_named(copy):
+    shards = Shards.open(copy)
+    (copy / TOKENS).write_bytes(b"")
+    with pytest.raises(DataError, match=f"{TOKENS}: truncated since it was opened"):
+        shards.read(0, shards.tokens)
+
+
+def test_15_a_damaged_finished_folder_is_not_taken_for_finished(copy, corpus):
+    (copy / TOKENS).write_bytes(b"")
+    with pytest.raises(DataError, match=TOKENS):
+        prepare(**arguments(corpus, copy))
+
+
+def test_16_a_token_outside_the_vocabulary_is_named_by_shard_and_offset(copy):
+    first = Manifest.load(copy).splits["train"][0].tokens
+    tokens = np.fromfile(copy / TOKENS, "<u2")
+    tokens[37] = 60_000
+    tokens.tofile(copy / TOKENS)
+    shards = Shards.open(copy)
+    assert len(shards.read(0, first + 37)) == first + 37
+    with pytest.raises(DataError, match=rf"{TOKENS}: token id 60000 at offset 37 lies outside the vocabulary of 270"):
+        shards.read(first - 5, 60)
+    sampler = Sampler(shards, sequence=1, global_batch=shards.tokens // 2, seed=0)
+    with pytest.raises(DataError, match="at offset 37 "):
+        sampler.batch(0)
+
+
+def test_17_another_tokenizer_is_refused(copy):
+    other = load_tokenizer("train-bpe:260", ["other text"])[0]
+    shards = Shards.open(copy)
+    shards.require_tokenizer(tokenizer_hash(load_tokenizer(str(copy))[0]), "the checkpoint")
+    with pytest.raises(DataError, match=f"{tokenizer_hash(other)[:12]}.*the tokenizer of the checkpoint"):
+        shards.require_tokenizer(tokenizer_hash(other), "the checkpoint")
+    other.save(str(copy / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"tokenizer\.json has hash .*, the data was made with"):
+        Shards.open(copy)
+
+
+def test_18_data_smaller_than_one_window_or_one_batch_is_refused_with_the_cure(whole):
+    shards = Shards.open(whole)
+    with pytest.raises(DataError, match="prepare more text or shorten the sequence"):
+        Sampler(shards, sequence=shards.tokens, global_batch=1, seed=0)
+    with pytest.raises(DataError, match="lower global_batch to 1 or less"):
+        Sampler(shards, sequence=shards.tokens - 1, global_batch=2, seed=0)
+
+
+def test_18_odd_documents_are_defined(tmp_path):
+    """Empty: left out. One token: kept. Invalid UTF-8, lone surrogates: U+FFFD. NUL: kept. All counted."""
+    lines = [
+        rb'{"text": ""}',
+        rb'{"text": "a"}',
+        b'{"text": "bad \xff byte"}',
+        rb'{"text": "half \ud800 pair"}',
+        rb'{"text": "whole \ud83d\ude00 pair"}',
+        rb'{"text": "nul \u0000 inside"}',
+    ]
+    (tmp_path / "odd.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "nul.txt").write_bytes(b"a\0b")
+    inputs = [str(tmp_path / "odd.jsonl"), str(tmp_path / "nul.txt")]
+    made = prepare(inputs, out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
+    assert made.skipped == {"hidden": 0, "binary": 0, "invalid_utf8": 2, "empty": 1}
+    shards = Shards.open(tmp_path / "out")
+    tokens = shards.read(0, shards.tokens)
+    words = load_tokenizer(str(tmp_path / "out"))[0]
+    parts = np.split(tokens, np.flatnonzero(tokens == shards.end_id) + 1)[:-1]
+    assert [words.decode(part.tolist()[:-1]) for part in parts] == [
+        "a",
+        "bad \ufffd byte",
+        "half \ufffd pair",
+        "whole 😀 pair",
+        "nul \0 inside",
+        "a\0b",
+    ]
+
+
+def test_18_a_line_of_ten_megabytes_is_a_document_like_any_other(tmp_path):
+    (tmp_path / "long.jsonl").write_text('{"text": "short"}\n{"text": "' + "ab" * 5_000_000 + '"}\n')
+    load_tokenizer("train-bpe:300", ["ab" * 400, "short text"])[0].save(str(tmp_path / "t.json"))
+    begun = time.monotonic()
+    made = prepare(
+        [str(tmp_path / "long.jsonl")], out=tmp_path / "out", tokenizer=str(tmp_path / "t.json"), validation=0
+    )
+    assert time.monotonic() - begun < 60
+    assert (made.total("train", "documents"), made.total("train", "utf8_bytes")) == (2, 10_000_005)
+    assert Shards.open(tmp_path / "out").document_numbers(0, 20)[-1] == 1
+
+
+def test_18_a_pipe_in_a_folder_does_not_hang(tmp_path):
+    (tmp_path / "in").mkdir()
+    os.mkfifo(tmp_path / "in" / "pipe")
+    (tmp_path / "in" / "a.txt").write_text("text")
+    made = prepare([str(tmp_path / "in")], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
+    assert made.total("train", "documents") == 1
+
+
+def killed(act: Callable[[], object]) -> bool:
+    """Runs ``act`` in a forked child; whether it was killed rather than finished."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def die_before(call: int) -> None:
+    """From here on, the ``call``-th time that anything is made durable this process is killed instead."""
+    left, unlink = [call], os.unlink
+
+    def deadly(function: Callable) -> Callable:
+        def wrapped(*given) -> object:
+            left[0] -= function is not unlink or Path(given[0]).exists()
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*given)
+
+        return wrapped
+
+    os.fsync, os.replace, os.unlink = deadly(os.fsync), deadly(os.replace), deadly(os.unlink)
+
+
+def assert_only_whole_files(out: Path, whole: Path) -> None:
+    """What bears a final name of a shard is, byte for byte, what an unbroken run leaves under it."""
+    wanted, found = contents(whole), contents(out) if out.exists() else {}
+    for name, data in found.items():
+        if name.endswith((".bin", ".parquet")) or name in ("manifest.json", "tokenizer.json"):
+            assert data == wanted[name], name
+
+
+def test_19_killed_at_every_instant_it_goes_on_to_the_same_bytes(corpus, whole, tmp_path):
+    """Before and after every write, rename and removal of the whole preparation."""
+    call = 1
+    while True:
+        out = tmp_path / str(call)
+
+        def doomed(out: Path = out, call: int = call) -> None:
+            die_before(call)
+            prepare(**arguments(corpus, out))
+
+        if not killed(doomed):
+            break
+        assert_only_whole_files(out, whole)
+        if not (out / "manifest.json").exists():
+            with pytest.raises(DataError, match=r"prepared only in part|not a folder made by"):
+                Shards.open(out)
+        prepare(**arguments(corpus, out))
+        assert contents(out) == contents(whole)
+        call += 1
+    assert call > 50
+
+
+def test_19_killed_again_and_again_it_still_arrives(corpus, whole, tmp_path):
+    out, deaths = tmp_path / "out", 0
+
+    def doomed() -> None:
+        die_before(16)
+        prepare(**arguments(corpus, out))
+
+    while killed(doomed):
+        deaths += 1
+        assert deaths < 60, "no progress between deaths"
+        assert_only_whole_files(out, whole)
+    assert deaths >= 3
+    assert contents(out) == contents(whole)
+
+
+def test_19_what_is_done_is_not_done_again(corpus, whole, tmp_path, monkeypatch):
+    """A rerun encodes no document that a complete shard holds."""
+    shards = Manifest.load(whole).splits
+
+    def stop(now) -> None:
+        if (tmp_path / "out" / "train" / shards["train"][1].tokens_name).exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 5)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(**arguments(corpus, tmp_path / "out"), progress=stop)
+    kept = json.loads((tmp_path / "out" / "progress.json").read_text())
+    encoded = []
+    original = Encoder._encode
+    monkeypatch.setattr(Encoder, "_encode", lambda self, items: encoded.extend(items) or original(self, items))
+    made = prepare(**arguments(corpus, tmp_path / "out"))
+    total = made.total("train", "documents") + made.total("validation", "documents")
+    done = sum(shard["documents"] for split in kept["shards"].values() for shard in split)
+    assert done > 10
+    assert len(encoded) == total - done
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_19_other_arguments_cannot_go_on_from_here(corpus, tmp_path):
+    def doomed() -> None:
+        die_before(20)
+        prepare(**arguments(corpus, tmp_path / "out"))
+
+    assert killed(doomed)
+    with pytest.raises(InputError, match=r"begun with other arguments: validation was 0.3, is 0.1"):
+        prepare(**(arguments(corpus, tmp_path / "out") | {"validation": 0.1}))
+
+
+@pytest.mark.parametrize("call", [1, 2, 7, 10, 13, 30])
+def test_19_a_full_disk_is_said_clearly_and_leaves_no_temporary_file(corpus, whole, tmp_path, monkeypatch, call):
+    left = [call]
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        DataError, match=r"could not be written: No space left on device; .* run the same command again"
+    ):
+        prepare(**arguments(corpus, tmp_path / "out"))
+    assert not [name for name in contents(tmp_path / "out") if name.endswith(".tmp")]
+    assert_only_whole_files(tmp_path / "out", whole)
+    prepare(**arguments(corpus, tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_19_an_impossible_folder_is_refused_at_once(corpus):
+    with pytest.raises(InputError, match="--out"):
+        prepare(**arguments(corpus, corpus / "out"))
+
+
+def test_19_two_preparations_do_not_write_to_one_folder(corpus, tmp_path):
+    def second(now) -> None:
+        with pytest.raises(InputError, match="another preparation is writing there"):
+            prepare(**arguments(corpus, tmp_path / "out"))
+
+    prepare(**arguments(corpus, tmp_path / "out"), progress=second)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux lets one wait for another's children")
+def test_19_kill_9_takes_the_workers_along_and_a_rerun_goes_on(corpus, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 20)
+    reading, writing = os.pipe()
+
+    def stop(now) -> None:
+        if now.stage == "tokens":
+            os.write(writing, json.dumps([child.pid for child in multiprocessing.active_children()]).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert killed(lambda: prepare(**arguments(corpus, tmp_path / "out"), workers=2, progress=stop))
+    workers = json.loads(os.read(reading, 1000))
+    assert len(workers) == 2
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            watched = os.pidfd_open(worker)
+            assert select.select([watched], [], [], 30)[0], "a worker outlived its parent"
+            os.close(watched)
+    assert_only_whole_files(tmp_path / "out", whole)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    prepare(**arguments(corpus, tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(whole)

@@ -1,0 +1,267 @@
+"""Equal arguments give equal bytes, whoever does the work; every token of every document is in its shard."""
+
+import hashlib
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from test_data_sources import write_megatron
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from adaponder.commands import prepare as command
+from adaponder.data import DataError, Manifest, Shards
+from adaponder.data.encoding import content_hash
+from adaponder.data.prepare import Progress, prepare
+from adaponder.data.sources import documents
+from adaponder.data.tokenizers import hash_of_json, load_tokenizer, pieces, tokenizer_hash, vocabulary_size
+from adaponder.errors import InputError
+
+SENTENCE = "the same Transformer reads each token again and again until its gate says enough; so compute follows"
+WORDS = SENTENCE.split()
+
+
+def text_of(number: int) -> str:
+    return " ".join(WORDS[number * step % len(WORDS)] for step in range(1, 5 + number % 30)) + f" {number}\n"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "part.jsonl"
+    path.write_text("".join(json.dumps({"text": text_of(n), "source": f"s{n % 3}"}) + "\n" for n in range(120)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    load_tokenizer("train-bpe:300", [text_of(n) for n in range(120)])[0].save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tokenizer, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("prepared")
+    prepare([str(corpus)], out=out, tokenizer=str(tokenizer), validation=0.2, shard_tokens=900)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_document_is_in_its_shard_followed_by_the_end_token(prepared, corpus):
+    words, end_id = load_tokenizer(str(prepared))
+    assert end_id == 0
+    found = {}
+    for split in ("train", "validation"):
+        for path in sorted((prepared / split).glob("tokens-*.bin")):
+            tokens = np.fromfile(path, "<u2")
+            table = pq.read_table(path.with_name(path.name.replace("tokens", "docs").replace("bin", "parquet")))
+            for row in table.to_pylist():
+                *body, end = tokens[row["start"] : row["start"] + row["length"]].tolist()
+                assert end == end_id
+                text = words.decode(body)
+                assert row["utf8_bytes"] == len(text.encode())
+                assert row["hash"] == content_hash(text)
+                found[text] = (split, row["source"])
+    assert len(found) == 120
+    for document in documents([str(corpus)]):
+        share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
+        assert found[document.text] == ("validation" if share < 0.2 else "train", document.source)
+
+
+def test_the_manifest_counts_what_is_there(prepared):
+    manifest = Manifest.load(prepared)
+    assert manifest.tokenizer_hash == tokenizer_hash(Tokenizer.from_file(str(prepared / "tokenizer.json")))
+    assert (manifest.dtype, manifest.end_id) == ("uint16", 0)
+    assert len(manifest.splits["train"]) > 2
+    on_disk = {name for name in contents(prepared) if "/" in name}
+    for split, shards in manifest.splits.items():
+        for shard in shards:
+            for name, checksum in ((shard.tokens_name, shard.tokens_sha256), (shard.docs_name, shard.docs_sha256)):
+                assert hashlib.sha256((prepared / split / name).read_bytes()).hexdigest() == checksum
+                on_disk.remove(f"{split}/{name}")
+        assert all(shard.tokens >= 900 for shard in shards[:-1])
+        assert Shards.open(prepared, split, verify=True).tokens == manifest.total(split, "tokens")
+    assert not on_disk
+    assert json.loads((prepared / "manifest.json").read_text())["splits"]["train"]["documents"] > 80
+
+
+def test_any_number_of_workers_gives_the_same_bytes(prepared, corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 7)
+    prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0.2, shard_tokens=900, workers=3)
+    assert contents(tmp_path / "out") == contents(prepared)
+
+
+def test_a_workers_refusal_is_the_commands(tmp_path, tokenizer):
+    write_megatron(tmp_path / "m", [[1, 2], [3, 999]])
+    with pytest.raises(InputError, match=r"m\.bin, document 1: token id 999 at 1 lies outside .* 300"):
+        prepare([str(tmp_path / "m.bin")], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2)
+
+
+def test_a_worker_that_dies_is_reported_and_the_rest_goes_home(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 1)
+
+    def end_one(now: Progress) -> None:
+        for worker in multiprocessing.active_children()[:1]:
+            worker.kill()
+            worker.join()
+
+    with pytest.raises(DataError, match="a tokenising process died.*fewer --workers"):
+        prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2, progress=end_one)
+    assert not multiprocessing.active_children()
+
+
+def test_a_finished_folder_is_left_as_it_is(prepared, corpus, tokenizer):
+    before = contents(prepared)
+    seen: list[Progress] = []
+    again = prepare(
+        [str(corpus)], out=prepared, tokenizer=str(tokenizer), validation=0.2, shard_tokens=900, progress=seen.append
+    )
+    assert again == Manifest.load(prepared)
+    assert contents(prepared) == before
+    assert not seen
+
+
+def test_other_arguments_are_refused_by_name(prepared, corpus, tokenizer, tmp_path):
+    same = {"tokenizer": str(tokenizer), "validation": 0.2, "shard_tokens": 900}
+    for change, named in (
+        ({"validation": 0.3}, "validation was 0.2, is 0.3"),
+        ({"shard_tokens": 901}, "shard_tokens was 900, is 901"),
+        ({"tokenizer": "train-bpe:300"}, "tokenizer was .*tokenizer.json, is train-bpe:300"),
+        ({"end_token": "x"}, "end_token was None, is x"),
+    ):
+        with pytest.raises(InputError, match=named):
+            prepare([str(corpus)], out=prepared, **(same | change))
+    (tmp_path / corpus.name).write_bytes(corpus.read_bytes() + b"\n")
+    with pytest.raises(InputError, match=r"inputs was .*part\.jsonl \(1 files, .*, is .*part\.jsonl \(1 files"):
+        prepare([str(tmp_path / corpus.name)], out=prepared, **same)
+
+
+def test_a_foreign_folder_and_one_inside_the_input_are_refused(corpus, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(InputError, match="not empty and was not made by adaponder prepare"):
+        prepare([str(corpus)], out=tmp_path, tokenizer="train-bpe:300")
+    with pytest.raises(InputError, match="lies inside the input"):
+        prepare([str(tmp_path)], out=tmp_path / "out", tokenizer="train-bpe:300")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"validation": 1.0}, "--validation 1.0"),
+        ({"validation": float("nan")}, "--validation nan"),
+        ({"workers": 0}, "--workers 0"),
+        ({"shard_tokens": 0}, "--shard-tokens 0"),
+        ({"tokenizer": "train-bpe:256"}, "at least train-bpe:257"),
+        ({"tokenizer": "./nowhere"}, "no such file or folder"),
+        ({"end_token": "</s>"}, "--end-token"),
+    ],
+)
+def test_nonsense_is_refused_and_the_right_command_still_works_after_it(corpus, tmp_path, change, named):
+    right = {"out": tmp_path / "out", "tokenizer": "train-bpe:260"}
+    if "end_token" in change:
+        load_tokenizer("train-bpe:260", ["text"])[0].save(str(tmp_path / "t.json"))
+        change = change | {"tokenizer": str(tmp_path / "t.json")}
+    with pytest.raises(InputError, match=named):
+        prepare([str(corpus)], **(right | change))
+    assert prepare([str(corpus)], **right).total("train", "documents") > 100
+
+
+def test_a_trained_tokenizer_is_the_same_each_time_and_never_saw_the_validation_side(corpus, tmp_path):
+    first = prepare([str(corpus)], out=tmp_path / "a", tokenizer="train-bpe:280", validation=0.2)
+    prepare([str(corpus)], out=tmp_path / "b", tokenizer="train-bpe:280", validation=0.2)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert (first.vocab_size, first.end_id) == (280, 0)
+    texts = [document.text for document in documents([str(corpus)])]
+    train_side = [text for text in texts if content_hash(text) / 2**64 >= 0.2]
+    assert first.tokenizer_hash == tokenizer_hash(load_tokenizer("train-bpe:280", train_side)[0])
+
+
+def test_the_vocabulary_decides_the_width_of_a_token(tmp_path):
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 65_599, "a": 65_000, "[x]": 1}, unk_token="[x]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "wide.json"))
+    assert vocabulary_size(words) == 65_600
+    (tmp_path / "a.txt").write_text("a a b")
+    made = prepare([str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer=str(tmp_path / "wide.json"), validation=0)
+    assert made.dtype == "uint32"
+    assert Shards.open(tmp_path / "out").read(0, 4).tolist() == [65_000, 65_000, 1, 65_599]
+    write_megatron(tmp_path / "m", [[1, 2]])
+    with pytest.raises(InputError, match="uint16 cannot hold the 65600 ids"):
+        prepare([str(tmp_path / "m.idx")], out=tmp_path / "other", tokenizer=str(tmp_path / "wide.json"))
+
+
+def test_megatron_documents_keep_their_tokens_and_end_once(tmp_path, tokenizer):
+    write_megatron(tmp_path / "m", [[70, 71, 0], [72], [0]])
+    made = prepare([str(tmp_path / "m")], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0)
+    assert Shards.open(tmp_path / "out").read(0, 6).tolist() == [70, 71, 0, 72, 0, 0]
+    assert (made.total("train", "documents"), made.total("train", "tokens")) == (3, 6)
+    with pytest.raises(InputError, match="tokens already; name the tokenizer that made them"):
+        prepare([str(tmp_path / "m")], out=tmp_path / "other", tokenizer="train-bpe:300")
+
+
+def test_text_cannot_forge_the_end_of_its_document(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("says <|endoftext|> aloud")
+    prepare([str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0)
+    tokens = Shards.open(tmp_path / "out")
+    assert np.flatnonzero(tokens.read(0, tokens.tokens) == tokens.end_id).tolist() == [tokens.tokens - 1]
+
+
+def test_the_end_token_is_the_tokenizers_own_unless_named(tmp_path):
+    words = load_tokenizer("train-bpe:260", ["text"])[0]
+    words.add_special_tokens([AddedToken("</s>"), AddedToken("<eos>")])
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path))[1] == 0
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    assert load_tokenizer(str(tmp_path))[1] == words.token_to_id("</s>")
+    assert load_tokenizer(str(tmp_path), end_token="<eos>")[1] == words.token_to_id("<eos>")
+
+
+def test_the_hash_is_of_the_tokenizer_not_of_its_layout_or_habits(tokenizer):
+    words = Tokenizer.from_file(str(tokenizer))
+    assert tokenizer_hash(words) == hash_of_json(words.to_str(pretty=True))
+    words.enable_truncation(5)
+    words.enable_padding()
+    assert tokenizer_hash(words) == tokenizer_hash(Tokenizer.from_file(str(tokenizer)))
+    words.add_tokens(["new"])
+    assert tokenizer_hash(words) != tokenizer_hash(Tokenizer.from_file(str(tokenizer)))
+
+
+def test_pieces_add_up_and_are_bounded():
+    for text in ("", "a", "x" * 1000, "word " * 300, "line\n" * 300, "a" * 90 + " " + "b" * 500 + "\n" * 300):
+        cut = list(pieces(text, 100))
+        assert "".join(cut) == text
+        assert all(len(piece) <= 100 for piece in cut)
+    assert list(pieces("one two\nthree", 10)) == ["one two\n", "three"]
+
+
+def test_progress_grows_to_the_end(corpus, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 10)
+    seen: list[Progress] = []
+    prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), progress=seen.append)
+    assert [now.read for now in seen] == sorted(now.read for now in seen)
+    assert [now.documents for now in seen] == [*range(10, 130, 10), 120]
+    assert seen[-1].read == seen[-1].total == corpus.stat().st_size
+
+
+def test_the_command_shows_a_table_and_says_when_there_is_nothing_to_do(corpus, tokenizer, tmp_path, capsys):
+    options = {"out": tmp_path / "out", "tokenizer": str(tokenizer), "workers": 1, "json": tmp_path / "result.json"}
+    command.run([str(corpus)], **options)
+    shown = capsys.readouterr().out
+    assert "bytes/token" in shown
+    assert "Nothing to do" not in shown
+    assert json.loads((tmp_path / "result.json").read_text())["splits"]["train"]["documents"] > 100
+    assert command.run([str(corpus)], **options)["finished_before"]
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_inputs_without_a_document_are_refused(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="not one document"):
+        prepare([str(tmp_path / "in")], out=tmp_path / "out", tokenizer="train-bpe:257")

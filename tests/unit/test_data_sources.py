@@ -1,0 +1,196 @@
+"""Inputs become documents: the same ones in the same order, the odd ones counted or refused by place."""
+
+import gzip
+import json
+import lzma
+import struct
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from adaponder.data import sources
+from adaponder.data.formats import parse_hub
+from adaponder.data.shards import DataError
+from adaponder.data.sources import Document, Tally, documents, megatron
+from adaponder.errors import InputError
+
+RECORDS = [{"text": "one", "source": "web"}, {"text": "zwei — 2"}, {"text": "drei\n\n3"}]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+def write_megatron(stem: Path, documents: list[list[int]], *, dtype: str = "<u2", code: int = 8) -> None:
+    """As Megatron writes it, each document one sequence."""
+    sizes = np.array([len(tokens) for tokens in documents], "<i4")
+    pointers = (np.cumsum(sizes) - sizes).astype("<i8") * np.dtype(dtype).itemsize
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1)
+    bounds = np.arange(len(sizes) + 1, dtype="<i8")
+    stem.with_suffix(".idx").write_bytes(header + sizes.tobytes() + pointers.tobytes() + bounds.tobytes())
+    stem.with_suffix(".bin").write_bytes(np.concatenate([np.array(d, dtype) for d in documents]).tobytes())
+
+
+def test_a_file_is_one_document_named_by_its_suffix(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x = 1\r\n")
+    (tmp_path / "README").write_text("read me")
+    found = list(documents([str(tmp_path / "README"), str(tmp_path / "a.py")]))
+    assert found == [Document("read me", "text"), Document("x = 1\r\n", "py")]
+
+
+def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path):
+    for name in ("b/2.txt", "b/1.txt", "a.txt", "c/.hidden", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "picture").write_bytes(b"GIF\0\1\2")
+    (tmp_path / "packed").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "d.jsonl").write_bytes(LINES)
+    tally = Tally()
+    found = [document.text for document in documents([str(tmp_path)], tally=tally)]
+    assert found == ["a.txt", *(record["text"] for record in RECORDS), "b/1.txt", "b/2.txt"]
+    assert (tally.hidden, tally.binary) == (2, 2)
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".xz", ".zst"])
+def test_records_are_the_same_however_they_are_packed(tmp_path, packing):
+    path = tmp_path / f"part.jsonl{packing}"
+    if packing == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        # Two frames end to end, as parallel packers write.
+        data = b"".join(zstandard.ZstdCompressor().compress(part) for part in (LINES[:20], LINES[20:]))
+    else:
+        data = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[packing](LINES)
+    path.write_bytes(data)
+    assert list(documents([str(path)])) == [
+        Document("one", "web"),
+        Document("zwei — 2", "part"),
+        Document("drei\n\n3", "part"),
+    ]
+    path.write_bytes(data[:-9])
+    with pytest.raises(DataError, match=r"part\.jsonl"):
+        list(documents([str(path)]))
+
+
+def test_zst_without_its_library_names_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    with pytest.raises(InputError, match="pip install zstandard"):
+        list(documents([str(tmp_path / "a.jsonl.zst")]))
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', "[" * 100_000])
+def test_a_bad_record_is_named_by_file_and_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3: "):
+        list(documents([str(tmp_path / "a.jsonl")]))
+
+
+def test_parquet_gives_its_text_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": [1, 2], "text": ["eins", "zwei"], "source": ["x", None]}), path)
+    assert list(documents([str(path)])) == [Document("eins", "x"), Document("zwei", "a")]
+    pq.write_table(pa.table({"body": ["eins"]}), path)
+    with pytest.raises(DataError, match="no column text, it has body"):
+        list(documents([str(path)]))
+    pq.write_table(pa.table({"text": ["eins", None]}), path)
+    with pytest.raises(DataError, match="row 1: text is null"):
+        list(documents([str(path)]))
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"a\.parquet"):
+        list(documents([str(path)]))
+
+
+def test_a_saved_dataset_needs_no_library(tmp_path):
+    """What ``datasets.save_to_disk`` leaves: Arrow streams, a state.json that lists them, a dict of splits."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    table = pa.table({"text": ["eins", "zwei"], "id": [1, 2]})
+    with (
+        pa.OSFile(str(tmp_path / "train" / "data-0.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    (tmp_path / "train" / "state.json").write_text('{"_data_files": [{"filename": "data-0.arrow"}]}')
+    wanted = [Document("eins", "data-0"), Document("zwei", "data-0")]
+    assert list(documents([str(tmp_path)])) == wanted
+    assert list(documents([str(tmp_path / "train")])) == wanted
+
+
+def test_a_hub_dataset_is_read_through_the_extra(monkeypatch):
+    class Rows(list):
+        column_names = ["text"]
+
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        return Rows([{"text": "eins"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert list(documents(["hf:wiki:de:test"])) == [Document("eins", "wiki")]
+    assert asked == [("wiki", "de", "test")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets"):
+        list(documents(["hf:wiki"]))
+
+
+def test_the_words_after_a_hub_name_are_config_and_split():
+    assert parse_hub("hf:org/name") == ("org/name", None, "train")
+    assert parse_hub("hf:org/name:validation") == ("org/name", None, "validation")
+    assert parse_hub("hf:org/name::test") == ("org/name", None, "test")
+    assert parse_hub("hf:org/name:de") == ("org/name", "de", "train")
+    assert parse_hub("hf:org/name:de:dev") == ("org/name", "de", "dev")
+    with pytest.raises(InputError, match="hf:NAME"):
+        parse_hub("hf::a")
+
+
+def test_stdlib_is_the_running_interpreters_without_tests_and_leftovers(tmp_path, monkeypatch):
+    names = ("os.py", "json/__init__.py", "json/tool.py", "test/test_os.py", "site-packages/x.py", "idlelib/a.py")
+    for name in (*names, "_sysconfigdata_x.py", "os.pyc", "lib2to3/a.py", "unittest/test/t.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path)
+    found = list(documents(["stdlib"]))
+    assert [document.text for document in found] == ["os.py", "json/__init__.py", "json/tool.py"]
+    assert {document.source for document in found} == {"stdlib"}
+
+
+def test_the_real_stdlib_is_there():
+    leaves = sources.find(["stdlib"], Tally())
+    assert {"os.py", "json/decoder.py"} <= {leaf.name for leaf in leaves}
+    assert sum(leaf.size for leaf in leaves) > 5_000_000
+    assert leaves == sources.find(["stdlib"], Tally())
+
+
+def test_megatron_gives_back_what_was_written(tmp_path):
+    written = [[5, 6, 7], [8], [65535, 0]]
+    write_megatron(tmp_path / "pile", written)
+    for name in ("pile", "pile.bin", "pile.idx"):
+        assert [tokens.tolist() for tokens in megatron(tmp_path / name)] == written
+    write_megatron(tmp_path / "wide", [[70000, 1]], dtype="<i4", code=4)
+    assert [tokens.tolist() for tokens in megatron(tmp_path / "wide.idx")] == [[70000, 1]]
+
+
+def test_damaged_megatron_data_is_named(tmp_path):
+    def broken(name: str, change) -> None:
+        write_megatron(tmp_path / "m", [[1, 2], [3]])
+        path = tmp_path / name
+        path.write_bytes(change(path.read_bytes()))
+        with pytest.raises(DataError, match=name):
+            list(megatron(tmp_path / "m"))
+
+    broken("m.bin", lambda data: data[:-1])
+    broken("m.idx", lambda data: data[:-1])
+    broken("m.idx", lambda data: b"X" + data[1:])
+    broken("m.idx", lambda data: data[:17] + bytes([7]) + data[18:])  # floats
+    broken("m.idx", lambda data: data[:42] + bytes(8) + bytes([9]) + data[51:])  # a pointer elsewhere
+
+
+def test_an_input_that_is_nothing_is_named(tmp_path):
+    with pytest.raises(InputError, match="nowhere: no such file"):
+        list(documents([str(tmp_path / "nowhere")]))
+    write_megatron(tmp_path / "m", [[1]])
+    with pytest.raises(InputError, match="tokens, not text"):
+        list(documents([str(tmp_path / "m.bin")]))
