@@ -110,7 +110,7 @@ def test_a_worker_that_dies_is_reported_and_the_rest_goes_home(corpus, tokenizer
             worker.kill()
             worker.join()
 
-    with pytest.raises(DataError, match="a tokenising process died.*fewer --workers"):
+    with pytest.raises(DataError, match=r"a tokenising process died.*fewer --workers"):
         prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2, progress=end_one)
     assert not multiprocessing.active_children()
 

@@ -1,0 +1,6 @@
+"""Text to tokens, tokens to shards, shards to batches: each step can be stopped, repeated and checked."""
+
+from adaponder.data.sampler import Batch, Sampler, read_windows
+from adaponder.data.shards import DataError, Manifest, Shards
+
+__all__ = ["Batch", "DataError", "Manifest", "Sampler", "Shards", "read_windows"]

@@ -1,0 +1,215 @@
+"""Text becomes the same tokens wherever it is encoded: in this process, or in many, in any order of work."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from adaponder.data.shards import DataError
+from adaponder.data.tokenizers import pieces
+from adaponder.errors import AdaPonderError, InputError
+
+
+class Item(NamedTuple):
+    """One document to encode: text, or tokens that someone else made (``origin`` names where, for errors)."""
+
+    index: int
+    content: str | np.ndarray
+    source: str
+    origin: str = ""
+
+
+class Encoded(NamedTuple):
+    """Documents of one batch in order, their tokens end to end; those left out by ``Encoder.done`` are missing."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    indices: list[int]
+    validation: list[bool]
+    sources: list[str]
+    utf8_bytes: list[int]
+    hashes: list[int]
+
+
+@dataclass
+class Encoder:
+    """Maps a batch of items to tokens; travels to other processes as plain data.
+
+    Attributes:
+        validation: share of documents, by hash, that go to validation.
+        done: per side (train, validation), items below this index are finished and left out.
+    """
+
+    tokenizer_json: str
+    end_id: int
+    vocab_size: int
+    dtype: str
+    validation: float
+    done: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self._tokenizer: Tokenizer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_tokenizer": None}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_str(self.tokenizer_json)
+            self._tokenizer.encode_special_tokens = True
+        return self._tokenizer
+
+    def __call__(self, batch: list[Item]) -> Encoded:
+        kept: list[tuple[Item, int, bool]] = []
+        for item in batch:
+            number = content_hash(item.content)
+            side = number / 2**64 < self.validation
+            if item.index >= self.done[side]:
+                kept.append((item, number, side))
+        tokens = self._encode([item for item, _, _ in kept])
+        return Encoded(
+            tokens=np.concatenate([np.empty(0, self.dtype), *tokens]).astype(self.dtype),
+            lengths=[len(part) for part in tokens],
+            indices=[item.index for item, _, _ in kept],
+            validation=[side for _, _, side in kept],
+            sources=[item.source for item, _, _ in kept],
+            utf8_bytes=[self._bytes(item.content) for item, _, _ in kept],
+            hashes=[number for _, number, _ in kept],
+        )
+
+    def _encode(self, items: list[Item]) -> list[np.ndarray]:
+        """Each item's tokens with exactly one end token after them."""
+        texts = [piece for item in items if isinstance(item.content, str) for piece in pieces(item.content)]
+        encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        end = np.array([self.end_id], self.dtype)
+        found = []
+        for item in items:
+            if isinstance(item.content, str):
+                parts = [np.array(next(encoded).ids, self.dtype) for _ in pieces(item.content)]
+            else:
+                parts = [self._accepted(item.content, item.origin)]
+            found.append(np.concatenate([*parts, end]))
+        return found
+
+    def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
+        """Someone else's tokens, refused where this tokenizer cannot have made them; a final end token is dropped."""
+        if self.vocab_size > 2 ** (8 * tokens.itemsize):
+            raise InputError(
+                f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
+                "the data was made with another one; name that with --tokenizer"
+            )
+        wrong = (tokens < 0) | (tokens >= self.vocab_size)
+        if wrong.any():
+            raise InputError(
+                f"{origin}: token id {tokens[np.argmax(wrong)]} at {np.argmax(wrong)} lies outside the tokenizer's "
+                f"vocabulary of {self.vocab_size}: the data was made with another one; name that with --tokenizer"
+            )
+        return tokens[:-1] if len(tokens) and tokens[-1] == self.end_id else tokens
+
+    def _bytes(self, content: str | np.ndarray) -> int:
+        text = content if isinstance(content, str) else self.tokenizer.decode(content.tolist())
+        return len(text.encode())
+
+
+def content_hash(content: str | np.ndarray) -> int:
+    """First 8 bytes, big-endian, of the SHA-256 of the text in UTF-8 (of tokens: as little-endian uint32)."""
+    data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+
+
+def encode_in_order(encoder: Encoder, batches: Iterable[list[Item]], *, workers: int) -> Generator[Encoded]:
+    """Equals ``map(encoder, batches)``, computed by ``workers`` processes; one means here."""
+    if workers == 1:
+        yield from map(encoder, batches)
+        return
+    crew = _hire(encoder, workers)
+    try:
+        yield from _deal(crew, iter(batches))
+    finally:
+        for connection, process in crew.items():
+            connection.close()  # a worker that finds its pipe closed goes home
+            process.join(timeout=5)
+            if process.is_alive():
+                process.terminate()
+
+
+def _hire(encoder: Encoder, workers: int) -> dict[Connection, Any]:
+    """One pipe per worker, whose other end only that worker holds: if this process is killed, they all see it closed.
+
+    Workers start from a clean server process, so neither threads nor a GPU of this one are forked into them.
+    """
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        # Python asks after its server as after a child: a process forked from the one that began it has none.
+        with contextlib.suppress(ChildProcessError):
+            return dict(_start(context, encoder) for _ in range(workers))
+    return dict(_start(multiprocessing.get_context("spawn"), encoder) for _ in range(workers))
+
+
+def _start(context: Any, encoder: Encoder) -> tuple[Connection, Any]:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, encoder), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _deal(crew: dict[Connection, Any], batches: Iterator[list[Item]]) -> Iterator[Encoded]:
+    """A free worker gets the next batch, results wait for their turn; how far work runs ahead is bounded."""
+    idle, busy, ready = list(crew), {}, {}
+    sent = turn = 0
+    more = True
+    while more or busy:
+        while more and idle and sent - turn < 4 * len(crew):
+            batch = next(batches, None)
+            if batch is None:
+                more = False
+                break
+            worker = idle.pop()
+            _talk(lambda worker=worker, batch=batch: worker.send(batch))
+            busy[worker], sent = sent, sent + 1
+        for worker in cast("list[Connection]", wait(list(busy))):
+            ready[busy.pop(worker)] = result = _talk(worker.recv)
+            idle.append(worker)
+            if isinstance(result, AdaPonderError):
+                raise result
+        while turn in ready:
+            yield ready.pop(turn)
+            turn += 1
+
+
+def _talk(exchange: Any) -> Any:
+    try:
+        return exchange()
+    except (EOFError, ConnectionError):
+        raise DataError(
+            "a tokenising process died, most likely for want of memory: run the same command again with fewer --workers"
+        ) from None
+
+
+def _work(connection: Connection, encoder: Encoder) -> None:
+    """A worker's life. Interrupting is the parent's decision, and processes rather than threads share the cores."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        while True:
+            batch = connection.recv()
+            try:
+                result: Encoded | AdaPonderError = encoder(batch)
+            except AdaPonderError as error:
+                result = error
+            connection.send(result)
+    except (EOFError, ConnectionError):
+        return

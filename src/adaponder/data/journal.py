@@ -1,0 +1,128 @@
+"""A folder belongs to one preparation: what is done stands in a journal, and other arguments are refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adaponder.data.shards import JOURNAL, MANIFEST, SPLITS, DataError, Manifest, Shard, Shards
+from adaponder.data.writer import leftovers, write_whole
+from adaponder.errors import InputError
+
+
+@dataclass
+class Journal:
+    """What is done: per split the complete shards, and the number of the first document not in one."""
+
+    fingerprint: dict[str, Any]
+    tokenizer_hash: str | None = None
+    end_token: str | None = None
+    shards: dict[str, list[Shard]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+    def save(self, out: Path) -> None:
+        write_whole(out / JOURNAL, json_bytes(asdict(self)))
+
+    @classmethod
+    def load(cls, out: Path) -> Journal:
+        try:
+            found = json.loads((out / JOURNAL).read_text(encoding="utf-8"))
+            shards = {split: [Shard(**shard) for shard in found["shards"][split]] for split in SPLITS}
+            return cls(**(found | {"shards": shards}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{out / JOURNAL}: damaged ({error}); delete {out} and prepare again") from None
+
+
+@contextlib.contextmanager
+def owned(out: Path) -> Iterator[None]:
+    """Only one preparation writes to a folder; the lock goes with the process, however that ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"--out {out}: {error.strerror}") from None
+    try:
+        _lock(descriptor, out)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, out: Path) -> None:
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"--out {out}: another preparation is writing there") from None
+    except (ImportError, OSError):
+        # Neither Windows nor every network file system can lock a folder; there the user must not start two.
+        return
+
+
+def claimed(out: Path, fingerprint: dict[str, Any]) -> Journal:
+    """The journal to go on from, in a folder that is new or was begun with the same arguments."""
+    journal = Journal.load(out) if (out / JOURNAL).is_file() else None
+    if journal is None and any(path.name != JOURNAL + ".tmp" for path in out.iterdir()):
+        raise InputError(f"--out {out} is not empty and was not made by adaponder prepare: name another folder")
+    if journal is None or journal.end_token is None:
+        # Nothing was made yet: whoever mistyped the tokenizer may simply try again.
+        journal = Journal(fingerprint)
+        journal.save(out)
+    _require_same(out, journal.fingerprint, fingerprint)
+    _require_shards(out, journal)
+    try:
+        for path in leftovers(out):
+            path.unlink()
+        for split in SPLITS:
+            (out / split).mkdir(exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+    return journal
+
+
+def _require_shards(out: Path, journal: Journal) -> None:
+    for split, shards in journal.shards.items():
+        for name in (name for shard in shards for name in (shard.tokens_name, shard.docs_name)):
+            if not (out / split / name).is_file():
+                raise DataError(f"{out / split / name} is gone: delete {out} and prepare again")
+
+
+def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
+    """The manifest of a folder that was prepared with the same arguments and is whole; ``None`` if there is work."""
+    if not (out / MANIFEST).is_file():
+        return None
+    manifest = Manifest.load(out)
+    _require_same(out, manifest.fingerprint, fingerprint)
+    for split in manifest.splits:
+        Shards.open(out, split)
+    (out / JOURNAL).unlink(missing_ok=True)
+    return manifest
+
+
+def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuses to mix two preparations, naming each argument that differs."""
+    old, new = json.loads(json.dumps(before)), json.loads(json.dumps(now))
+    changed = [
+        f"{name} was {_short(old.get(name))}, is {_short(new[name])}" for name in new if old.get(name) != new[name]
+    ]
+    if changed:
+        raise InputError(f"--out {out} was begun with other arguments: {'; '.join(changed)}; delete it or name another")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(
+            f"{part['input']} ({part['files']} files, {part['bytes']} bytes, {part['names_and_sizes'][:8]})"
+            for part in value
+        )
+    return str(value)[:100]
+
+
+def json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,224 @@
+"""Preparation may be stopped at any instant: the same command goes on, and the bytes are those of an unbroken run.
+
+Shards are complete or absent, ``progress.json`` says which are done and from which document on each split is still
+open, and ``manifest.json`` comes last. A rerun reads past what is done; it encodes only what no complete shard holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from adaponder.data import sources
+from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
+from adaponder.data.journal import Journal, claimed, finished, json_bytes, owned
+from adaponder.data.shards import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
+from adaponder.data.sources import Document, Leaf, Tally
+from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
+from adaponder.data.writer import ShardWriter, write_whole
+from adaponder.errors import InputError
+
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
+
+
+class Progress(NamedTuple):
+    """Where preparation stands: ``stage`` is tokenizer, tokens or done; ``read`` of ``total`` bytes of input."""
+
+    stage: str
+    documents: int
+    tokens: int
+    read: int
+    total: int
+
+
+def prepare(
+    inputs: Sequence[str],
+    *,
+    out: Path,
+    tokenizer: str,
+    end_token: str | None = None,
+    validation: float = 0.01,
+    workers: int = 1,
+    shard_tokens: int = 2**25,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """Tokenises ``inputs`` into ``out``; equal arguments give equal bytes, however often it was interrupted.
+
+    Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
+    2**64, lies below ``validation``: the same text always lands on the same side. A finished ``out`` is left as it is.
+    """
+    _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
+    tally = Tally()
+    leaves = sources.find(inputs, tally)
+    fingerprint = {
+        "inputs": sources.describe(leaves),
+        "tokenizer": tokenizer,
+        "tokenizer_file": _file_hash(tokenizer),
+        "end_token": end_token,
+        "validation": validation,
+        "shard_tokens": shard_tokens,
+    }
+    with owned(out):
+        before = finished(out, fingerprint)
+        return before or _prepare(leaves, tally, claimed(out, fingerprint), out, workers=workers, progress=progress)
+
+
+def _prepare(
+    leaves: Sequence[Leaf],
+    tally: Tally,
+    journal: Journal,
+    out: Path,
+    *,
+    workers: int,
+    progress: Callable[[Progress], None],
+) -> Manifest:
+    """Goes on from ``journal`` to the manifest."""
+    total = sum(leaf.size for leaf in leaves)
+    words, end_id = _tokenizer(journal, out, leaves, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
+    encoder = Encoder(
+        tokenizer_json=words.to_str(),
+        end_id=end_id,
+        vocab_size=vocabulary_size(words),
+        dtype=dtype_of(vocabulary_size(words)),
+        validation=journal.fingerprint["validation"],
+        done=(journal.documents["train"], journal.documents["validation"]),
+    )
+    items = _Items(leaves, tally, skip=min(encoder.done))
+    writing = _Writing(out, journal, dtype=encoder.dtype)
+    with contextlib.closing(encode_in_order(encoder, items.batches(), workers=workers)) as encoded:
+        for batch in encoded:
+            writing.add(batch)
+            progress(Progress("tokens", items.count, writing.tokens, tally.read, total))
+    if not items.count:
+        raise DataError("the inputs hold not one document that is not empty")
+    writing.finish(items.count)
+    manifest = Manifest(
+        dtype=encoder.dtype,
+        vocab_size=encoder.vocab_size,
+        end_id=end_id,
+        tokenizer_hash=tokenizer_hash(words),
+        splits={split: tuple(shards) for split, shards in journal.shards.items()},
+        fingerprint=journal.fingerprint,
+        skipped=tally.skipped(),
+    )
+    write_whole(out / MANIFEST, json_bytes(manifest.as_dict()))
+    (out / JOURNAL).unlink()
+    progress(Progress("done", items.count, writing.tokens, total, total))
+    return manifest
+
+
+def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int, shard_tokens: int) -> None:
+    if not inputs:
+        raise InputError("inputs: name at least one file, folder or stdlib")
+    for given in inputs:
+        if Path(given).is_dir() and out.resolve().is_relative_to(Path(given).resolve()):
+            raise InputError(f"--out {out} lies inside the input {given}: its shards would become input; name another")
+    if not 0 <= validation < 1:
+        raise InputError(f"--validation {validation}: a share from 0 up to, but not, 1")
+    if workers < 1:
+        raise InputError(f"--workers {workers}: at least one process must do the work")
+    if shard_tokens < 1:
+        raise InputError(f"--shard-tokens {shard_tokens}: a shard must hold at least one token")
+
+
+class _Items:
+    """The documents of the inputs, numbered, in batches; ``count`` is how many were read, ``skip`` are done."""
+
+    def __init__(self, leaves: Sequence[Leaf], tally: Tally, *, skip: int):
+        self.leaves, self.tally, self.skip, self.count = leaves, tally, skip, 0
+
+    def batches(self) -> Iterator[list[Item]]:
+        batch: list[Item] = []
+        size = 0
+        for record in sources.read(self.leaves, self.tally):
+            index, self.count = self.count, self.count + 1
+            if index < self.skip:
+                continue
+            origin = "" if isinstance(record, Document) else record.origin
+            batch.append(Item(index, record[0], record.source, origin))
+            size += len(record[0])
+            if len(batch) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+
+class _Writing:
+    """Both splits being written, and the journal kept in step with the disk."""
+
+    def __init__(self, out: Path, journal: Journal, *, dtype: str):
+        self.out, self.journal = out, journal
+        self.tokens = sum(shard.tokens for shards in journal.shards.values() for shard in shards)
+        shard_tokens = journal.fingerprint["shard_tokens"]
+        self.writers = {
+            split: ShardWriter(out / split, dtype=dtype, shard_tokens=shard_tokens, number=len(shards))
+            for split, shards in journal.shards.items()
+        }
+
+    def add(self, batch: Encoded) -> None:
+        start = 0
+        for document, length in enumerate(batch.lengths):
+            split = SPLITS[batch.validation[document]]
+            writer = self.writers[split]
+            writer.add(
+                batch.tokens[start : start + length],
+                source=batch.sources[document],
+                utf8_bytes=batch.utf8_bytes[document],
+                content_hash=batch.hashes[document],
+            )
+            start += length
+            self.tokens += length
+            if writer.full:
+                self._write(split, batch.indices[document] + 1)
+
+    def finish(self, documents: int) -> None:
+        for split, writer in self.writers.items():
+            if writer.tokens:
+                self._write(split, documents)
+
+    def _write(self, split: str, documents: int) -> None:
+        self.journal.shards[split].append(self.writers[split].write())
+        self.journal.documents[split] = documents
+        self.journal.save(self.out)
+
+
+def _tokenizer(
+    journal: Journal, out: Path, leaves: Sequence[Leaf], progress: Callable[[int], None]
+) -> tuple[Tokenizer, int]:
+    """(tokenizer, id of its end token) of the journal's arguments; an interrupted run's own, if it got so far."""
+    if journal.end_token is not None:
+        words, end_id = load_tokenizer(str(out / TOKENIZER), end_token=journal.end_token)
+        if tokenizer_hash(words) != journal.tokenizer_hash:
+            raise DataError(f"{out / TOKENIZER} is not the one begun with: delete {out} and prepare again")
+        return words, end_id
+    texts = _training_texts(leaves, journal.fingerprint["validation"], progress)
+    words, end_id = load_tokenizer(journal.fingerprint["tokenizer"], texts, end_token=journal.fingerprint["end_token"])
+    write_whole(out / TOKENIZER, words.to_str(pretty=True).encode())
+    journal.tokenizer_hash, journal.end_token = tokenizer_hash(words), words.id_to_token(end_id)
+    journal.save(out)
+    return words, end_id
+
+
+def _training_texts(leaves: Iterable[Leaf], validation: float, progress: Callable[[int], None]) -> Iterator[str]:
+    """Texts of the training side only: not even the vocabulary has seen the validation side."""
+    tally = Tally()
+    for record in sources.read(leaves, tally):
+        if not isinstance(record, Document):
+            raise InputError(f"{record.origin}: tokens already; name the tokenizer that made them, not {TRAIN}N")
+        progress(tally.read)
+        if content_hash(record.text) / 2**64 >= validation:
+            yield record.text
+
+
+def _file_hash(spec: str) -> str | None:
+    """Of a tokenizer that is a file here; what the hub or training gives is fixed by the spec and by tokenizer.json."""
+    for path in (Path(spec), Path(spec) / "tokenizer.json"):
+        if path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+    return None

@@ -1,0 +1,132 @@
+"""A batch is a pure function of seed and step: no state to save, the same order for any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from adaponder.data.shards import DataError, Shards
+from adaponder.errors import InputError
+
+_ROUNDS = 8
+
+
+class Batch(NamedTuple):
+    """Rows of a global batch; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+
+    Attributes:
+        tokens: ``int64[rows, sequence + 1]``.
+        documents: ``int64[rows, sequence + 1]``, the running number of each token's document in the split.
+        windows: ``int64[rows]``, which block of the split each row is.
+    """
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    windows: np.ndarray
+
+
+def count_windows(shards: Shards, sequence: int) -> int:
+    """How many disjoint blocks of ``sequence + 1`` tokens the split holds; the rest of it is never read."""
+    if sequence < 1:
+        raise InputError(f"sequence={sequence}: a window must predict at least one token")
+    windows = shards.tokens // (sequence + 1)
+    if not windows:
+        raise DataError(
+            f"{shards.folder}/{shards.split} has {shards.tokens} tokens, one window takes "
+            f"sequence + 1 = {sequence + 1}: prepare more text or shorten the sequence"
+        )
+    return windows
+
+
+def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int) -> Batch:
+    """The given blocks of the split as rows, in the given order (``np.arange(…)`` for evaluation)."""
+    starts = windows * (sequence + 1)
+    tokens = shards.read_blocks(starts, sequence + 1)
+    return Batch(tokens, shards.number_blocks(starts, sequence + 1), windows)
+
+
+class Sampler:
+    """Row r of step s is window ``permute(i % windows)`` of epoch ``i // windows`` for ``i = s * global_batch + r``.
+
+    Epochs are without replacement, and a batch may straddle two. ``windows`` says how many an epoch has.
+    """
+
+    def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):
+        if global_batch < 1:
+            raise InputError(f"global_batch={global_batch}: a step needs at least one row")
+        self.shards, self.sequence, self.global_batch, self.seed = shards, sequence, global_batch, seed
+        self.windows = count_windows(shards, sequence)
+        if self.windows < global_batch:
+            raise DataError(
+                f"{shards.folder}/{shards.split} has {self.windows} windows of {sequence + 1} tokens, "
+                f"global_batch={global_batch} would repeat some within a step: "
+                f"lower global_batch to {self.windows} or less, shorten the sequence, or prepare more text"
+            )
+
+    def batch(self, step: int) -> Batch:
+        return self.rows(step, 0, self.global_batch)
+
+    def rows(self, step: int, first: int, count: int) -> Batch:
+        """``batch(step)`` cut to rows ``first … first + count - 1``, reading only those."""
+        if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
+            raise InputError(f"step {step}, rows {first} … {first + count}: a step has rows 0 … {self.global_batch}")
+        return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
+
+    def epoch(self, step: int) -> float:
+        """How many times the split was read before ``step``."""
+        return step * self.global_batch / self.windows
+
+    def fingerprint(self) -> str:
+        """A hash of all that decides every batch: the data's checksums and these settings."""
+        content = [(shard.tokens, shard.tokens_sha256) for shard in self.shards.manifest.splits[self.shards.split]]
+        settings = (self.shards.tokenizer_hash, self.sequence, self.global_batch, self.seed)
+        return hashlib.sha256(json.dumps([content, settings]).encode()).hexdigest()
+
+    def _windows(self, step: int, first: int, count: int) -> np.ndarray:
+        index = step * self.global_batch + first + np.arange(count, dtype=np.int64)
+        epochs, places = np.divmod(index, self.windows)
+        chosen = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            chosen[here] = permute(places[here], self.windows, keys=round_keys(self.seed, epoch))
+        return chosen
+
+
+@lru_cache(maxsize=4)
+def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """Eight 64-bit keys that any change of seed or epoch changes."""
+    digest = hashlib.shake_256(f"adaponder sampler {seed} {epoch}".encode()).digest(8 * _ROUNDS)
+    return tuple(int.from_bytes(digest[place : place + 8], "little") for place in range(0, len(digest), 8))
+
+
+def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarray:
+    """A bijection of ``[0, size)`` chosen by ``keys``, applied to ``values``; nothing of length ``size`` is made.
+
+    A Feistel network permutes the next square number; a value thrown outside ``[0, size)`` walks on along its cycle,
+    which leads back inside because it started there.
+    """
+    root = max(2, math.isqrt(size - 1) + 1)
+    moved = _feistel(values.astype(np.uint64), np.uint64(root), keys)
+    while (outside := moved >= size).any():
+        moved[outside] = _feistel(moved[outside], np.uint64(root), keys)
+    return moved.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, root: np.uint64, keys: tuple[int, ...]) -> np.ndarray:
+    """Digits to base ``root`` take turns: each round adds to one a keyed hash of the other, so each can be undone."""
+    left, right = np.divmod(values, root)
+    for key in keys:
+        left, right = right, (left + _mix(right ^ np.uint64(key)) % root) % root
+    return left * root + right
+
+
+def _mix(bits: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: each bit of the result depends on each bit given."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -1,0 +1,155 @@
+"""A tokenizer is known by its hash, ends documents with one token, and takes whatever text spells as text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from adaponder.errors import InputError
+
+END = "<|endoftext|>"
+TRAIN = "train-bpe:"
+# A vocabulary does not get better with more text than this, and counting words takes memory.
+TRAINING_BYTES = 2**28
+# A longer document is encoded piece by piece: memory and time stay bounded for one line of any length.
+PIECE = 2**20
+
+
+def load_tokenizer(
+    spec: str, documents: Iterable[str] | None = None, *, end_token: str | None = None
+) -> tuple[Tokenizer, int]:
+    """(tokenizer, id of the end token) of ``spec``.
+
+    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, or ``train-bpe:N``: a
+    byte-level BPE of at most ``N`` entries, trained on ``documents`` (a small corpus has fewer pairs to merge).
+    ``end_token`` is, unless given, what ``tokenizer_config.json`` calls ``eos_token``, else ``<|endoftext|>``.
+
+    The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
+    cannot forge its own end.
+    """
+    if spec.startswith(TRAIN):
+        tokenizer = train_bpe(_entries(spec), documents, end_token=end_token or END)
+    else:
+        path = _file_of(spec)
+        tokenizer = _read(path)
+        end_token = end_token or _eos_token(path.parent / "tokenizer_config.json") or END
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    end_id = tokenizer.token_to_id(end_token or END)
+    if end_id is None:
+        raise InputError(f"tokenizer {spec} has no token {end_token!r}: name its end token with --end-token")
+    return tokenizer, end_id
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """SHA-256 of the tokenizer's canonical JSON."""
+    return hash_of_json(tokenizer.to_str())
+
+
+def hash_of_json(text: str) -> str:
+    """SHA-256 of a ``tokenizer.json`` whatever its layout; padding and truncation are habits of use, not identity."""
+    content = json.loads(text)
+    kept = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The highest id plus one: what an embedding table must hold, gaps included."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str = END) -> Tokenizer:
+    """A byte-level BPE of at most ``entries`` entries, the end token first (0), then the 256 bytes, then merges."""
+    if documents is None:
+        raise InputError(f"{TRAIN}{entries} needs documents to train on")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[end_token],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_bytes(documents, TRAINING_BYTES), trainer)
+    return tokenizer
+
+
+def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
+    for text in documents:
+        # Training, too, would take one line of any length as one word.
+        yield from pieces(text, limit=2**16)
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def _entries(spec: str) -> int:
+    number = spec.removeprefix(TRAIN)
+    if not number.isdecimal() or int(number) < 257:
+        raise InputError(f"--tokenizer {spec}: at least {TRAIN}257, the 256 bytes and the end token")
+    return int(number)
+
+
+def _file_of(spec: str) -> Path:
+    path = Path(spec)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            raise InputError(f"--tokenizer {spec}: the folder has no tokenizer.json")
+        return path / "tokenizer.json"
+    if spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".json"):
+        raise InputError(f"--tokenizer {spec}: no such file or folder")
+    return _download(spec)
+
+
+def _download(name: str) -> Path:
+    """``tokenizer.json`` of a hub repository; only JSON is fetched, so nothing could execute."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise InputError(
+            f"--tokenizer {name}: not a file or folder here, and the hub did not give it ({error})"
+        ) from error
+    if not (folder / "tokenizer.json").is_file():
+        raise InputError(f"--tokenizer {name}: the hub repository has no tokenizer.json")
+    return folder / "tokenizer.json"
+
+
+def _read(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for anything it cannot read
+        raise InputError(f"{path}: not a tokenizer.json ({error})") from None
+
+
+def _eos_token(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    return found.get("content") if isinstance(found, dict) else found
+
+
+def pieces(text: str, limit: int = PIECE) -> Iterator[str]:
+    """``text`` cut into at most ``limit`` characters each, after a line or before a space where there is one."""
+    start = 0
+    while len(text) - start > limit:
+        stop = start + limit
+        line, space = text.rfind("\n", start + 1, stop) + 1, text.rfind(" ", start + 1, stop)
+        cut = line if line > start + limit // 2 else space
+        cut = cut if cut > start + limit // 2 else stop
+        yield text[start:cut]
+        start = cut
+    yield text[start:]

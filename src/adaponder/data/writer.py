@@ -1,0 +1,91 @@
+"""A file appears whole, under its final name, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from adaponder.data.shards import DOCS, DTYPES, DataError, Shard
+
+
+class ShardWriter:
+    """Gathers the documents of one split and writes them as whole shards."""
+
+    def __init__(self, folder: Path, *, dtype: str, shard_tokens: int, number: int = 0):
+        self.folder, self.dtype, self.shard_tokens, self.number = folder, DTYPES[dtype], shard_tokens, number
+        self.tokens = 0
+        self._parts: list[np.ndarray] = []
+        self._rows: list[tuple[int, int, str, int, int]] = []
+
+    @property
+    def full(self) -> bool:
+        """A shard is closed by the document that fills it: no document is cut, none waits."""
+        return self.tokens >= self.shard_tokens
+
+    def add(self, tokens: np.ndarray, *, source: str, utf8_bytes: int, content_hash: int) -> None:
+        self._rows.append((self.tokens, len(tokens), source, utf8_bytes, content_hash))
+        self._parts.append(tokens)
+        self.tokens += len(tokens)
+
+    def write(self) -> Shard:
+        """Writes what was gathered and starts the next shard. Tokens come last: where they are, the table is too."""
+        tokens = np.concatenate(self._parts).astype(self.dtype).tobytes()
+        columns = dict(zip(DOCS.names, zip(*self._rows, strict=True), strict=True))
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({name: list(values) for name, values in columns.items()}, schema=DOCS), sink)
+        docs = sink.getvalue().to_pybytes()
+        shard = Shard(
+            number=self.number,
+            tokens=self.tokens,
+            documents=len(self._rows),
+            utf8_bytes=sum(columns["utf8_bytes"]),
+            tokens_sha256=hashlib.sha256(tokens).hexdigest(),
+            docs_sha256=hashlib.sha256(docs).hexdigest(),
+        )
+        write_whole(self.folder / shard.docs_name, docs)
+        write_whole(self.folder / shard.tokens_name, tokens)
+        self.number, self.tokens, self._parts, self._rows = self.number + 1, 0, [], []
+        return shard
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """``path`` holds ``data``, or what it held before, whenever the process or the power goes."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise DataError(
+            f"{path} could not be written: {error.strerror or error}; what was finished before is intact: "
+            "make room and run the same command again, it continues"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename survive a power cut; systems that cannot open a folder need no such thing."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def leftovers(folder: Path) -> Iterator[Path]:
+    """Temporary files that an interruption left."""
+    yield from folder.glob("*.tmp")
+    yield from folder.glob("*/*.tmp")

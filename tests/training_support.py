@@ -1,0 +1,76 @@
+"""A corpus and a recipe small enough to train in a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adaponder.data.prepare import prepare
+from adaponder.recipe import Recipe, load_recipe
+
+
+def corpus(folder: Path) -> Path:
+    """A prepared folder of made-up text: a few hundred documents, deterministic."""
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+        "while",
+        "rain",
+        "fell",
+        "and",
+        "nobody",
+        "read",
+        "what",
+        "it",
+        "wrote",
+        "to",
+        "itself",
+        "again",
+    ]
+    lines = []
+    for number in range(400):
+        text = " ".join(words[(number * 7 + i * (number % 5 + 1)) % len(words)] for i in range(20 + number % 13))
+        lines.append(f'{{"text": "{text} {number}", "source": "made up"}}')
+    raw = folder / "made-up.jsonl"
+    raw.write_text("\n".join(lines))
+    prepare([str(raw)], out=folder / "shards", tokenizer="train-bpe:300", validation=0.1, workers=1)
+    return folder / "shards"
+
+
+def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:
+    """Eight steps in both stages of a tiny model."""
+    shape = {
+        "model_type": "gpt_neox",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 32,
+    }
+    return load_recipe(
+        "cpu/demo",
+        [
+            *(f"model.backbone.{key}={value}" for key, value in shape.items()),
+            f"model.method={method}",
+            "model.iterations=3",
+            f"data.source={shards}",
+            "data.sequence=32",
+            "train.steps=8",
+            "train.global_batch=4",
+            "train.gate_lr=1e-2",
+            "train.lr=1e-2",
+            "train.ponder_start=3",
+            "train.ponder_full=5",
+            "train.ponder_weight=1.0",
+            "train.k_max=0.5",
+            "train.eval_every=0",
+            "train.eval_tokens=256",
+            "train.save_every=2",
+            "train.keep=99",
+            "train.log_every=1",
+            *overrides,
+        ],
+    )

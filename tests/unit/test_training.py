@@ -1,0 +1,202 @@
+"""The loop against a plain one, resume against never having stopped, several processes against one."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
+from adaponder.data import Sampler, Shards
+from adaponder.errors import AdaPonderError
+from adaponder.recipe import Recipe
+from adaponder.training.build import build_model
+from adaponder.training.run import train
+from training_support import corpus, small
+
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def plain_loop(recipe: Recipe, shards: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What the loop must equal: forty lines of nothing but torch."""
+    opened, plan = Shards.open(shards, "train"), recipe.train
+    sampler = Sampler(opened, sequence=recipe.data.sequence, global_batch=plan.global_batch, seed=plan.seed)
+    model = build_model(recipe, opened.vocab_size)
+    rates = {True: plan.lr, False: plan.gate_lr}
+    groups = [
+        {
+            "params": [
+                p for n, p in model.named_parameters() if n.startswith("backbone") == own and (p.ndim > 1) == big
+            ],
+            "weight_decay": plan.weight_decay if big else 0.0,
+            "peak": rates[own],
+        }
+        for own in (True, False)
+        for big in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=plan.betas, eps=1e-8)
+    warmup, found = round(plan.warmup * plan.steps), []
+    for step in range(plan.steps):
+        done = (step - warmup) / (plan.steps - 1 - warmup)
+        cosine = plan.min_lr_ratio + (1 - plan.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * ((step + 1) / warmup if step < warmup else cosine)
+        tokens = torch.from_numpy(sampler.batch(step).tokens)
+        k = 0.0 if step <= 3 else plan.k_max * min(1.0, (step - 3) / 2)
+        objective = Objective(ponder_weight=plan.ponder_weight if step >= 3 else 0.0, ponder_fraction=k)
+        halting = {} if step >= 3 else {"policy": FixedDepth(3)}
+        output = model(tokens[:, :-1], targets=tokens[:, 1:], objective=objective, **halting)
+        optimizer.zero_grad()
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        found.append(float(output.loss.detach()))
+    return found, model.state_dict()
+
+
+def test_the_loop_equals_forty_plain_lines_through_both_stages(shards, tmp_path):
+    recipe = small(shards, "train.dtype=float64", "train.steps=50", "train.save_every=0")
+    expected, state = plain_loop(recipe, shards)
+    done = train(recipe, out=tmp_path / "run", quiet=True)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
+    for name, value in done.trainer.model.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-9)
+    assert expected[-1] < 0.7 * expected[0], "it must learn for this to mean anything"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_evaluates_and_opens_with_from_pretrained(shards, tmp_path, method):
+    done = train(small(shards, method=method), out=tmp_path / "run", quiet=True)
+    model = AdaPonderForCausalLM.from_pretrained(done.final)
+    assert model.config.method == method
+    line = metrics(tmp_path / "run")[-1]
+    assert 1 <= line["validation_depth"] <= 3
+    assert line["validation_loss"] < math.log(300) + 1
+
+
+def test_accumulated_gradients_equal_the_whole_batch(shards, tmp_path):
+    whole = small(shards, "train.dtype=float64", "train.ponder_weight=0")
+    parts = small(shards, "train.dtype=float64", "train.ponder_weight=0", "train.micro_batch=1")
+    train(whole, out=tmp_path / "whole", quiet=True)
+    train(parts, out=tmp_path / "parts", quiet=True)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+
+
+def test_documents_apart_and_checkpointing_train(shards, tmp_path):
+    apart = small(shards, "data.attend_across_documents=false")
+    train(apart, out=tmp_path / "apart", quiet=True)
+    replayed = small(shards, "train.gradient_checkpointing=true")
+    train(replayed, out=tmp_path / "replayed", quiet=True)
+    train(small(shards), out=tmp_path / "plain", quiet=True)
+    assert losses(tmp_path / "replayed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
+    assert losses(tmp_path / "apart") != losses(tmp_path / "plain")
+
+
+def test_gates_alone_train_first_and_the_backbone_waits(shards, tmp_path):
+    recipe = small(shards, "train.freeze_backbone_steps=4", "train.halt_before_ponder=true")
+    done = train(recipe, out=tmp_path / "run", quiet=True)
+    start = build_model(recipe, Shards.open(shards, "train").vocab_size).state_dict()
+    halfway = AdaPonderForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-00000004").state_dict()
+    moved = {name for name, value in halfway.items() if not torch.equal(value, start[name])}
+    assert moved
+    assert all(name.startswith("method.") for name in moved)
+    end = done.trainer.model.state_dict()
+    assert any(not torch.equal(value, end[name]) for name, value in halfway.items() if name.startswith("backbone."))
+    with pytest.raises(AdaPonderError, match="freeze_backbone_steps"):
+        train(small(shards, "train.freeze_backbone_steps=4", method="ponder"), out=tmp_path / "no", quiet=True)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 7])
+def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, stop_at):
+    recipe = small(shards, "train.freeze_backbone_steps=2", "train.save_every=1")
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    calls = []
+
+    class Stop(Exception):
+        pass
+
+    def stopping(trainer):
+        calls.append(trainer.step)
+        return trainer.step == stop_at
+
+    from adaponder.training import loop
+
+    original = loop.Trainer._after_step
+
+    def after(self, end):
+        original(self, end)
+        return self.step == stop_at
+
+    loop.Trainer._after_step = after
+    try:
+        assert train(recipe, out=tmp_path / "broken", quiet=True).final is None
+    finally:
+        loop.Trainer._after_step = original
+    train(recipe, out=tmp_path / "broken", resume="auto", quiet=True)
+    whole, broken = (weights(tmp_path / name / "final") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import torch; torch.set_num_threads(1)
+from training_support import small
+from adaponder.training.run import train
+train(small(Path({shards!r}), *{overrides!r}), out=Path({out!r}), quiet=True)
+"""
+
+
+def launch(processes: int, shards: Path, out: Path, *overrides: str) -> None:
+    here = Path(__file__).parents[1]
+    paths = [str(here), str(here.parent / "src")]
+    code = LAUNCH.format(paths=paths, shards=str(shards), overrides=list(overrides), out=str(out))
+    script = out.with_suffix(".py")
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_train_like_one_across_a_change_of_phase(shards, tmp_path, parallel):
+    overrides = [
+        "train.steps=20",
+        "train.freeze_backbone_steps=6",
+        "train.halt_before_ponder=true",
+        f"train.parallel={parallel}",
+        "train.save_every=0",
+    ]
+    train(small(shards, *overrides), out=tmp_path / "one", quiet=True)
+    launch(2, shards, tmp_path / "two", *overrides)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    one, two = (weights(tmp_path / name / "final") for name in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
+    terms = [[line["ponder"] for line in metrics(tmp_path / name) if "ponder" in line] for name in ("one", "two")]
+    assert terms[0] == pytest.approx(terms[1], rel=1e-5)
