@@ -10,26 +10,7 @@ from adaponder.recipe import Recipe, load_recipe
 
 def corpus(folder: Path) -> Path:
     """A prepared folder of made-up text: a few hundred documents, deterministic."""
-    words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "a",
-        "mat",
-        "while",
-        "rain",
-        "fell",
-        "and",
-        "nobody",
-        "read",
-        "what",
-        "it",
-        "wrote",
-        "to",
-        "itself",
-        "again",
-    ]
+    words = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "nobody", "read", "it", "again"]
     lines = []
     for number in range(400):
         text = " ".join(words[(number * 7 + i * (number % 5 + 1)) % len(words)] for i in range(20 + number % 13))
