@@ -212,13 +212,18 @@ def doctor(json: Json = None) -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to leave the demo's checkpoints.")] = Path("demo"),
-    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The run folder; the same command again goes on.")] = Path(
+        "runs/demo"
+    ),
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of cpu/demo.")
+    ] = None,
+    json: Json = None,
 ) -> None:
-    """Build a tiny model, convert it, and watch tokens halt: a minute on any machine, nothing is downloaded."""
+    """Pretrain a small AdaPonderLM on the Python standard library and show what it learned: minutes, no download."""
     from adaponder.commands import demo as command
 
-    command.run(out=out, seed=seed)
+    command.run(out=out, overrides=overrides or [], json=json)
 
 
 def main() -> None:

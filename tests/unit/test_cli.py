@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from adaponder import cli, terminal
 from adaponder.commands import demo
-from adaponder.commands.demo import make_stock
 from adaponder.commands.generate import pieces
+from stock_support import make_stock
+from training_support import corpus
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_help_teaches_every_command():
     result = CliRunner().invoke(cli.app, ["--help"])
-    for name in ("convert", "generate", "inspect", "doctor", "demo"):
+    for name in ("convert", "prepare", "train", "recipes", "generate", "inspect", "doctor", "demo"):
         assert name in result.output
         one = CliRunner().invoke(cli.app, [name, "--help"])
         assert one.exit_code == 0
@@ -162,17 +163,32 @@ def test_interruption_exits_with_130(monkeypatch, capsys, checkpoint):
     assert run(monkeypatch, capsys, "generate", str(checkpoint), "--prompt", "x")[0] == 130
 
 
-def test_the_demo_runs_and_replaces_only_itself(tmp_path, capsys):
-    demo.run(out=tmp_path / "demo")
-    demo.run(out=tmp_path / "demo")
+def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
+    shards = corpus(tmp_path)
+    small = [
+        f"data.source={shards}",
+        "data.sequence=32",
+        "train.steps=6",
+        "train.ponder_start=2",
+        "train.ponder_full=4",
+        "train.eval_tokens=256",
+        "train.eval_every=0",
+        "train.save_every=0",
+        "model.backbone.max_position_embeddings=256",
+    ]
+    found = demo.run(out=tmp_path / "runs" / "demo", overrides=small)
     shown = capsys.readouterr().out
-    assert "one iteration equals the source" in shown
-    assert "Three executions" in shown
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="not an earlier demo"):
-        demo.run(out=tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").exists()
+    assert "token frequencies alone" in shown
+    assert "Tokens halted early" in shown
+    assert len(found["forced"]) == 4
+    assert found["forced"][-1] == pytest.approx(found["validation_loss"], abs=0.05)
+    assert found["unigram"] < found["uniform"]
+    readme = (tmp_path / "runs" / "demo" / "README.md").read_text()
+    assert "adaponder generate" in readme
+    result = CliRunner().invoke(
+        cli.app, ["generate", str(tmp_path / "runs" / "demo"), "--prompt", "the cat", "--max-new-tokens", "3"]
+    )
+    assert result.exit_code == 0
 
 
 def test_pieces_join_to_the_text_even_where_a_character_spans_tokens(stock):

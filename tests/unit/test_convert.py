@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, checkpoints, convert
-from adaponder.commands.demo import make_stock
 from adaponder.errors import CheckpointError, InputError
+from stock_support import make_stock
 from support import FAMILIES, METHODS, ids, stock
 
 

@@ -1,115 +1,113 @@
-"""adaponder demo: the whole path on a tiny model, from a stock decoder to tokens that halt, nothing downloaded."""
+"""adaponder demo: the main job on a laptop: prepare, pretrain, look at what was learned; nothing is downloaded."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import shutil
+import math
 from pathlib import Path
+from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedTokenizerFast
+import numpy as np
+from transformers import PreTrainedTokenizerFast
 
-from adaponder.commands import convert as convert_command
-from adaponder.commands.generate import generate, load_tokenizer, show
-from adaponder.errors import InputError
+from adaponder.commands.generate import generate, show
+from adaponder.commands.train import show_recipe
+from adaponder.data import Shards
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import LearnedGate
-from adaponder.terminal import console, table
+from adaponder.policies import FixedDepth
+from adaponder.recipe import Recipe, load_recipe
+from adaponder.terminal import console, table, write_json
+from adaponder.training.loop import Trainer
+from adaponder.training.run import train
 
-PROMPT = "def read(token):"
-_MARK = "adaponder-demo.txt"
+PROMPT = "def "
 
 
-def run(*, out: Path, seed: int = 0) -> None:
-    _make_room(out)
-    console.rule("1  a stock decoder")
-    stock = make_stock(out / "stock", seed=seed)
-    console.print(f"GPT-NeoX, random weights, {sum(p.numel() for p in stock.parameters()):,} parameters → {out}/stock")
+def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | None = None) -> dict[str, Any]:
+    recipe = load_recipe("cpu/demo", overrides)
+    console.rule("1  pretrain AdaPonderLM on the Python standard library")
+    show_recipe(recipe, overrides)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = train(recipe, out=out, resume="auto" if resume else None, data=out.parent.parent / "data")
+    if done.final is None:
+        console.print(f"stopped at step {done.step}; the same command goes on")
+        return {"step": done.step}
 
-    console.rule("2  adaponder convert")
-    text = " ".join((inspect.getdoc(json) or "").split())
-    convert_command.run(str(out / "stock"), out=out / "adaponder", method="adaponder", iterations=4, text=text)
+    console.rule("2  what it learned")
+    found = assess(recipe, done.trainer)
+    show_assessment(found, recipe)
 
-    console.rule("3  tokens halt")
-    model = AdaPonderForCausalLM.from_pretrained(out / "adaponder").eval()
-    tokenizer = load_tokenizer(str(out / "adaponder"))
-    stir_gates(model, seed=seed)
-    console.print(
-        "Nothing is trained yet, so the gates get random weights: depth shows the mechanism, not difficulty.\n"
+    console.rule("3  what it writes, each token coloured by how often it was read")
+    model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
+    words = PreTrainedTokenizerFast(
+        tokenizer_file=str(done.trainer.sampler.shards.folder / "tokenizer.json"), eos_token="<|endoftext|>"
     )
-    policy = LearnedGate(0.5)
-    settings = {"max_new_tokens": 48, "do_sample": True, "temperature": 0.8}
-    done = generate(model, tokenizer, PROMPT, policy=policy, max_iterations=None, seed=seed, settings=settings)
-    show(done, colours=True)
-
-    console.rule("4  one function, however it is run")
-    show_agreement(model, tokenizer, "".join(done.pieces), policy)
-    console.print(f"\nGo on: adaponder inspect {out}/adaponder, or adaponder convert a checkpoint of yours.")
-
-
-def _make_room(out: Path) -> None:
-    """Replaces an earlier demo; refuses anything else."""
-    if out.is_dir() and any(out.iterdir()):
-        if not (out / _MARK).is_file():
-            raise InputError(f"--out {out} is not empty and not an earlier demo: name another folder")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / _MARK).write_text("Made by adaponder demo, which replaces this folder when run again.\n")
+    words.save_pretrained(done.final)
+    settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
+    (out / "README.md").write_text(_readme(out, found))
+    console.print(f"\nThe run is in [bold]{out}[/]; its README says how to go on.")
+    write_json(json, found)
+    return found
 
 
-def make_stock(folder: Path, *, seed: int) -> torch.nn.Module:
-    """A tiny GPT-NeoX and a byte-level tokenizer, saved as any checkpoint is."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([inspect.getsource(module) for module in (json, inspect, shutil)], trainer)
-    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
-    torch.manual_seed(seed)
-    config = GPTNeoXConfig(
-        vocab_size=len(words),
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=512,
-        max_position_embeddings=512,
-        bos_token_id=0,  # <|endoftext|>, the first special token
-        eos_token_id=0,
-        initializer_range=0.1,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
-    return model
-
-
-@torch.no_grad()
-def stir_gates(model: AdaPonderForCausalLM, *, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.method.parameters():
-        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-
-
-@torch.no_grad()
-def show_agreement(model: AdaPonderForCausalLM, tokenizer, text: str, policy: LearnedGate) -> None:
-    """Dense, compact and token-by-token on the same text: the same logits for less work."""
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    dense = model(ids, policy=policy, execution="dense")
-    compact = model(ids, policy=policy, execution="compact", use_cache=True)
-    ledger = model.new_ledger()
-    steps = [model(token[:, None], policy=policy, past_key_values=ledger).logits for token in ids.unbind(1)]
-
-    def difference(logits: torch.Tensor) -> str:
-        return f"{float((logits - dense.logits).abs().max()):.1e}"
-
-    rows = [
-        ("dense, masked", ids.numel() * model.config.iterations, "—"),
-        ("compact", compact.past_key_values.rows, difference(compact.logits)),
-        ("one token at a time", ledger.rows, difference(torch.cat(steps, 1))),
+def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
+    """Validation loss of the trained model, at its own depths and at every forced one, beside what needs no model."""
+    tokens = recipe.train.eval_tokens
+    learned = trainer.evaluate(tokens)
+    forced = [
+        trainer.evaluate(tokens, policy=FixedDepth(depth))["validation_loss"]
+        for depth in range(1, trainer.model.config.iterations + 1)
     ]
-    console.print(table("Three executions (float32)", ("execution", "rows computed", "largest difference"), rows))
+    shards = trainer.sampler.shards
+    untrained = math.log(trainer.model.config.vocab_size)
+    return learned | {"forced": forced, "unigram": unigram_loss(shards, trainer, tokens), "uniform": untrained}
+
+
+def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
+    """Cross-entropy of the validation text under the training split's token frequencies (one added to each)."""
+    counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
+    log_p = np.log(counts / counts.sum())
+    assert trainer.validation is not None  # assess evaluated on it
+    length = trainer.recipe.data.sequence
+    windows = min(tokens, trainer.validation.tokens - 1) // length
+    return float(-log_p[trainer.validation.read(1, windows * length)].mean())
+
+
+def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:
+    rows = [
+        ("before training (uniform)", f"{found['uniform']:.3f}", ""),
+        ("token frequencies alone", f"{found['unigram']:.3f}", ""),
+        ("AdaPonder, its own depths", f"{found['validation_loss']:.3f}", f"{found['validation_depth']:.2f}"),
+    ]
+    rows += [
+        (f"the same checkpoint, every token read {depth}x", f"{loss:.3f}", f"{depth:.2f}")
+        for depth, loss in enumerate(found["forced"], 1)
+    ]
+    console.print(table("Validation loss (nats per token)", ("", "loss", "mean depth"), rows))
+    halted = found["validation_halted"]
+    rows = [(f"after iteration {i}", f"{share:.1%}") for i, share in enumerate(halted, 1)]
+    console.print(table("\nTokens halted early", ("", "share of all tokens"), rows))
+
+
+def _readme(out: Path, found: dict[str, Any]) -> str:
+    return f"""# A run of `adaponder demo`
+
+Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_depth"]:.2f} (token frequencies alone:
+{found["unigram"]:.3f}).
+
+| | |
+|---|---|
+| `final/` | the model; opens with `AutoModelForCausalLM.from_pretrained` after `import adaponder` |
+| `checkpoints/` | states from which training resumes bit for bit |
+| `metrics.jsonl`, `tensorboard/` | what training saw |
+| `recipe.yaml` | exactly what was run |
+
+Go on:
+
+```
+adaponder generate {out} --prompt "import " --policy fixed:2
+adaponder inspect {out}
+tensorboard --logdir {out}/tensorboard
+adaponder train {out}/recipe.yaml --set train.steps=2000 --set train.ponder_start=800 --set train.ponder_full=960
+```
+"""

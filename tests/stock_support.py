@@ -1,0 +1,41 @@
+"""A tiny stock checkpoint with a tokenizer, as any on the hub."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+def make_stock(folder: Path, *, seed: int = 0) -> PreTrainedModel:
+    """A GPT-NeoX of a million random weights and a byte-level tokenizer, saved."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([inspect.getsource(module) for module in (json, inspect, shutil)], trainer)
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    torch.manual_seed(seed)
+    config = GPTNeoXConfig(
+        vocab_size=len(words),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return model
