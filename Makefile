@@ -7,7 +7,7 @@ JOBS ?= 2
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test test-fast test-floor check format clean
+.PHONY: help setup demo test test-faults test-floor check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -21,14 +21,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: setup  ## build, convert and generate with a tiny model, each token coloured by its depth
+demo: setup  ## pretrain a small model on the Python standard library and show what it learned
 	@HF_HUB_OFFLINE=1 $(BIN)/adaponder demo
 
 test: check  ## style, types, then every test
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS)
 
-test-fast: setup  ## the tests without the slow ones
-	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
+test-faults: setup  ## two hundred random kills of a training run
+	$(PYTEST) $(BIN)/python -m pytest tests/faults -m kills
 
 $(FLOOR)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FLOOR)
