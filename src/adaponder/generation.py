@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
 
 from adaponder.errors import CacheError, InputError
 from adaponder.ledger import Ledger
+
+# Run-time control that generate() keeps for the forwards of its own model. Hugging Face would pass it on to an
+# assistant, which may be a stock model or one of ours with a mind of its own, but not to the forwards of guidance.
+_RUN_TIME = ("policy", "max_iterations", "seed", "on_iteration", "allow_mismatch")
+ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 - never mutated
 
 
 class Asked:
@@ -101,3 +109,49 @@ def check_cache(cache: Any, wanted: Ledger) -> Ledger:
     if other:
         raise CacheError(f"past_key_values was filled with {', '.join(other)}: go on with the same, or start anew")
     return cache
+
+
+class LedgerGenerationMixin(GenerationMixin):
+    """Hugging Face's ``generate`` over a ledger instead of its own caches.
+
+    The model it is mixed into offers ``new_ledger`` and ``_policy``. Hugging Face recognises a model that generates by
+    "GenerationMixin" in the names of its bases, hence the name.
+    """
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
+        """Hugging Face's ``generate`` with every mode that needs no other cache; see :meth:`forward` for ``policy``,
+        ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
+        check_generation(
+            inputs if inputs is not None else kwargs.get("input_ids"),
+            Asked(generation_config or self.generation_config, kwargs),
+            positions=self.config.max_position_embeddings,
+        )
+        asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
+        self._policy(asked.get("policy"), generates=True)
+        token = ASKED.set({"model": self} | asked)
+        try:
+            return super().generate(inputs, generation_config=generation_config, **kwargs)
+        finally:
+            ASKED.reset(token)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        asked = {name: value for name, value in ASKED.get().items() if name != "model"}
+        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | asked
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Hugging Face's default cache has one slot per layer; K iterations need K rows per token: the ledger."""
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic"):
+            raise CacheError(
+                f"cache_implementation={wanted!r} keeps one row per token and layer; this model keeps one per "
+                "iteration too: leave it out to use the ledger"
+            )
+        cache = model_kwargs.get("past_key_values")
+        fresh = self.new_ledger(ASKED.get().get("max_iterations"))
+        if cache is not None:
+            check_cache(cache, fresh)._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = fresh

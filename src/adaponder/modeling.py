@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from adaponder.backbone import Backbone
 from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import BackboneError, CacheError, InputError
-from adaponder.generation import Asked, check_cache, check_generation
+from adaponder.errors import BackboneError, InputError
+from adaponder.generation import ASKED, LedgerGenerationMixin, check_cache
 from adaponder.halting import gate_probability
 from adaponder.ledger import Ledger
+from adaponder.losses import as_targets, scorer, within_documents
 from adaponder.methods import Iteration, Method, Objective, build_method
-from adaponder.methods.base import Ask, Losses, Scorer, Trajectory, plain_loss
+from adaponder.methods.base import Ask, Trajectory, plain_loss
 from adaponder.policies import Policy, PolicyInput, as_policy
 from adaponder.runs import CompactRun, DenseRun, Run
 from adaponder.tokens import Tokens, arrange_tokens
@@ -32,16 +32,12 @@ PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 # Hugging Face callers hand these to every model; none asks for anything this model has.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
 
-# Run-time control that generate() keeps for the forwards of its own model. Hugging Face would pass it on to an
-# assistant, which may be a stock model or one of ours with a mind of its own, but not to the forwards of guidance.
-_RUN_TIME = ("policy", "max_iterations", "seed", "on_iteration", "allow_mismatch")
 _NEVER = {
     "trust_remote_code": "loading weights never executes code here",
     "use_safetensors": "weights are read from safetensors only, a pickle could execute code",
     "ignore_mismatched_sizes": "a tensor of another shape is an error here",
     "subfolder": "name the folder itself",
 }
-_ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 - never mutated
 
 
 @dataclass
@@ -67,7 +63,7 @@ class AdaPonderOutput(ModelOutput):
     terms: dict[str, Tensor] | None = None
 
 
-class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
+class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     """A stock Hugging Face decoder, read again and again by one method of the family.
 
     ``model.backbone`` is the unmodified stock model; ``model.method`` holds what the method adds (gates, routers).
@@ -189,7 +185,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids.shape[1] == 0:
             raise InputError("input_ids: there is no token to read")
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
-        during = {} if torch.compiler.is_compiling() else _ASKED.get()
+        during = {} if torch.compiler.is_compiling() else ASKED.get()
         if during.get("model") is self:
             policy, max_iterations = policy or during.get("policy"), max_iterations or during.get("max_iterations")
             seed, on_iteration = seed or during.get("seed", 0), on_iteration or during.get("on_iteration")
@@ -198,7 +194,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
         if ledger is not None and past_key_values is not None:
             ledger = check_cache(past_key_values, ledger)
-        targets = _targets(input_ids, labels, targets)
+        targets = as_targets(input_ids, labels, targets)
         states: list[Iteration] = []
         trains = targets is not None and (self.training or objective is not None)
         collects = output_iteration_logits or (trains and self.method.loss_needs_states)
@@ -218,9 +214,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         )
         self._check_positions(tokens, given=position_ids is not None)
         if labels is not None and targets is not None and tokens.document is not None:
-            # What follows a document's last token belongs to a stranger: nothing there could predict it.
-            strangers = tokens.document[:, 1:] != tokens.document[:, :-1]
-            targets[:, :-1] = targets[:, :-1].masked_fill(strangers, -100)
+            targets = within_documents(targets, tokens.document)
         past = 0 if ledger is None else ledger.slots
         try:
             run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
@@ -237,7 +231,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.wrapped.logits(seen.hidden if targets is not None else seen.hidden[:, kept])
         losses = None
         if targets is not None:
-            losses = self._loss(seen, logits, targets, tokens.real, run, objective, kwargs.get("num_items_in_batch"))
+            score = scorer(seen, logits, targets, tokens.real, self.wrapped.logits, kwargs.get("num_items_in_batch"))
+            losses = self.method.loss(seen, score, run, objective or Objective()) if trains else plain_loss(seen, score)
         by_iteration = None
         if output_iteration_logits:
             by_iteration = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
@@ -251,37 +246,6 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             terms=None if losses is None else losses.terms,
         )
         return output.to_tuple() if return_dict is False else output
-
-    def _loss(
-        self,
-        seen: Trajectory,
-        logits: Tensor,
-        targets: Tensor,
-        real: Tensor,
-        run: Run,
-        objective: Objective | None,
-        items: Tensor | int | None,
-    ) -> Losses:
-        # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
-        counted = (targets != -100) & real
-        share: Tensor | float = 1.0
-        if items is None:
-            items = counted.sum().clamp_min(1)
-        else:
-            share = counted.sum() / items
-
-        def nll(hidden: Tensor) -> Tensor:
-            scores = logits if hidden is seen.hidden else self.wrapped.logits(hidden)
-            scores = scores if scores.dtype == torch.float64 else scores.float()
-            flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-            return flat.view(targets.shape)
-
-        def mean(values: Tensor) -> Tensor:
-            return (values * counted).sum() / items
-
-        if self.training or objective is not None:
-            return self.method.loss(seen, Scorer(nll, mean, share), run, objective or Objective())
-        return plain_loss(seen, Scorer(nll, mean))
 
     def _iterations(self, asked: int | None) -> int:
         if asked is None:
@@ -350,46 +314,6 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             field = "position_ids" if given else "input_ids"
             raise InputError(f"{field} reaches position {last}, the backbone's positions end at {limit - 1}")
 
-    # --- generate -----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
-        """Hugging Face's ``generate`` with every mode that needs no other cache; see :meth:`forward` for ``policy``,
-        ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
-        check_generation(
-            inputs if inputs is not None else kwargs.get("input_ids"),
-            Asked(generation_config or self.generation_config, kwargs),
-            positions=self.config.max_position_embeddings,
-        )
-        asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
-        self._policy(asked.get("policy"), generates=True)
-        token = _ASKED.set({"model": self} | asked)
-        try:
-            return super().generate(inputs, generation_config=generation_config, **kwargs)
-        finally:
-            _ASKED.reset(token)
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        asked = {name: value for name, value in _ASKED.get().items() if name != "model"}
-        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | asked
-
-    def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Hugging Face's default cache has one slot per layer; K iterations need K rows per token: the ledger."""
-        wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic"):
-            raise CacheError(
-                f"cache_implementation={wanted!r} keeps one row per token and layer; this model keeps one per "
-                "iteration too: leave it out to use the ledger"
-            )
-        cache = model_kwargs.get("past_key_values")
-        fresh = self.new_ledger(_ASKED.get().get("max_iterations"))
-        if cache is not None:
-            check_cache(cache, fresh)._is_user_defined = True
-        elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = fresh
-
     # --- training aids ------------------------------------------------------------------------------------------
 
     def gradient_checkpointing_enable(
@@ -445,18 +369,6 @@ def _hooks(*hooks: Callable[[Iteration], None] | None) -> Callable[[Iteration], 
             hook(iteration)
 
     return show
-
-
-def _targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
-    """What each token should predict: the given targets, or labels moved one to the left."""
-    for name, given in (("labels", labels), ("targets", targets)):
-        if given is not None and given.shape != ids.shape:
-            raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
-    if labels is None:
-        return None if targets is None else targets.to(ids.device)
-    if targets is not None:
-        raise InputError("labels and targets: give one")
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device)
 
 
 def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:

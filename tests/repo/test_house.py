@@ -26,6 +26,7 @@ ORDER = [
     "checkpoints",
     "runs",
     "methods",
+    "losses",
     "generation",
     "initialisation",
     "modeling",

@@ -1,0 +1,58 @@
+"""What counts as a prediction, and how its loss is averaged: padding and strangers excluded, parts adding up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.errors import InputError
+from adaponder.methods.base import Scorer, Trajectory
+
+
+def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
+    """What each token should predict: the given targets, or labels moved one to the left."""
+    for name, given in (("labels", labels), ("targets", targets)):
+        if given is not None and given.shape != ids.shape:
+            raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+    if labels is None:
+        return None if targets is None else targets.to(ids.device)
+    if targets is not None:
+        raise InputError("labels and targets: give one")
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device)
+
+
+def within_documents(targets: Tensor, document: Tensor) -> Tensor:
+    """Without what follows a document's last token: it belongs to a stranger, and nothing there could predict it."""
+    strangers = nn.functional.pad(document[:, 1:] != document[:, :-1], (0, 1))
+    return targets.masked_fill(strangers, -100)
+
+
+def scorer(
+    seen: Trajectory,
+    logits: Tensor,
+    targets: Tensor,
+    real: Tensor,
+    head: Callable[[Tensor], Tensor],
+    items: Tensor | int | None,
+) -> Scorer:
+    """How a method's loss sees the targets; ``items`` is the count to average over, if it is more than this batch."""
+    # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
+    counted = (targets != -100) & real
+    share: Tensor | float = 1.0
+    if items is None:
+        items = counted.sum().clamp_min(1)
+    else:
+        share = counted.sum() / items
+
+    def nll(hidden: Tensor) -> Tensor:
+        scores = logits if hidden is seen.hidden else head(hidden)
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+        return flat.view(targets.shape)
+
+    def mean(values: Tensor) -> Tensor:
+        return (values * counted).sum() / items
+
+    return Scorer(nll, mean, share)

@@ -1,0 +1,972 @@
+"""Kill it, fill the disk, flip a byte, poison a step: the run ends as if nothing had been (promises 1 to 14)."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import adaponder.training
+from adaponder import AdaPonderError, AdaPonderForCausalLM
+from adaponder.data import Sampler, Shards
+from adaponder.errors import CheckpointError, InputError, TrainingError
+from adaponder.ops.vocab_expectation import torch as vocabulary_op
+from adaponder.recipe import Recipe
+from adaponder.training import checkpoint
+from adaponder.training import run as run_module
+from adaponder.training.checkpoint import newest_complete, step_folder, verify_checkpoint
+from adaponder.training.loop import Trainer
+from adaponder.training.run import train
+from adaponder.training.telemetry import Telemetry
+from training_support import corpus, small
+
+WEIGHTS, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+FROZEN, S0, S1, STEPS = 2, 3, 5, 8
+# What a clock decides is not compared.
+CLOCKED = ("time", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def recipe_of(shards: Path, *overrides: str) -> Recipe:
+    """Gates alone until FROZEN, stage 2 from S0, k full at S1: every kind of step in eight, a save after each."""
+    plan = [f"train.freeze_backbone_steps={FROZEN}", "train.save_every=1", *overrides]
+    return small(shards, f"train.ponder_start={S0}", f"train.ponder_full={S1}", f"train.steps={STEPS}", *plan)
+
+
+@pytest.fixture(scope="module")
+def recipe(shards) -> Recipe:
+    return recipe_of(shards)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory) -> Path:
+    """The run that nothing befell, with the checkpoint of every step; tests break copies of it."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(recipe, out=out, quiet=True)
+    return out
+
+
+# --- looking at runs -----------------------------------------------------------------------------------------------
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in CLOCKED} for line in lines]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def assert_as_if_nothing_had_been(run: Path, whole: Path) -> None:
+    """The same final bits, and each step's line once with the same figures."""
+    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(STEPS))
+    assert metrics(run) == metrics(whole)
+    assert_same_bits(load_file(run / "final" / WEIGHTS), load_file(whole / "final" / WEIGHTS))
+    assert not list(run.rglob(".partial*"))
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def stopped_after(whole: Path, step: int, out: Path) -> Path:
+    """A copy of the whole run as it was when the checkpoint of ``step`` had just been saved."""
+    (out / "checkpoints").mkdir(parents=True)
+    for number in range(1, step + 1):
+        shutil.copytree(step_folder(whole, number), step_folder(out, number))
+    lines = (whole / "metrics.jsonl").read_text().splitlines()
+    (out / "metrics.jsonl").write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] < step))
+    return out
+
+
+def complete_steps(run: Path) -> list[int]:
+    found = []
+    for folder in sorted((run / "checkpoints").glob("step-*")):
+        try:
+            found.append(verify_checkpoint(folder)["step"])
+        except CheckpointError:
+            continue
+    return found
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes a checkpoint's state as if it had been saved so."""
+    state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
+    change(state)
+    content = json.dumps(state).encode()
+    (folder / STATE).write_bytes(content)
+    manifest["files"][STATE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# --- children that die ---------------------------------------------------------------------------------------------
+
+
+def in_child(act: Callable[[], Any]) -> int:
+    """Runs ``act`` in a fork of this warm process; returns its wait status. A child that hangs dies of SIGALRM."""
+    torch.set_num_threads(1)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(120)
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc(file=sys.__stderr__)
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def killed(status: int) -> bool:
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_file(event: str, ending: str, number: int = 1, *, write: bool = False) -> Callable[[], None]:
+    """Death right before the ``number``-th time that ``event`` (of ``sys.audit``) touches a path with that ending."""
+
+    def arm() -> None:
+        calls = itertools.count(1)
+
+        def hook(name: str, arguments: tuple) -> None:
+            if name != event or not str(arguments[0]).endswith(ending):
+                return
+            if write and "w" not in str(arguments[1]):
+                return
+            if next(calls) == number:
+                die()
+
+        sys.addaudithook(hook)
+
+    return arm
+
+
+def around_call(owner: Any, name: str, number: int, *, after: bool) -> Callable[[], None]:
+    """Death right before or after the ``number``-th call."""
+
+    def arm() -> None:
+        original, calls = getattr(owner, name), itertools.count(1)
+
+        def hooked(*arguments: Any, **named: Any) -> Any:
+            mine = next(calls) == number
+            if mine and not after:
+                die()
+            result = original(*arguments, **named)
+            if mine and after:
+                die()
+            return result
+
+        setattr(owner, name, hooked)
+
+    return arm
+
+
+def half_a_manifest() -> None:
+    """Death with the fifth manifest half on disk."""
+    original, calls = Path.write_text, itertools.count(1)
+
+    def hooked(self: Path, data: str, *arguments: Any, **named: Any) -> int:
+        if self.name == MANIFEST and next(calls) == 5:
+            original(self, data[: len(data) // 2])
+            die()
+        return original(self, data, *arguments, **named)
+
+    Path.write_text = hooked
+
+
+class Point(NamedTuple):
+    """Where a run dies, and the step whose checkpoint must be the newest whole one then."""
+
+    name: str
+    arm: Callable[[], None]
+    newest: int
+
+
+# The n-th save is the one after step n. Two are kept: the save of step 5 prunes that of step 3.
+POINTS = [
+    Point("before the folder of a save is made", before_file("os.mkdir", ".partial-step-00000005"), 4),
+    Point("after the weights", around_call(AdaPonderForCausalLM, "save_pretrained", 5, after=True), 4),
+    Point("after the optimizer", around_call(checkpoint, "save_file", 5, after=True), 4),
+    Point("before the state", before_file("open", f"step-00000005/{STATE}", write=True), 4),
+    Point("before the manifest", before_file("open", f"step-00000005/{MANIFEST}", write=True), 4),
+    Point("within the manifest", half_a_manifest, 4),
+    Point("before the rename", before_file("os.rename", ".partial-step-00000005"), 4),
+    Point("after the rename, before the parent is flushed", before_file("open", "/checkpoints", 5), 5),
+    Point("within a prune", before_file("os.remove", OPTIMIZER, 3), 5),
+    Point("before the final rename", before_file("os.rename", ".partial-final"), 7),
+    Point("after the final rename", before_file("open", "/run", 1), 7),
+    Point("between backward and update", around_call(torch.nn.utils, "clip_grad_norm_", 6, after=True), 5),
+    Point("between update and save", around_call(torch.optim.AdamW, "step", 6, after=True), 5),
+    Point("between a line of metrics and its save", around_call(Telemetry, "log", 6, after=True), 5),
+    Point("before the first step", around_call(Trainer, "_one_step", 1, after=False), 0),
+]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_a_run_killed_anywhere_ends_like_one_that_was_not(shards, whole, tmp_path, point):
+    kept_two, out = recipe_of(shards, "train.keep=2"), tmp_path / "run"
+
+    def act() -> None:
+        point.arm()
+        train(kept_two, out=out, quiet=True)
+
+    assert killed(in_child(act)), "the point was never reached"
+    assert (complete_steps(out) or [0])[-1] == point.newest
+    done = train(kept_two, out=out, resume="auto", quiet=True)
+    assert done.final == out / "final"
+    assert_as_if_nothing_had_been(out, whole)
+    assert complete_steps(out) == [6, 7]
+
+
+def test_a_resume_that_is_killed_loses_no_line_of_metrics(recipe, whole, tmp_path):
+    """The history is rewritten when a run resumes: dying between the emptying of the file and its filling."""
+    out = stopped_after(whole, 4, tmp_path / "run")
+
+    def act() -> None:
+        original = Path.write_text
+
+        def hooked(self: Path, data: str, *arguments: Any, **named: Any) -> int:
+            if "metrics.jsonl" in self.name:
+                original(self, "")
+                die()
+            return original(self, data, *arguments, **named)
+
+        Path.write_text = hooked
+        around_call(Trainer, "_one_step", 1, after=False)()
+        train(recipe, out=out, resume="auto", quiet=True)
+
+    assert killed(in_child(act))
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_line_of_metrics_torn_by_a_crash_does_not_stop_a_resume(recipe, whole, tmp_path):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"time": 1.0, "step": 4, "lo')
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(recipe, whole, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
+
+
+def at_event(kind: str, reached: Callable[[int], None]) -> None:
+    """Calls ``reached(n)`` at the n-th line that the training package runs, or the n-th touch of a file."""
+    calls, home = itertools.count(1), str(Path(adaponder.training.__file__).parent)
+
+    def each_line(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            reached(next(calls))
+        return each_line
+
+    def audit(name: str, arguments: tuple) -> None:
+        if name in FILE_EVENTS:
+            reached(next(calls))
+
+    if kind == "line":
+        sys.settrace(lambda frame, *_: each_line if frame.f_code.co_filename.startswith(home) else None)
+    else:
+        sys.addaudithook(audit)
+
+
+@pytest.fixture(scope="module")
+def events(shards, tmp_path_factory) -> dict[str, int]:
+    """How many events of each kind a whole run has."""
+    found = {}
+    for kind in ("line", "file"):
+        folder = tmp_path_factory.mktemp(kind)
+
+        def act(kind: str = kind, folder: Path = folder) -> None:
+            last = [0]
+            at_event(kind, lambda number: last.__setitem__(0, number))
+            train(recipe_of(shards, "train.keep=2"), out=folder / "run", quiet=True)
+            (folder / "events").write_text(str(last[0]))
+
+        assert in_child(act) == 0
+        found[kind] = int((folder / "events").read_text())
+    return found
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("number", range(200))
+def test_a_run_killed_twice_at_random_ends_like_one_that_was_not(shards, whole, events, tmp_path, number):
+    """Any line of the training package or any touch of a file; the resumed run is killed as well."""
+    draw = random.Random(number)
+    kept_two, out = recipe_of(shards, "train.keep=2"), tmp_path / "run"
+    for resume in (None, "auto"):
+        kind = draw.choice(("line", "file"))
+        deadly = draw.randrange(1, int(0.95 * events[kind]))
+
+        def act(kind: str = kind, deadly: int = deadly, resume: str | None = resume) -> None:
+            at_event(kind, lambda number: die() if number == deadly else None)
+            train(kept_two, out=out, resume=resume, quiet=True)
+
+        status = in_child(act)
+        # A resumed run is shorter and may be over before its event.
+        assert killed(status) or (resume and status == 0)
+    train(kept_two, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+# --- 3, 4: nowhere to write ----------------------------------------------------------------------------------------
+
+
+def full_disk(*arguments: Any, **named: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_for(name: str) -> Callable[..., int]:
+    original = Path.write_text
+    return lambda self, *rest, **named: (full_disk if self.name == name else original)(self, *rest, **named)
+
+
+FULL = {
+    "weights": (AdaPonderForCausalLM, "save_pretrained", full_disk),
+    "optimizer": (checkpoint, "save_file", full_disk),
+    "state": (Path, "write_text", full_for(STATE)),
+    "manifest": (Path, "write_text", full_for(MANIFEST)),
+    "flush": (checkpoint, "_flush", full_disk),
+    "rename": (Path, "rename", full_disk),
+}
+
+
+def assert_a_failed_save_harmed_nothing(error: CheckpointError, recipe: Recipe, out: Path, whole: Path) -> None:
+    assert "step-00000005" in str(error)
+    assert "earlier checkpoints are untouched" in str(error)
+    assert complete_steps(out) == [1, 2, 3, 4]
+    assert not list(out.rglob(".partial*"))
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize("place", FULL)
+def test_a_full_disk_is_named_and_the_checkpoint_before_stays_whole(recipe, whole, tmp_path, monkeypatch, place):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(*FULL[place])
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            train(recipe, out=out, resume="auto", quiet=True)
+    assert_a_failed_save_harmed_nothing(caught.value, recipe, out, whole)
+
+
+@pytest.mark.parametrize("bytes_left", [100, 4096, 100_000], ids="{} bytes left".format)
+def test_a_file_that_cannot_grow_is_named_and_the_checkpoint_before_stays_whole(
+    recipe, whole, tmp_path, monkeypatch, bytes_left
+):
+    """A real limit of the kernel instead of a raised error: what safetensors makes of it counts too."""
+    out, original = stopped_after(whole, 4, tmp_path / "run"), checkpoint.save_checkpoint
+
+    def limited(*arguments: Any, **named: Any) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, before[1]))
+        try:
+            original(*arguments, **named)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert (step_folder(whole, 5) / OPTIMIZER).stat().st_size > 100_000
+    with monkeypatch.context() as patch:
+        patch.setattr("adaponder.training.loop.save_checkpoint", limited)
+        with pytest.raises(CheckpointError, match=r"could not be saved.*File too large") as caught:
+            train(recipe, out=out, resume="auto", quiet=True)
+    assert_a_failed_save_harmed_nothing(caught.value, recipe, out, whole)
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    """Fails the test if a model is as much as built."""
+
+    def never(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("a model was built although nothing could be written")
+
+    monkeypatch.setattr(run_module, "build_model", never)
+    monkeypatch.setattr(Trainer, "train", never)
+
+
+@pytest.mark.parametrize("place", ["absent/run", "file/run", "file"])
+def test_a_place_that_cannot_be_a_run_folder_is_refused_before_the_first_step(recipe, tmp_path, no_training, place):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(InputError, match=rf"--out .*{place}"):
+        train(recipe, out=tmp_path / place, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_read_only_folder_is_refused_before_the_first_step(recipe, tmp_path, monkeypatch, no_training, call):
+    """The error is raised by hand, because root may write anywhere."""
+    out, original = tmp_path / "run", getattr(Path, call)
+
+    def read_only(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self.is_relative_to(out):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return original(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, read_only)
+        with pytest.raises(InputError, match=rf"--out {out} cannot be written to: .*Permission denied"):
+            train(recipe, out=out, quiet=True)
+
+
+def test_a_folder_with_something_in_it_is_refused_before_the_first_step(recipe, whole, tmp_path, no_training):
+    out = stopped_after(whole, 1, tmp_path / "run")
+    with pytest.raises(InputError, match=r"--out .*not empty.*--resume auto"):
+        train(recipe, out=out, quiet=True)
+    assert complete_steps(out) == [1]
+
+
+# --- 5, 6, 7: checkpoints that are not what was written ------------------------------------------------------------
+
+ALL_FILES = (WEIGHTS, OPTIMIZER, STATE, MANIFEST, "config.json")
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_truncated_checkpoint_is_passed_over_aloud_for_the_next_older(recipe, whole, tmp_path, capsys, name):
+    out = stopped_after(whole, 5, tmp_path / "run")
+    truncate(step_folder(out, 5) / name)
+    train(recipe, out=out, resume="auto", quiet=True)
+    said = capsys.readouterr().out
+    assert re.search(rf"passed over: .*step-00000005/{name}", said)
+    assert "resuming at step 4 from" in said
+    assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_truncated_checkpoint_that_was_named_is_an_error(recipe, whole, tmp_path, no_training, name):
+    out = stopped_after(whole, 5, tmp_path / "run")
+    truncate(step_folder(out, 5) / name)
+    with pytest.raises(CheckpointError, match=f"step-00000005/{name}"):
+        train(recipe, out=out, resume=str(step_folder(out, 5)), quiet=True)
+    with pytest.raises(CheckpointError, match=r"step-00000009"):
+        train(recipe, out=out, resume=str(step_folder(out, 9)), quiet=True)
+
+
+def test_pruning_never_counts_a_broken_checkpoint_as_one_that_is_kept(shards, whole, tmp_path):
+    """One is kept, and the one of step 7 is broken: at every instant some whole checkpoint must be there."""
+    out = stopped_after(whole, 7, tmp_path / "run")
+    for step in (5, 6, 7):
+        truncate(step_folder(out, step) / WEIGHTS)
+    kept_one = recipe_of(shards, "train.keep=1")
+
+    def act() -> None:
+        around_call(Trainer, "_one_step", 2, after=False)()
+        train(kept_one, out=out, resume="auto", quiet=True)
+
+    assert killed(in_child(act))
+    assert complete_steps(out)[-1:] == [5]
+    train(kept_one, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_from_there(shards, whole, tmp_path):
+    """An older checkpoint is named: the run that goes on from it, not the one left behind, is what resumes next."""
+    out = stopped_after(whole, 7, tmp_path / "run")
+    other = recipe_of(shards, "train.keep=2", "train.ponder_weight=0.5")
+
+    def act() -> None:
+        around_call(Trainer, "_one_step", 3, after=False)()
+        train(other, out=out, resume=str(step_folder(out, 2)), allow_changes=True, quiet=True)
+
+    assert killed(in_child(act))
+    newest = newest_complete(out)[0]
+    assert newest is not None
+    assert verify_checkpoint(newest)["recipe"]["train"]["ponder_weight"] == 0.5
+    assert newest.name == "step-00000004"
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, "config.json"])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_one_flipped_byte_is_found_and_its_file_named(whole, tmp_path, name, place):
+    folder = step_folder(stopped_after(whole, 2, tmp_path / "run"), 2)
+    content = bytearray((folder / name).read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name}: checksum differs"):
+        verify_checkpoint(folder)
+    assert newest_complete(tmp_path / "run")[0] == step_folder(tmp_path / "run", 1)
+
+
+def test_one_flipped_byte_of_the_manifest_is_found_or_harmless(whole, tmp_path):
+    """Every byte in turn; other errors than ours would end an automatic resume that has an older one to go to."""
+    folder = step_folder(stopped_after(whole, 1, tmp_path / "run"), 1)
+    state, manifest = verify_checkpoint(folder), (folder / MANIFEST).read_bytes()
+    found = 0
+    for place in range(len(manifest)):
+        flipped = bytearray(manifest)
+        flipped[place] ^= 1
+        (folder / MANIFEST).write_bytes(flipped)
+        try:
+            assert verify_checkpoint(folder) == state
+        except CheckpointError:
+            found += 1
+    assert found > len(manifest) // 2
+
+
+def test_a_manifest_that_lists_no_files_vouches_for_none(whole, tmp_path):
+    folder = step_folder(stopped_after(whole, 1, tmp_path / "run"), 1)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for files in ({}, {STATE: manifest["files"][STATE]}):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+        with pytest.raises(CheckpointError, match=str(folder)):
+            verify_checkpoint(folder)
+
+
+def without_optimizer(folder: Path) -> None:
+    (folder / OPTIMIZER).unlink()
+
+
+def without_rng(folder: Path) -> None:
+    reseal(folder, lambda state: state.pop("rng"))
+
+
+@pytest.mark.parametrize("lose", [without_optimizer, without_rng])
+def test_without_optimizer_or_rng_only_the_weights_go_on(recipe, whole, tmp_path, monkeypatch, lose):
+    folder = step_folder(stopped_after(whole, 4, tmp_path / "run"), 4)
+    lose(folder)
+    with pytest.raises(CheckpointError, match=r"step-00000004.*--weights-only"):
+        train(recipe, out=tmp_path / "run", resume=str(folder), quiet=True)
+    assert_only_weights_go_on(folder, recipe, tmp_path / "new", monkeypatch)
+
+
+def test_a_final_model_goes_on_with_its_weights_only(recipe, whole, tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"final.*--weights-only"):
+        train(recipe, out=tmp_path / "run", resume=str(whole / "final"), quiet=True)
+    assert_only_weights_go_on(whole / "final", recipe, tmp_path / "new", monkeypatch)
+
+
+def assert_only_weights_go_on(folder: Path, recipe: Recipe, out: Path, monkeypatch) -> None:
+    original, began = Trainer.train, {}
+
+    def watched(self: Trainer) -> bool:
+        began.update({name: value.clone() for name, value in self.model.state_dict().items()})
+        assert self.step == 0
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", watched)
+        done = train(recipe, out=out, resume=str(folder), weights_only=True, quiet=True)
+    assert done.step == STEPS
+    assert [line["step"] for line in metrics(out) if "loss" in line] == list(range(STEPS))
+    saved = AdaPonderForCausalLM.from_pretrained(folder).state_dict()
+    assert_same_bits(began, saved)
+
+
+# --- 8: signals ----------------------------------------------------------------------------------------------------
+
+
+def signals_at(step: int, *numbers: int) -> Callable[[Trainer], None]:
+    """A step like any other, in the midst of which signals arrive."""
+    original = Trainer._forward
+
+    def hooked(self: Trainer, *arguments: Any) -> Any:
+        output = original(self, *arguments)
+        if self.step == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return output
+
+    return hooked
+
+
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, FROZEN - 1), (signal.SIGTERM, S0), (signal.SIGINT, S0)]
+)
+def test_a_signal_stops_at_the_step_boundary_with_a_checkpoint(
+    shards, whole, tmp_path, monkeypatch, capsys, number, step
+):
+    rarely, out = recipe_of(shards, "train.save_every=0"), tmp_path / "run"
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_forward", signals_at(step, number))
+        done = train(rarely, out=out, quiet=True)
+    assert done.final is None
+    assert done.step == step + 1
+    assert not (out / "final").exists()
+    assert complete_steps(out)[-1] == step + 1
+    assert "stopping after this step" in capsys.readouterr().err
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+    train(rarely, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_signal_in_the_last_step_lets_the_run_finish(recipe, whole, tmp_path, monkeypatch):
+    out = stopped_after(whole, STEPS - 1, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_forward", signals_at(STEPS - 1, signal.SIGTERM))
+        assert train(recipe, out=out, resume="auto", quiet=True).final == out / "final"
+    assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_second_signal_exits_at_once(recipe, whole, tmp_path, second):
+    out = tmp_path / "run"
+
+    def act() -> None:
+        Trainer._forward = signals_at(S0, signal.SIGTERM, second)
+        train(recipe, out=out, quiet=True)
+
+    status = in_child(act)
+    assert os.WIFEXITED(status)
+    assert os.WEXITSTATUS(status) == 130
+    assert complete_steps(out)[-1] == S0, "the step was not finished"
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+# --- 9: not a number -----------------------------------------------------------------------------------------------
+
+
+def bad_loss(value: float, step: int) -> Callable[..., Any]:
+    original = Trainer._forward
+
+    def hooked(self: Trainer, *arguments: Any) -> Any:
+        output = original(self, *arguments)
+        if self.step == step:
+            output.loss = output.loss * value
+        return output
+
+    return hooked
+
+
+def bad_weight(value: float, step: int) -> Callable[..., Any]:
+    original = Trainer._forward
+
+    def hooked(self: Trainer, *arguments: Any) -> Any:
+        if self.step == step:
+            with torch.no_grad():
+                next(self.model.backbone.parameters())[:] = value
+        return original(self, *arguments)
+
+    return hooked
+
+
+def assert_finite_checkpoints(run: Path, steps: list[int]) -> None:
+    assert complete_steps(run) == steps
+    for step in steps:
+        for name in (WEIGHTS, OPTIMIZER):
+            saved = load_file(step_folder(run, step) / name)
+            assert [key for key, value in saved.items() if not value.isfinite().all()] == []
+    assert not (run / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("poison", "value", "step", "save_every"),
+    [
+        (bad_loss, math.nan, FROZEN - 1, 1),
+        (bad_loss, math.nan, S0 + 1, 3),
+        (bad_loss, math.inf, STEPS - 1, 1),
+        (bad_weight, math.nan, FROZEN - 1, 3),
+        (bad_weight, math.inf, S0 + 1, 1),
+        (bad_weight, math.nan, STEPS - 1, 3),
+    ],
+)
+def test_a_step_that_is_not_a_number_ends_the_run_and_is_never_saved(
+    shards, whole, tmp_path, monkeypatch, save_every, step, poison, value
+):
+    out, plan = tmp_path / "run", recipe_of(shards, f"train.save_every={save_every}")
+    opened = Shards.open(shards, "train")
+    sampler = Sampler(opened, sequence=32, global_batch=plan.train.global_batch, seed=plan.train.seed)
+    windows = ", ".join(map(str, sampler.batch(step).windows.tolist()))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_forward", poison(value, step))
+        with pytest.raises(TrainingError, match=rf"step {step}: .*(nan|inf) on windows \[{windows}\]"):
+            train(plan, out=out, quiet=True)
+    good = [number for number in range(1, step + 1) if number % save_every == 0 or number == FROZEN]
+    assert_finite_checkpoints(out, good)
+    lines = [line for line in metrics(out) if "loss" in line]
+    assert [line["loss"] for line in lines if line["step"] < step] == losses(whole)[:step]
+    assert {line["step"] for line in lines} >= set(range(step + 1))
+    assert not any(math.isfinite(line["loss"]) for line in lines if line["step"] >= step)
+    assert re.search(rf'"step": {step}, "loss": (NaN|Infinity)', (out / "metrics.jsonl").read_text())
+    train(plan, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_bad_step_is_shown_though_only_every_tenth_is_logged(shards, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_forward", bad_loss(math.nan, S0))
+        with pytest.raises(TrainingError, match=f"step {S0}:"):
+            train(recipe_of(shards, "train.log_every=10"), out=out, quiet=True)
+    assert [(line["step"], math.isnan(line["loss"])) for line in metrics(out)] == [(S0, True)]
+
+
+def test_an_update_that_overflows_is_never_saved_though_its_gradient_was_finite(recipe, tmp_path, monkeypatch):
+    """The gradient's norm does not see it: the weights themselves must be looked at before they are saved."""
+    out, original, calls = tmp_path / "run", torch.optim.AdamW.step, itertools.count(1)
+
+    def hooked(self: torch.optim.AdamW, *arguments: Any) -> None:
+        original(self, *arguments)
+        if next(calls) == S0 + 1:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].view(-1)[0] = math.inf
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", hooked)
+        with pytest.raises((TrainingError, CheckpointError)):
+            train(recipe, out=out, quiet=True)
+    assert_finite_checkpoints(out, list(range(1, S0 + 1)))
+
+
+# --- 10: gates that collapse ---------------------------------------------------------------------------------------
+
+
+def collapsing(shards: Path, bias: float, *overrides: str) -> Recipe:
+    still = [f"model.gate_bias={bias}", "train.halt_before_ponder=true", "train.gate_lr=1e-6"]
+    return small(shards, *still, "train.save_every=0", *overrides)
+
+
+def test_gates_that_halt_every_token_at_once_are_warned_of_once_and_shown(shards, tmp_path, capsys):
+    train(collapsing(shards, -20), out=tmp_path / "run", quiet=True)
+    assert capsys.readouterr().out.count("warning: step 0: the gates have collapsed, every token halts after one") == 1
+    lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert all(line["halted"] == [1.0, 1.0] and line["mean_depth"] == 1.0 for line in lines)
+    assert metrics(tmp_path / "run")[-1]["validation_depth"] == 1.0
+
+
+def test_gates_that_never_halt_a_token_are_warned_of_once_and_shown(shards, tmp_path, capsys):
+    train(collapsing(shards, 20), out=tmp_path / "run", quiet=True)
+    assert capsys.readouterr().out.count("the gates have collapsed open, no token halts early") == 1
+    lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert all(line["halted"] == [0.0, 0.0] and line["mean_depth"] == 3.0 for line in lines)
+    train(collapsing(shards, 20, "train.ponder_weight=0"), out=tmp_path / "unasked", quiet=True)
+    assert "collapsed" not in capsys.readouterr().out, "nothing asks these gates to halt anybody"
+
+
+def test_gates_that_halt_some_tokens_are_not_warned_of(shards, tmp_path, capsys):
+    train(collapsing(shards, 0, "train.ponder_start=0"), out=tmp_path / "run", quiet=True)
+    assert 0 < metrics(tmp_path / "run")[-2]["halted"][0] < 1
+    assert "warning" not in capsys.readouterr().out
+
+
+# --- 11: a resumed run that would differ ---------------------------------------------------------------------------
+
+CHANGES = {
+    "train.global_batch": ("4", "2"),
+    "data.sequence": ("32", "16"),
+    "model.iterations": ("3", "2"),
+    "train.ponder_weight": ("1.0", "0.5"),
+    "train.dtype": ("float32", "bfloat16"),
+    "train.k_max": ("0.5", "0.25"),
+    "train.seed": ("0", "1"),
+    "train.lr": ("0.01", "0.02"),
+}
+
+
+def differing(error: TrainingError) -> list[str]:
+    listed = re.fullmatch(r"the run differs from its checkpoint in (.*); undo that, or say --allow-changes", str(error))
+    assert listed, error
+    return listed[1].split("; ")
+
+
+@pytest.mark.parametrize("fields", [*([name] for name in CHANGES), list(CHANGES)], ids=" ".join)
+def test_a_resumed_run_that_would_differ_lists_each_field_and_no_other(shards, whole, tmp_path, no_training, fields):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    changed = recipe_of(shards, *(f"{name}={CHANGES[name][1]}" for name in fields))
+    with pytest.raises(TrainingError) as caught:
+        train(changed, out=out, resume="auto", quiet=True)
+    assert sorted(differing(caught.value)) == sorted(f"{name}: {' → '.join(CHANGES[name])}" for name in fields)
+
+
+def test_another_number_of_processes_is_listed(recipe, whole, tmp_path):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    reseal(step_folder(out, 4), lambda state: state.update(world=2))
+    with pytest.raises(TrainingError) as caught:
+        train(recipe, out=out, resume="auto", quiet=True)
+    assert differing(caught.value) == ["processes: 2 → 1"]
+    train(recipe, out=out, resume="auto", allow_changes=True, quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_other_data_under_the_same_name_is_listed(recipe, whole, tmp_path):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    reseal(step_folder(out, 4), lambda state: state.update(data="0" * 64))
+    with pytest.raises(TrainingError) as caught:
+        train(recipe, out=out, resume="auto", quiet=True)
+    assert differing(caught.value) == ["the data itself"]
+
+
+def test_what_decides_nothing_may_change_without_asking(shards, whole, tmp_path):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    train(recipe_of(shards, "train.save_every=0", "train.keep=1"), out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize("change", [f"{name}={now}" for name, (_, now) in CHANGES.items()] + ["train.dtype=float64"])
+def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, whole, tmp_path, change):
+    """In a child: where bf16 products fail in oneDNN, torch turns oneDNN off for the rest of the process."""
+    out, changed = stopped_after(whole, 4, tmp_path / "run"), recipe_of(shards, change, "train.save_every=0")
+
+    def act() -> None:
+        try:
+            train(changed, out=out, resume="auto", allow_changes=True, quiet=True)
+        except AdaPonderError as refusal:
+            (tmp_path / "refusal").write_text(str(refusal))
+
+    assert in_child(act) == 0
+    if (tmp_path / "refusal").exists():
+        assert change.startswith("model.iterations"), "only the number of gates is fixed by the weights"
+        assert "model.iterations" in (tmp_path / "refusal").read_text()
+        return
+    assert (out / "final" / WEIGHTS).exists()
+    assert len(losses(out)) == STEPS
+    assert losses(out)[:4] == losses(whole)[:4]
+    assert losses(out)[4:] != losses(whole)[4:], "the change was ignored"
+
+
+# --- 12: resume at every boundary ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", sorted({0, FROZEN, S0 - 1, S0, S0 + 1, S1, STEPS - 1}))
+def test_a_run_resumed_at_any_boundary_of_its_stages_ends_in_the_same_bits(recipe, whole, tmp_path, step):
+    out = stopped_after(whole, step, tmp_path / "run")
+    torch.manual_seed(step)  # what the process did before must not matter
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_run_resumed_from_a_named_checkpoint_ends_in_the_same_bits_though_newer_ones_are_there(
+    recipe, whole, tmp_path, capsys
+):
+    out = stopped_after(whole, STEPS - 1, tmp_path / "run")
+    train(recipe, out=out, resume=str(step_folder(out, S0)), quiet=True)
+    assert f"resuming at step {S0} from" in capsys.readouterr().out
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_resumed_run_draws_the_same_dropout(shards, tmp_path):
+    dropping = recipe_of(shards, "model.backbone.hidden_dropout=0.2", "train.eval_every=3")
+    train(dropping, out=tmp_path / "whole", quiet=True)
+    train(recipe_of(shards, "train.eval_every=3"), out=tmp_path / "without", quiet=True)
+    assert losses(tmp_path / "whole") != losses(tmp_path / "without"), "dropout must act for this to mean anything"
+    for step in (FROZEN, S0 + 1):
+        out = stopped_after(tmp_path / "whole", step, tmp_path / f"from-{step}")
+        torch.manual_seed(step)
+        train(dropping, out=out, resume="auto", quiet=True)
+        assert_as_if_nothing_had_been(out, tmp_path / "whole")
+
+
+# --- 13: one owner -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_folder_names_the_first_and_does_not_disturb_it(recipe, whole, tmp_path, monkeypatch):
+    out, refusals, original = tmp_path / "run", [], Trainer._one_step
+
+    def hooked(self: Trainer) -> None:
+        if self.step == 2:
+            for resume in (None, "auto"):
+                with pytest.raises(InputError) as caught:
+                    train(recipe, out=out, resume=resume, quiet=True)
+                refusals.append(str(caught.value))
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_one_step", hooked)
+        train(recipe, out=out, quiet=True)
+    assert len(refusals) == 2
+    assert all(re.search(rf"--out {out} is in use by process {os.getpid()} on \S", refusal) for refusal in refusals)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_another_process_owns_its_folder_until_it_dies(recipe, tmp_path, no_training):
+    out, (told, tell) = tmp_path / "run", os.pipe()
+    out.mkdir()
+    holder = os.fork()
+    if holder == 0:
+        with run_module.owned(out, run_module.World(), None):
+            os.write(tell, b"held")
+            signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(told, 4) == b"held"
+        with pytest.raises(InputError, match=f"in use by process {holder} on "):
+            train(recipe, out=out, quiet=True)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        os.close(told)
+        os.close(tell)
+    with (out / ".lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# --- 14: equal curves ----------------------------------------------------------------------------------------------
+# In float64, where sums taken in another order differ in the last digits only: 1e-9 of each loss after eight steps.
+
+
+@pytest.fixture(scope="module")
+def exact(shards, tmp_path_factory) -> Callable[..., list[float]]:
+    """The curve of a float64 run with the given changes; each is trained once."""
+    known: dict[tuple[str, ...], list[float]] = {}
+
+    def curve(*overrides: str, fresh: bool = False) -> list[float]:
+        if fresh or overrides not in known:
+            out = tmp_path_factory.mktemp("exact") / "run"
+            train(recipe_of(shards, "train.dtype=float64", "train.save_every=0", *overrides), out=out, quiet=True)
+            known[overrides] = losses(out)
+        return known[overrides]
+
+    return curve
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_gradients_accumulated_in_parts_give_the_same_curve(exact, micro):
+    """Cross-entropy only: bottom-K ranks the gates of each part by definition."""
+    parts = exact("train.ponder_weight=0", f"train.micro_batch={micro}")
+    assert parts == pytest.approx(exact("train.ponder_weight=0"), rel=1e-9)
+    assert exact(f"train.micro_batch={micro}") != pytest.approx(exact(), rel=1e-9), "ponder terms do differ"
+
+
+def test_replayed_iterations_give_the_same_curve(exact):
+    assert exact("train.gradient_checkpointing=true") == pytest.approx(exact(), rel=1e-9)
+
+
+@pytest.mark.parametrize("elements", [1, 5000, 1 << 14])
+def test_any_chunk_of_the_vocabulary_gives_the_same_curve(exact, monkeypatch, elements):
+    """One token at a time, a few, and an uneven rest: 384 entries, 128 tokens in a batch."""
+    expected, seen = exact(), []
+    original = vocabulary_op.CHUNK_ELEMENTS
+    assert original > 384 * 128, "all tokens at once"
+    with monkeypatch.context() as patch:
+        patch.setattr(vocabulary_op, "CHUNK_ELEMENTS", elements)
+        seen = exact(fresh=True)
+    assert seen == pytest.approx(expected, rel=1e-9)
