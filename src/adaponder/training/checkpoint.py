@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -55,24 +56,41 @@ def save_checkpoint(
             shutil.rmtree(folder)
         partial.rename(folder)
         _flush(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be saved: {error}; earlier checkpoints are untouched") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def verify_checkpoint(folder: Path) -> dict[str, Any]:
-    """The checkpoint's state, if every file is as it was written; else an error that names the file."""
-    manifest = _read(folder / MANIFEST)
-    for name, written in manifest.get("files", {}).items():
+def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:
+    """The checkpoint's state, if every file is as it was written; else an error that names the file.
+
+    ``weights_only`` can do without the optimizer's file.
+    """
+    for name, written in _listed(folder).items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
+            if name == OPTIMIZER and weights_only:
+                continue
+            cure = ": exact resume is impossible; use --weights-only" if name == OPTIMIZER else ""
+            raise CheckpointError(f"{path} is missing{cure}")
         if path.stat().st_size != written["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {written['bytes']} were written")
         if _sha256(path) != written["sha256"]:
             raise CheckpointError(f"{path}: checksum differs from what was written")
     return _read(folder / STATE)
+
+
+def _listed(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files that a manifest vouches for; a manifest that vouches for too little is broken."""
+    manifest = _read(folder / MANIFEST)
+    files: Any = manifest.get("files") if isinstance(manifest, dict) else None
+    whole = isinstance(files, dict) and manifest.get("format") == 1
+    whole = whole and all(isinstance(w, dict) and set(w) == {"bytes", "sha256"} for w in files.values())
+    whole = whole and {STATE, "config.json"} <= files.keys() and any("model" in name for name in files)
+    if not whole:
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a whole checkpoint")
+    return files
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
@@ -88,9 +106,14 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def prune(run: Path, keep: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints, and what interrupted saves left."""
-    for folder in sorted((run / "checkpoints").glob("step-*"))[: -max(1, keep)]:
+def prune(run: Path, keep: int, *, saved: Path) -> None:
+    """Removes all but the newest ``keep`` checkpoints up to the one just saved, and what interrupted saves left.
+
+    Later steps than that are of a run that was gone back from, or broken: they would look newer than what is true now.
+    """
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    current = [folder for folder in folders if folder.name <= saved.name]
+    for folder in [*current[: -max(1, keep)], *folders[len(current) :]]:
         shutil.rmtree(folder)
     for leftover in (run / "checkpoints").glob(f"{_PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -142,8 +165,9 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value.to(parameter.device)
+        value = value.to(parameter.device, parameter.dtype)
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value.to(parameter.device, parameter.dtype)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable
@@ -33,6 +35,12 @@ from adaponder.training.telemetry import Telemetry
 
 # Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+def data_hash(shards: Shards) -> str:
+    """What the tokens are, whatever is drawn from them: the recipe says the rest."""
+    sums = [[shard.tokens_sha256 for shard in split] for split in shards.manifest.splits.values()]
+    return hashlib.sha256(json.dumps([sums, shards.tokenizer_hash]).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -323,7 +331,7 @@ class Trainer:
             "step": self.step,
             "recipe": self.recipe.as_dict(),
             "fingerprint": self.recipe.fingerprint,
-            "data": self.sampler.fingerprint(),
+            "data": data_hash(self.sampler.shards),
             "tokenizer": self.sampler.shards.tokenizer_hash,
             "world": self.world.size,
             "rng": torch.get_rng_state().numpy().tobytes().hex(),
@@ -334,16 +342,26 @@ class Trainer:
         """A checkpoint at this step boundary; the leading process writes, all take part in gathering."""
         self.settle()
         weights, moments = weights_of(self.model), optimizer_state(self.optimizer)
+        self._require_finite(weights | moments)
         if self.world.leads:
             save_checkpoint(step_folder(self.run, self.step), self.model, weights, moments, self.state())
-            prune(self.run, self.recipe.train.keep)
+            prune(self.run, self.recipe.train.keep, saved=step_folder(self.run, self.step))
         self.world.wait()
         self.tally.began = time.perf_counter()
+
+    def _require_finite(self, tensors: dict[str, Tensor]) -> None:
+        """What is not a number is never saved: an update can overflow though its gradient was finite."""
+        for name, value in tensors.items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise TrainingError(
+                    f"step {self.step - 1}: {name} is not finite; the run stops and its last checkpoint is untouched"
+                )
 
     def finish(self) -> Path:
         """The final model folder."""
         self.settle()
         weights = weights_of(self.model)
+        self._require_finite(weights)
         if self.world.leads:
             save_checkpoint(self.run / "final", self.model, weights, None, self.state())
         self.world.wait()

@@ -24,7 +24,7 @@ from adaponder.terminal import console
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World, join
-from adaponder.training.loop import Trainer
+from adaponder.training.loop import Trainer, data_hash
 from adaponder.training.telemetry import Telemetry
 
 # What may change between a run and its resumption without changing what is computed.
@@ -141,7 +141,7 @@ def find_start(
             return Start(None, 0)
     else:
         folder = Path(resume)
-    state = verify_checkpoint(folder)
+    state = verify_checkpoint(folder, weights_only=weights_only)
     if weights_only:
         return Start(folder, 0)
     if not (folder / OPTIMIZER).is_file() or "rng" not in state:
@@ -153,9 +153,14 @@ def find_start(
         raise TrainingError(
             "the run differs from its checkpoint in " + "; ".join(changes) + "; undo that, or say --allow-changes"
         )
+    if shapes := [change for change in changes if change.startswith("model.")]:
+        raise TrainingError(
+            f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
+            "start a new run, with model.backbone naming the checkpoint to start from"
+        )
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8))
     if world.leads:
-        console.print(f"resuming at step {state['step']} from {folder}")
+        console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
     return Start(folder, int(state["step"]))
 
 
@@ -171,7 +176,7 @@ def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: 
                 found.append(f"{section}.{name}: {before} → {after}")
     if state["world"] != world.size:
         found.append(f"processes: {state['world']} → {world.size}")
-    if state["data"] != sampler.fingerprint():
+    if state["data"] != data_hash(sampler.shards):
         found.append("the data itself")
     return found
 

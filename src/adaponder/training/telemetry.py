@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,13 @@ class Telemetry:
     @staticmethod
     def _forget_from(path: Path, start: int) -> None:
         """Drops lines of steps that will be done again: one line per step, whatever was interrupted."""
-        if path.is_file():
-            lines = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] < start]
-            path.write_text("".join(line + "\n" for line in lines))
+        if not path.is_file():
+            return
+        kept = [line for line in path.read_text().splitlines() if _step(line) < start]
+        # Written beside and renamed: a kill here loses no line.
+        fresh = path.with_suffix(".new")
+        fresh.write_text("".join(line + "\n" for line in kept))
+        os.replace(fresh, path)
 
     def advance(self, step: int) -> None:
         self.progress.update(self.task, completed=step + 1)
@@ -70,6 +76,14 @@ class Telemetry:
         self.progress.stop()
         self.file.close()
         self.board.close()
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics; a line torn by a kill belongs to no step and goes."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
 
 
 def line_of(metrics: dict[str, Any]) -> str:
