@@ -72,12 +72,12 @@ class TrainRecipe:
     Attributes:
         steps: updates in all.
         global_batch: rows per update, over all processes.
-        micro_batch: rows per process at once; ``None``: the process's whole share.
+        micro_batch: at most so many rows per process at once; ``None``: the process's whole share.
         lr, gate_lr: peak learning rates of the backbone and of what the method adds (``None``: the same).
         min_lr_ratio: the cosine's floor as a share of the peak.
         warmup: linear warm-up; below 1 a share of the steps, else steps.
         weight_decay, betas, clip: AdamW's, and the gradient norm's bound (``None``: none).
-        dtype: of autocast: float32 or bfloat16.
+        dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
         compile: torch.compile the model.
         gradient_checkpointing: replay each iteration in backward.
         parallel: ``ddp`` or ``fsdp``, when there are several processes.

@@ -881,9 +881,12 @@ def test_what_decides_nothing_may_change_without_asking(shards, whole, tmp_path)
     assert_as_if_nothing_had_been(out, whole)
 
 
-@pytest.mark.parametrize("change", [f"{name}={now}" for name, (_, now) in CHANGES.items()] + ["train.dtype=float64"])
+# bfloat16 is for GPUs: on a CPU the run computes in float32 and says so, hence float64 stands in for another precision.
+EFFECTIVE = [f"{name}={now}" for name, (_, now) in CHANGES.items() if name != "train.dtype"] + ["train.dtype=float64"]
+
+
+@pytest.mark.parametrize("change", EFFECTIVE)
 def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, whole, tmp_path, change):
-    """In a child: where bf16 products fail in oneDNN, torch turns oneDNN off for the rest of the process."""
     out, changed = stopped_after(whole, 4, tmp_path / "run"), recipe_of(shards, change, "train.save_every=0")
 
     def act() -> None:

@@ -78,7 +78,7 @@ class Trainer:
             self.model.gradient_checkpointing_enable()
         self.shape: Shape = shape_of(self.model.config)
         self.rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
-        self.micro = self.recipe.train.micro_batch or self.rows[1]
+        self.micro = min(self.recipe.train.micro_batch or self.rows[1], self.rows[1])
         if self.rows[1] % self.micro:
             raise TrainingError(
                 f"train.micro_batch={self.micro} does not divide a process's {self.rows[1]} rows of a step"
@@ -178,10 +178,15 @@ class Trainer:
         device = self.world.device
         policy = policy_at(self.recipe.train, self.model.method, self.step)
         moved = {name: value.to(device, non_blocking=True) for name, value in part.items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.recipe.train.dtype == "bfloat16"):
+        with self._precision():
             return self._called()(
                 **moved, objective=objective, num_items_in_batch=items, **({} if policy is None else {"policy": policy})
             )
+
+    def _precision(self) -> torch.autocast:
+        """bfloat16 autocasts on a GPU; a CPU computes in float32, as the run says when it starts."""
+        low = self.recipe.train.dtype == "bfloat16" and self.world.device.type != "cpu"
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=low)
 
     def _scope(self) -> dict[str, Any]:
         return {"bottom_k": self.bottom_k} if self.recipe.train.ponder_scope == "micro" else {}
@@ -298,7 +303,7 @@ class Trainer:
                 self.validation.read(i * length, min(length + 1, self.validation.tokens - i * length)) for i in chosen
             ]
             block = torch.stack([torch.from_numpy(row) for row in rows]).to(self.world.device)
-            with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.train.dtype == "bfloat16"):
+            with self._precision():
                 output = self.model(block[:, :-1], execution="dense", output_gates=False, **asked)
             nll = nn.functional.cross_entropy(output.logits.float().transpose(1, 2), block[:, 1:], reduction="none")
             sums[0] += (nll.double().sum(1) * real).sum()

@@ -73,6 +73,8 @@ def train(
             model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe)).train()
         if world.leads:
             (out / "recipe.yaml").write_text(recipe.to_yaml())
+            if recipe.train.dtype == "bfloat16" and world.device.type == "cpu":
+                console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
         telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet) if world.leads else None
         validation = Shards.open(folder, "validation")
         trainer = Trainer(
