@@ -190,3 +190,17 @@ def test_two_processes_train_like_one_across_a_change_of_phase(shards, tmp_path,
         torch.testing.assert_close(two[name], value, rtol=1e-6, atol=1e-8)
     terms = [[line["ponder"] for line in metrics(tmp_path / name) if "ponder" in line] for name in ("one", "two")]
     assert terms[0] == pytest.approx(terms[1], rel=1e-5)
+
+
+def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, capsys, monkeypatch):
+    """As seen in a real run: the second gate closes for every token, so the model is a shallower one in disguise."""
+    recipe = small(shards, "model.tau=0.9", "train.ponder_start=0", "train.ponder_full=0", "train.steps=2")
+    original = Trainer.__post_init__
+
+    def with_the_second_gate_shut(self):
+        original(self)
+        torch.nn.init.constant_(self.model.method.gates[1].out.bias, -20.0)
+
+    monkeypatch.setattr(Trainer, "__post_init__", with_the_second_gate_shut)
+    train(recipe, out=tmp_path / "run", quiet=True)
+    assert "every token halts after 2 iterations" in capsys.readouterr().out

@@ -37,6 +37,16 @@ from adaponder.training.telemetry import Telemetry
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
+def _one_depth(halted: list[float]) -> int | None:
+    """The depth at which practically every token halts, if there is one: then nothing is adaptive any more."""
+    gone = 0.0
+    for depth, share in enumerate(halted, 1):
+        if share - gone > 0.99:
+            return depth
+        gone = share
+    return None
+
+
 def data_hash(shards: Shards) -> str:
     """What the tokens are, whatever is drawn from them: the recipe says the rest."""
     sums = [[shard.tokens_sha256 for shard in split] for split in shards.manifest.splits.values()]
@@ -276,6 +286,10 @@ class Trainer:
         train = self.recipe.train
         if metrics["halted"][0] > 0.99:
             self.telemetry.warn("all", f"step {step}: the gates have collapsed, every token halts after one iteration")
+        elif (depth := _one_depth(metrics["halted"])) is not None:
+            self.telemetry.warn(
+                "one", f"step {step}: the gates have collapsed, every token halts after {depth} iterations"
+            )
         elif (
             train.ponder_weight
             and step > train.ponder_full + 0.2 * (train.steps - train.ponder_full)
