@@ -86,6 +86,8 @@ class TrainRecipe:
         ponder_on: probabilities or logits. ponder_scope: rank gates over all processes of a micro-step (``micro``) or
             each process for itself (``process``).
         halt_before_ponder: whether gates may halt tokens in stage 1.
+        target_depth: steer ponder_weight and k_max, once k is warm, towards this mean depth (``None``: do not).
+        target_gain, target_every: how fast, and after how many steps each time; see training/controller.py.
         freeze_backbone_steps: train what the method adds alone for so long.
         capacity_warmup: mor, steps over which capacity shrinks from 1. exit_stage: ouro's stage.
         seed: of weights and of the data's order.
@@ -114,6 +116,9 @@ class TrainRecipe:
     ponder_on: Literal["probabilities", "logits"] = "probabilities"
     ponder_scope: Literal["micro", "process"] = "micro"
     halt_before_ponder: bool = True
+    target_depth: float | None = None
+    target_gain: float = 0.5
+    target_every: int = 10
     freeze_backbone_steps: int = 0
     capacity_warmup: int = 0
     exit_stage: int = 1
@@ -143,6 +148,12 @@ class TrainRecipe:
             0 <= self.freeze_backbone_steps <= self.steps,
             f"freeze_backbone_steps={self.freeze_backbone_steps}: lies between 0 and steps={self.steps}",
         )
+        require(
+            self.target_depth is None or (self.target_depth >= 1 and self.ponder_weight > 0 and self.k_max > 0),
+            f"target_depth={self.target_depth}: at least 1, and ponder_weight and k_max above 0 to steer with",
+        )
+        require(self.target_gain > 0, f"target_gain={self.target_gain}: must be positive")
+        require(self.target_every >= 1, f"target_every={self.target_every}: at least one step")
         micro = self.micro_batch
         require(micro is None or micro >= 1, f"micro_batch={micro}: at least one row is needed")
 

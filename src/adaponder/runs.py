@@ -34,6 +34,7 @@ class Run(ABC):
     Attributes:
         active: tokens that the next ``read`` reads; padding never is.
         depth: how often each token has been read.
+        last_hidden: final-normed hidden states that the policy saw last, for those that compare iterations.
         reuse: what others see of a halted token. ``state``: its last row, and it is not read again; ``kv``: its last
             row, though it is read again; ``none``: its newest row; ``absent``: nothing (mor).
     """
@@ -47,6 +48,7 @@ class Run(ABC):
         self.active = tokens.real
         self.depth = torch.zeros_like(tokens.slot)
         self.iteration = 0
+        self.last_hidden: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
         """One pass of the backbone over the tokens to be read (eq. 1), others' rows reused (eq. 10)."""
@@ -67,6 +69,7 @@ class Run(ABC):
 
     def decide(self, policy: Policy, gate: Tensor, hidden: Tensor, *, seed: int) -> None:
         """Lets the policy look at every active token after the iteration just finished, and halts whom it says."""
+        previous, self.last_hidden = self.last_hidden, hidden
         active = self.rows(self.active)
         if active.numel() == 0:
             return
@@ -82,6 +85,7 @@ class Run(ABC):
             active=active,
             lengths=self.tokens.lengths,
             head=self.backbone.logits,
+            previous=None if previous is None else self.rows(previous),
         )
         self.halt(policy(seen))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -50,8 +53,19 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     for index, column in enumerate(columns):
         drawn.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        drawn.add_row(*(str(cell) for cell in row))
+        drawn.add_row(*(escape(str(cell)) for cell in row))  # a path may hold brackets
     return Group(Text(title, style="bold underline"), drawn)
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with its ETA that vanishes when done: ``with counting("scoring", n) as advance: … advance(some)``."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
+    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
+    # Where nobody watches, a bar would only leave empty lines.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda some: progress.advance(task, some)
 
 
 def quiet_libraries() -> None:

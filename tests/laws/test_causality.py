@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaponder import Entropy, FixedDepth, LearnedGate, Random, Ranked, Uniform
+from adaponder.policies import Change, Divergence
 from laws import assert_causal, assert_causal_everywhere
 from support import HALTING, METHODS, ids, tiny
 
@@ -16,6 +17,8 @@ CAUSAL = [
     FixedDepth(2),
     Random(0.5),
     Entropy(2.0),
+    Divergence(0.3),
+    Change(0.5),
     Uniform((0.4, 0.6), keep=0.5),
 ]
 

@@ -26,7 +26,18 @@ from adaponder import (
     Ranked,
     Uniform,
 )
-from adaponder.policies import Custom, RouterThreshold, Shares, as_policy, thresholds_for
+from adaponder.policies import (
+    Change,
+    Custom,
+    Divergence,
+    RouterThreshold,
+    Shares,
+    as_policy,
+    parse_policy,
+    rules,
+    spec_of,
+    thresholds_for,
+)
 
 NAN = math.nan
 K = 4
@@ -167,6 +178,136 @@ def test_the_entropy_rule_reads_on_while_the_next_token_is_uncertain(models, met
     assert output.depth[mask.bool()].unique().numel() > 1
 
 
+def read_twice_then(signal: Tensor, threshold: float | tuple[float, ...], mask: Tensor) -> Tensor:
+    """Depth by a signal ``[batch, time, K-2]`` that exists from the second iteration on."""
+    several = threshold[1:] if isinstance(threshold, tuple) else (threshold,) * (K - 2)
+    thresholds = torch.tensor(several, dtype=signal.dtype)
+    first = torch.ones_like(signal[..., :1], dtype=torch.bool)
+    return depth_by_hand(torch.cat([first, signal >= thresholds], dim=-1), mask)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("share", [0.5, (0.0, 0.7, 0.3)], ids=str)
+def test_the_divergence_rule_reads_on_while_the_prediction_moves(models, method, share, execution):
+    ids, mask = padded()
+    full = models[method](ids, attention_mask=mask, policy=FixedDepth(K), output_iteration_logits=True)
+    log_p = torch.log_softmax(full.iteration_logits, dim=-1)
+    scale = (log_p[1].exp() * (log_p[1] - log_p[0])).sum(-1)[mask.bool()]
+    threshold = tuple(float(scale.quantile(q)) for q in share) if isinstance(share, tuple) else float(scale.median())
+    output = models[method](
+        ids, attention_mask=mask, policy=Divergence(threshold), execution=execution, output_iteration_logits=True
+    )
+    log_p = torch.log_softmax(output.iteration_logits, dim=-1)
+    moved = (log_p[1:-1].exp() * (log_p[1:-1] - log_p[:-2])).sum(-1).movedim(0, -1)
+    assert torch.equal(output.depth, read_twice_then(moved, threshold, mask))
+    assert output.depth[mask.bool()].unique().numel() > 1
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("method", support.HALTING)
+def test_the_change_rule_reads_on_while_the_hidden_state_moves(models, method, execution):
+    ids, mask = padded()
+
+    def states(policy: Policy) -> tuple[Tensor, AdaPonderOutput]:
+        seen: list[Tensor] = []
+        output = models[method](
+            ids,
+            attention_mask=mask,
+            policy=policy,
+            execution=execution,
+            on_iteration=lambda iteration: seen.append(iteration.hidden),
+        )
+        hidden = torch.stack(seen)
+        return ((hidden[1:] - hidden[:-1]).norm(dim=-1) / hidden[:-1].norm(dim=-1)).movedim(0, -1), output
+
+    moved, _ = states(FixedDepth(K))
+    threshold = float(moved[mask.bool()][:, 0].median())
+    moved, output = states(Change(threshold))
+    assert torch.equal(output.depth, read_twice_then(moved[..., :-1], threshold, mask))
+    assert output.depth[mask.bool()].unique().numel() > 1
+
+
+@pytest.mark.parametrize("policy", [Divergence(math.inf), Change(math.inf)], ids=["kl", "change"])
+def test_the_rules_that_compare_iterations_read_every_token_at_least_twice(model, policy):
+    assert model(support.ids(), policy=policy).depth.unique().tolist() == [2]
+
+
+def middling(model: AdaPonderForCausalLM, make: Callable[[float], Policy], signal: Signal) -> Policy:
+    """A rule whose threshold half of the tokens pass at the second iteration, and no token meets exactly."""
+    ids, mask = padded()
+    found: list[Tensor] = []
+
+    def watch(seen: PolicyInput) -> Tensor:
+        if seen.iteration == 1:
+            found.append(signal(seen)[seen.active])
+        return torch.ones_like(seen.active)
+
+    model(ids, attention_mask=mask, policy=watch)
+    return make(float(found[0].median()) * 1.0001)
+
+
+Signal = Callable[[PolicyInput], Tensor]
+LOOKING: dict[str, tuple[Callable[[float], Policy], Signal]] = {
+    "kl": (Divergence, rules.divergence),
+    "change": (Change, rules.change),
+    "entropy": (Entropy, rules.entropy),
+}
+
+
+@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("rule", LOOKING)
+def test_the_rules_that_look_at_predictions_are_one_function_dense_compact_and_cached(method, family, rule):
+    model = calm(support.tiny(method, family, iterations=K))
+    policy = middling(model, *LOOKING[rule])
+    ids, mask = padded()
+    dense, compact = (
+        model(ids, attention_mask=mask, policy=policy, execution=execution, output_gates=False)
+        for execution in EXECUTIONS
+    )
+    real = mask.bool()
+    assert torch.equal(compact.depth, dense.depth)
+    assert float((compact.logits - dense.logits)[real].abs().max()) <= 1e-12
+    ledger, logits = None, []
+    for start, end in ((0, 5), (5, 6), (6, 7), (7, 12)):
+        output = model(
+            ids[:, start:end],
+            attention_mask=mask[:, :end],
+            policy=policy,
+            past_key_values=ledger,
+            use_cache=True,
+        )
+        ledger = output.past_key_values
+        logits.append(output.logits)
+    assert torch.equal(ledger.depth, dense.depth)
+    assert float((torch.cat(logits, 1) - dense.logits)[real].abs().max()) <= 1e-12
+    assert dense.depth[real].unique().numel() > 1
+
+
+def test_the_rules_that_compute_logits_to_decide_say_how_many():
+    for policy in (LearnedGate(0.5), Change(0.1), Random(0.5), Uniform(keep=0.5)):
+        assert [policy.heads(i) for i in range(3)] == [0, 0, 0]
+    assert [Entropy(1.0).heads(i) for i in range(3)] == [1, 1, 1]
+    assert [Divergence(1.0).heads(i) for i in range(3)] == [0, 2, 2]
+
+
+@pytest.mark.parametrize("policy", [Entropy(2.5), Divergence(0.05), LearnedGate(0.5)], ids=["entropy", "kl", "gate"])
+def test_the_logits_computed_to_decide_are_as_many_as_the_rule_says(model, policy, monkeypatch):
+    rows = []
+    whole = type(model.wrapped).logits
+    monkeypatch.setattr(type(model.wrapped), "logits", lambda self, hidden: rows.append(hidden) or whole(self, hidden))
+    output = model(support.ids(2, 9), policy=policy, execution="compact", output_gates=False)
+    spent = sum(hidden[..., 0].numel() for hidden in rows) - 18
+    active = [int((output.depth > i).sum()) for i in range(K - 1)]
+    assert spent == sum(policy.heads(i) * count for i, count in enumerate(active))
+
+
+def test_the_gate_that_no_probability_opens_halts_everybody(model):
+    assert model(support.ids(), policy=LearnedGate(math.inf)).depth.unique().tolist() == [1]
+    assert model(support.ids(), policy=LearnedGate((0.0, math.inf, 0.0))).depth.unique().tolist() == [2]
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_router_threshold_reads_on_while_the_router_leans_towards_it(models, execution):
     ids, mask = padded()
@@ -222,6 +363,10 @@ def test_the_policy_sees_one_entry_per_token_in_every_field(model, execution):
         assert torch.equal(given.position[real], position[at])
         assert torch.equal(given.gate[real], output.gates[..., given.iteration][at])
         assert torch.equal(given.lengths, mask.sum(1))
+        assert (given.previous is None) == (given.iteration == 0)
+        if given.previous is not None:
+            before = given.head(given.previous)[real]
+            assert torch.allclose(before, output.iteration_logits[given.iteration - 1][at], rtol=0, atol=1e-12)
         assert torch.allclose(given.logits[real], output.iteration_logits[given.iteration][at], rtol=0, atol=1e-12)
         assert given.seed == 7
 
@@ -499,6 +644,8 @@ WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
     ("depths", lambda: ForcedDepths(torch.tensor([1, 2, 3]))),
     ("threshold", lambda: Entropy(NAN)),
     ("threshold", lambda: Entropy((1.0, NAN))),
+    ("threshold", lambda: Divergence(NAN)),
+    ("threshold", lambda: Change((0.1, NAN))),
     ("keep", lambda: Random(1.5)),
     ("keep", lambda: Random(-0.5)),
     ("keep", lambda: Random(NAN)),
@@ -524,6 +671,8 @@ def test_the_wrong_values_are_refused_where_they_enter_and_the_field_is_named(fi
 TOO_SHORT: list[tuple[str, Policy]] = [
     ("tau", LearnedGate((0.0, 0.0))),
     ("threshold", Entropy((0.0, 0.0))),
+    ("threshold", Divergence((0.0, 0.0))),
+    ("threshold", Change((0.0, 0.0))),
     ("thresholds", Uniform(keep=1.0, thresholds=(0.0, 0.0))),
     ("shares", Ranked(Shares(shares=(1.0, 1.0)))),
     ("depths", ForcedDepths(torch.full((2, 5), K))),
@@ -582,6 +731,9 @@ DISTINCT: list[Callable[[], Policy]] = [
     lambda: Random(0.25),
     lambda: Entropy(1.0),
     lambda: Entropy((1.0, 2.0)),
+    lambda: Divergence(1.0),
+    lambda: Divergence((1.0, 2.0)),
+    lambda: Change(1.0),
     lambda: Uniform(keep=0.5),
     lambda: Uniform(keep=0.5, thresholds=(0.1, 0.2)),
     lambda: Uniform(keep=0.5, thresholds=(0.1, 0.2000000001)),
@@ -621,3 +773,63 @@ def test_the_policy_object_is_its_own_policy_and_a_callable_becomes_one():
     assert isinstance(own, Custom)
     assert own.causal
     assert as_policy(own) is own
+
+
+# --- one line of text ---------------------------------------------------------------------------------------------
+
+LINES = {
+    "gate:0.01": LearnedGate(0.01),
+    "gate:0.1,0.2,inf": LearnedGate((0.1, 0.2, math.inf)),
+    "fixed:2": FixedDepth(2),
+    "random:0.5": Random(0.5),
+    "entropy:2.5": Entropy(2.5),
+    "kl:0.01": Divergence(0.01),
+    "change:0.1,0.2": Change((0.1, 0.2)),
+    "exit:0.9": ExitThreshold(0.9),
+    "router": RouterThreshold(),
+    "uniform:0.9@0.1,0.2": Uniform((0.1, 0.2), keep=0.9),
+    "geometric:0.5@0.1,inf": Geometric((0.1, math.inf), rate=0.5),
+    "shares:0.9,0.5@0.1,0.2": Shares((0.1, 0.2), shares=(0.9, 0.5)),
+    "ranked-uniform:0.9": Ranked(Uniform(keep=0.9)),
+    "ranked-geometric:0.95": Ranked(Geometric(rate=0.95)),
+    "ranked-shares:0.9,0.5": Ranked(Shares(shares=(0.9, 0.5))),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_and_the_policy_are_each_other(line):
+    assert parse_policy(line) == LINES[line]
+    assert spec_of(LINES[line]) == line
+
+
+def test_the_line_loses_no_digit():
+    policy = LearnedGate((1 / 3, math.nextafter(1.0, 0.0), 6.90378840e-07))
+    assert parse_policy(spec_of(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("fast:1", "name one of gate"),
+        ("gate", "not a number"),
+        ("gate:x", "not a number"),
+        ("gate:0.1@0.2", "name one of"),
+        ("gate:1.5", "tau"),
+        ("fixed:2.5", "whole number"),
+        ("fixed:nan", "whole number"),
+        ("random:0.1,0.2", "one value"),
+        ("uniform:0.9", "calibrate --rule uniform"),
+        ("ranked-uniform:0.9@0.1", "name one of"),
+        ("router:1", "name one of"),
+        ("", "name one of"),
+    ],
+)
+def test_the_wrong_line_is_refused_with_the_cure(line, says):
+    with pytest.raises(AdaPonderError, match=says):
+        parse_policy(line)
+
+
+def test_the_policy_that_no_line_can_say_is_refused():
+    for policy in (as_policy(_own), ForcedDepths(torch.ones(1, 1, dtype=torch.long))):
+        with pytest.raises(AdaPonderError, match="one line"):
+            spec_of(policy)

@@ -122,3 +122,9 @@ def test_unknown_recipes_and_broken_files_are_named(tmp_path):
     (tmp_path / "loop.yaml").write_text(f"base: {tmp_path / 'loop.yaml'}")
     with pytest.raises(ConfigError, match="circle"):
         load_recipe(str(tmp_path / "loop.yaml"))
+
+
+def test_a_misspelt_field_of_the_backbone_is_an_error_with_a_suggestion():
+    recipe = load_recipe("cpu/demo", ["model.backbone.hiden_size=64"])
+    with pytest.raises(ConfigError, match=r"model.backbone.hiden_size: gpt_neox has no such field; did you mean"):
+        scratch_config(recipe, 300)

@@ -1,11 +1,14 @@
 """The loop against a plain one, resume against never having stopped, several processes against one."""
 
+import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError
 from adaponder.recipe import Recipe
 from adaponder.training.build import build_model
+from adaponder.training.controller import DepthController
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 from training_support import corpus, small
@@ -151,6 +155,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkey
 LAUNCH = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 sys.path[:0] = {paths!r}
 import torch; torch.set_num_threads(1)
 from training_support import small
@@ -204,3 +209,88 @@ def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, ca
     monkeypatch.setattr(Trainer, "__post_init__", with_the_second_gate_shut)
     train(recipe, out=tmp_path / "run", quiet=True)
     assert "every token halts after 2 iterations" in capsys.readouterr().out
+
+
+def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards, tmp_path, monkeypatch):
+    # Without a C++ compiler only the tracing half of torch.compile can run, and that is the half that could go wrong.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    long = ["train.steps=14", "train.ponder_start=3", "train.ponder_full=11", "train.save_every=0"]
+    for compiled in ("false", "true"):
+        recipe = small(shards, "train.dtype=float64", f"train.compile={compiled}", *long)
+        torch._dynamo.utils.counters.clear()
+        train(recipe, out=tmp_path / compiled, quiet=True)
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=1e-12)
+    # One per stage and what lies around the ponder term: not one for every step of k's warm-up.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
+
+
+@pytest.mark.parametrize("target", [1.5, 2.5, 3.5])
+@pytest.mark.parametrize("effect", [0.4, 1.0, 2.5])
+def test_a_controller_brings_slow_gates_to_the_target(target, effect):
+    """The plant: k closes ``effect`` times what it should; promises follow in some turns, halting in many more."""
+    controller = DepthController(target=target, iterations=4, start=0, gain=0.5, every=1)
+    depth = promised = 4.0
+    for step in range(600):
+        steered = controller.steer(Objective(ponder_weight=0.1, ponder_fraction=0.1), step)
+        wanted = 4.0 - min(1.0, effect * 3 * steered.ponder_fraction) * 3
+        promised += 0.2 * (wanted - promised)
+        depth += 0.05 * (promised - depth)
+        controller.turn(torch.tensor([1.0, depth, promised], dtype=torch.double))
+    assert depth == pytest.approx(target, abs=0.05)
+
+
+def test_a_steered_run_resumes_bit_for_bit_between_two_turns(shards, tmp_path):
+    recipe = small(shards, "train.target_depth=2.2", "train.target_every=2", "train.steps=12", "train.save_every=1")
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    for step in (6, 8, 9, 10, 11):
+        broken = tmp_path / f"broken-{step}"
+        shutil.copytree(
+            tmp_path / "whole" / "checkpoints" / f"step-{step:08d}", broken / f"checkpoints/step-{step:08d}"
+        )
+        train(recipe, out=broken, resume="auto", quiet=True)
+        whole, again = weights(tmp_path / "whole" / "final"), weights(broken / "final")
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_target_out_of_reach_is_refused(shards, tmp_path):
+    with pytest.raises(AdaPonderError, match=r"train.target_depth=3.0: at least 1 and below 3"):
+        train(small(shards, "train.target_depth=3.0"), out=tmp_path / "a", quiet=True)
+    with pytest.raises(AdaPonderError, match="adaponder alone"):
+        train(small(shards, "train.target_depth=2.0", method="ponder"), out=tmp_path / "b", quiet=True)
+    with pytest.raises(AdaPonderError, match="above 0 to steer with"):
+        small(shards, "train.target_depth=2.0", "train.k_max=0")
+
+
+def test_a_finished_model_brings_its_tokenizer(shards, tmp_path):
+    from transformers import AutoTokenizer
+
+    train(small(shards), out=tmp_path / "run", quiet=True)
+    words = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert words.decode(words("the cat sat").input_ids) == "the cat sat"
+    assert words.eos_token == "<|endoftext|>"
+
+
+def test_weights_and_biases_gets_what_the_log_gets(shards, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(AdaPonderError, match="--wandb: Weights & Biases is not installed"):
+        train(small(shards), out=tmp_path / "without", wandb="ponder", quiet=True)
+
+    class Remote:
+        """Stands in for the library, which would call home."""
+
+        def __init__(self):
+            self.lines, self.finished = [], False
+
+        def log(self, scalars, step):
+            self.lines.append({"step": step} | scalars)
+
+        def finish(self):
+            self.finished = True
+
+    remote, asked = Remote(), {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: asked.update(given) or remote))
+    train(small(shards), out=tmp_path / "with", wandb="ponder", quiet=True)
+    assert asked["project"] == "ponder"
+    assert asked["config"]["train"]["steps"] == 8
+    assert [line["loss"] for line in remote.lines if "loss" in line] == losses(tmp_path / "with")
+    assert remote.finished

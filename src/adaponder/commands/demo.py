@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
-from adaponder.commands.generate import generate, show
+from adaponder.commands.generate import generate, load_tokenizer, show
 from adaponder.commands.train import show_recipe
 from adaponder.data import Shards
 from adaponder.modeling import AdaPonderForCausalLM
@@ -38,13 +37,10 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
 
     console.rule("3  what it writes, each token coloured by how often it was read")
     model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
-    words = PreTrainedTokenizerFast(
-        tokenizer_file=str(done.trainer.sampler.shards.folder / "tokenizer.json"), eos_token="<|endoftext|>"
-    )
-    words.save_pretrained(done.final)
+    words = load_tokenizer(str(done.final))
     settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
-    (out / "README.md").write_text(_readme(out, found))
+    (out / "README.md").write_text(_readme(out, done.trainer.sampler.shards.folder, found))
     console.print(f"\nThe run is in [bold]{out}[/]; its README says how to go on.")
     write_json(json, found)
     return found
@@ -89,7 +85,7 @@ def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:
     console.print(table("\nTokens halted early", ("", "share of all tokens"), rows))
 
 
-def _readme(out: Path, found: dict[str, Any]) -> str:
+def _readme(out: Path, data: Path, found: dict[str, Any]) -> str:
     return f"""# A run of `adaponder demo`
 
 Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_depth"]:.2f} (token frequencies alone:
@@ -105,7 +101,11 @@ Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_
 Go on:
 
 ```
-adaponder generate {out} --prompt "import " --policy fixed:2
+adaponder eval {out} --data {data} --depths 1,2,3,4
+adaponder analyze {out} --data {data} --out {out}/analysis
+adaponder policies {out} --data {data} --budgets 2,3 --out {out}/policies
+adaponder calibrate {out} --data {data} --budget 2.5
+adaponder generate {out} --prompt "import " --profile budget-2.5
 adaponder inspect {out}
 tensorboard --logdir {out}/tensorboard
 adaponder train {out}/recipe.yaml --set train.steps=2000 --set train.ponder_start=800 --set train.ponder_full=960

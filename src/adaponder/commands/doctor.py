@@ -1,4 +1,4 @@
-"""adaponder doctor: what is installed, what it would run on, and with which kernels."""
+"""adaponder doctor: what is installed, what it would run on, with which kernels, and whether the meter is right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from adaponder.evaluation.flops import check_all
 from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
@@ -27,6 +28,11 @@ def run(*, json: Path | None = None) -> dict[str, Any]:
     console.print(table("Devices", ("device", "what"), rows))
     rows = [(kernel["op"], kernel["device"], kernel["runs"]) for kernel in found["kernels"]]
     console.print(table("Kernels", ("operation", "device", "would run"), rows))
+    rows = [
+        (check["method"], f"{check['formula']:,}", f"{check['counted']:,}", f"{check['ratio']:.4f}")
+        for check in found["flops"]
+    ]
+    console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), rows))
     if found["problems"]:
         console.print("[red]" + "; ".join(f"{name} {why}" for name, why in found["problems"].items()))
     else:
@@ -50,7 +56,10 @@ def examine() -> dict[str, Any]:
     kernels = [
         {"op": op, "device": device["name"], "runs": "torch (reference)"} for device in devices for op in operations()
     ]
-    return {"versions": versions, "problems": problems, "devices": devices, "kernels": kernels}
+    checks = [check._asdict() | {"ratio": check.ratio} for check in check_all()]
+    if wrong := [str(check["method"]) for check in checks if abs(check["ratio"] - 1) > 0.01]:
+        problems["meter"] = f"differs from torch's flop counter by more than 1 % for {', '.join(wrong)}"
+    return {"versions": versions, "problems": problems, "devices": devices, "kernels": kernels, "flops": checks}
 
 
 def operations() -> list[str]:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from adaponder.commands.subject import choose_policy
 from adaponder.convert import load
 from adaponder.errors import InputError
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import LearnedGate, Policy
+from adaponder.policies import Policy
 from adaponder.terminal import by_depth, console, legend, table, write_json
 
 
@@ -52,6 +53,7 @@ def run(
     greedy: bool = False,
     tau: float | None = None,
     policy: Policy | None = None,
+    profile: str | None = None,
     max_iterations: int | None = None,
     depth_colours: bool = True,
     seed: int = 0,
@@ -59,17 +61,16 @@ def run(
     dtype: str = "auto",
     json: Path | None = None,
 ) -> Generated:
-    if tau is not None and policy is not None:
-        raise InputError("--tau and --policy both say who halts: give one")
     with console.status(f"loading {checkpoint} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
         words = load_tokenizer(tokenizer or str(folder))
+        chosen = choose_policy(folder, policy=policy, tau=tau, profile=profile)
     with console.status("generating …"):
         done = generate(
             model,
             words,
             prompt,
-            policy=LearnedGate(tau) if tau is not None else policy,
+            policy=chosen,
             max_iterations=max_iterations,
             seed=seed,
             settings={

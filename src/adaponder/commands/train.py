@@ -21,13 +21,22 @@ def run(
     device: str,
     weights_only: bool,
     allow_changes: bool,
+    wandb: str | None = None,
     json: Path | None = None,
 ) -> Outcome:
     recipe = load_recipe(name, overrides)
     out = out or Path("runs") / recipe.name.replace("/", "-")
     out.parent.mkdir(parents=True, exist_ok=True) if out.parent == Path("runs") else None
     show_recipe(recipe, overrides)
-    done = train(recipe, out=out, resume=resume, device=device, weights_only=weights_only, allow_changes=allow_changes)
+    done = train(
+        recipe,
+        out=out,
+        resume=resume,
+        device=device,
+        weights_only=weights_only,
+        allow_changes=allow_changes,
+        wandb=wandb,
+    )
     if done.trainer.world.leads:
         where = done.final or f"{out} (resume with --resume auto)"
         console.print(f"step {done.step} of {recipe.train.steps} → [bold]{where}[/]")

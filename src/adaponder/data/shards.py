@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer
 
 from adaponder.data.tokenizers import hash_of_json
 from adaponder.errors import AdaPonderError
@@ -207,6 +208,13 @@ class Shards:
         steps = np.zeros((len(starts), count), np.int64)
         steps[row, self._document_starts[first[row] + nth] - starts[row]] = 1
         return (first - 1)[:, None] + np.cumsum(steps, 1)
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """The files, by name, with which a model folder's tokenizer opens in transformers."""
+        content = (self.folder / TOKENIZER).read_text(encoding="utf-8")
+        end = Tokenizer.from_str(content).id_to_token(self.end_id)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
+        return {TOKENIZER: content, "tokenizer_config.json": json.dumps(settings, indent=1)}
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
         """Refuses to go on with ids that mean something else to ``whose`` tokenizer."""

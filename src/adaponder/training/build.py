@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from adaponder.config import AdaPonderConfig
 from adaponder.convert import open_source
@@ -58,7 +60,20 @@ def scratch_config(recipe: Recipe, vocabulary: int, asked: dict[str, Any] | None
             f"data.sequence={recipe.data.sequence} exceeds "
             f"model.backbone.max_position_embeddings={backbone['max_position_embeddings']}"
         )
+    _refuse_unknown(backbone)
     return AdaPonderConfig(backbone_config=backbone, **(asked or {"method": recipe.model.method}))
+
+
+def _refuse_unknown(backbone: dict[str, Any]) -> None:
+    """Hugging Face's configs take any field in silence: a misspelt one would be a run that is not what it says."""
+    if backbone.get("model_type") not in CONFIG_MAPPING:
+        return  # the config itself says so, with the types there are
+    known = CONFIG_MAPPING[backbone["model_type"]]().to_dict()
+    for key in backbone:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean model.backbone.{near[0]}?" if near else ""
+            raise ConfigError(f"model.backbone.{key}: {backbone['model_type']} has no such field{hint}")
 
 
 def _from_checkpoint(name: str, asked: dict[str, Any]) -> AdaPonderForCausalLM:

@@ -35,8 +35,12 @@ def save_checkpoint(
     weights: dict[str, Tensor],
     optimizer: dict[str, Tensor] | None,
     state: dict[str, Any],
+    texts: dict[str, str] | None = None,
 ) -> None:
-    """Writes a checkpoint that is either whole under its name or not there. A failure removes what it had written."""
+    """Writes a checkpoint that is either whole under its name or not there. A failure removes what it had written.
+
+    ``texts`` are further files by name, such as the tokenizer's.
+    """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -44,7 +48,8 @@ def save_checkpoint(
         model.save_pretrained(partial, state_dict=weights)
         if optimizer is not None:
             save_file(optimizer, partial / OPTIMIZER)
-        (partial / STATE).write_text(json.dumps(state, indent=1))
+        for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
+            (partial / name).write_text(content, encoding="utf-8")
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(partial.iterdir())
         }

@@ -106,6 +106,8 @@ def global_bottom_k_mean(world: World) -> Any:
     Each process returns its own part of the mean, times the number of processes, because gradients are averaged.
     """
 
+    # Never compiled: the fraction changes at every step of its warm-up, and each value would be a graph of its own.
+    @torch.compiler.disable
     def mean(values: Tensor, fraction: float) -> Tensor:
         if world.size == 1:
             return bottom_k_mean(values, fraction)

@@ -28,6 +28,7 @@ from adaponder.training.checkpoint import (
     step_folder,
     weights_of,
 )
+from adaponder.training.controller import DepthController
 from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
 from adaponder.training.optim import build_optimizer, set_learning_rate
 from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
@@ -80,6 +81,7 @@ class Trainer:
     telemetry: Telemetry | None
     step: int = 0
     resumed_from: Path | None = None
+    steered: dict[str, Any] | None = None
     stop_asked: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -95,8 +97,10 @@ class Trainer:
             )
         self.tally = Tally()
         self.called: nn.Module | None = None
-        self.pending: Tensor | None = None
+        self.pending: tuple[Tensor, Tensor] | None = None
         self.bottom_k = global_bottom_k_mean(self.world)
+        self.words = self.sampler.shards.tokenizer_files()
+        self.controller = self._controller()
 
     # --- the run ------------------------------------------------------------------------------------------------
 
@@ -135,25 +139,31 @@ class Trainer:
         train, step = self.recipe.train, self.step
         rate = set_learning_rate(self.optimizer, train, step)
         objective = replace(objective_at(train, step), **self._scope())
+        if self.controller:
+            objective = self.controller.steer(objective, step)
         batch = self._batch(step)
         items = self.world.sum((batch["targets"] != -100).sum().to(self.world.device)) / self.world.size
         parts = [
             {name: value[i : i + self.micro] for name, value in batch.items()}
             for i in range(0, self.rows[1], self.micro)
         ]
+        total = torch.zeros((), device=self.world.device)
         for index, part in enumerate(parts):
             with accumulating(self._called(), last=index + 1 == len(parts)):
                 output = self._forward(part, objective, items / len(parts))
                 loss = self._count(output, len(parts))
                 loss.backward()
+                total = total + loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), train.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.tally.add("grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         self.tally.steps += 1
         self.tally.tokens += train.global_batch * self.recipe.data.sequence
-        self._check_finite(norm)
-        self.rate, self.fraction = rate, objective.ponder_fraction
+        self._check_finite(norm, total)
+        if self.controller and self.controller.due(step):
+            self.controller.turn(self.world.sum(self.controller.seen))
+        self.rate, self.objective = rate, objective
 
     def _after_step(self, phase_end: int) -> bool:
         """Logs, evaluates and saves what is due after a step; true if the run must stop here."""
@@ -198,6 +208,26 @@ class Trainer:
         low = self.recipe.train.dtype == "bfloat16" and self.world.device.type != "cpu"
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=low)
 
+    def _controller(self) -> DepthController | None:
+        train, config = self.recipe.train, self.model.config
+        if train.target_depth is None:
+            return None
+        if config.method != "adaponder" or not 1 <= train.target_depth < config.iterations:
+            raise TrainingError(
+                f"train.target_depth={train.target_depth}: at least 1 and below {config.iterations}, the model's "
+                f"iterations, and for adaponder alone; this is {config.method}"
+            )
+        controller = DepthController(
+            target=train.target_depth,
+            iterations=config.iterations,
+            start=train.ponder_full,
+            gain=train.target_gain,
+            every=train.target_every,
+        )
+        if self.steered is not None:
+            controller.restore(self.steered, self.world.device, leads=self.world.leads)
+        return controller
+
     def _scope(self) -> dict[str, Any]:
         return {"bottom_k": self.bottom_k} if self.recipe.train.ponder_scope == "micro" else {}
 
@@ -217,32 +247,34 @@ class Trainer:
             self.tally.add(name, value / parts)
         depths = torch.arange(1, self.model.config.iterations + 1, device=output.depth.device)
         self.tally.add("depths", (output.depth[..., None] == depths).sum((0, 1)))
+        if self.controller and output.gates is not None:
+            self.controller.add(output.depth, output.gates, self.step)
         if output.gates is not None:
             self.tally.add("gates", output.gates.sum((0, 1)))
         return loss
 
-    def _check_finite(self, norm: Tensor) -> None:
+    def _check_finite(self, norm: Tensor, loss: Tensor) -> None:
         """Looks at the step before while this one runs: a NaN is found one step late, and always before a save."""
-        before, self.pending = self.pending, norm.detach()
+        before, self.pending = self.pending, (norm.detach(), loss)
         if before is not None:
-            self._raise_unless_finite(before, self.step - 1)
+            self._raise_unless_finite(*before, self.step - 1)
 
-    def _raise_unless_finite(self, norm: Tensor, step: int) -> None:
+    def _raise_unless_finite(self, norm: Tensor, loss: Tensor, step: int) -> None:
         value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(value):
             first, count = self.rows
             windows = self.sampler.rows(step, first, count).windows.tolist()
             if self.telemetry:
-                self.telemetry.log({"step": step, "grad_norm": value, "loss": value, "cross_entropy": value})
+                self.telemetry.log({"step": step, "loss": float(loss), "grad_norm": value})
             raise TrainingError(
-                f"step {step}: the gradient is {value} on windows {windows[:8]}…; the run stops and its last "
-                "checkpoint is untouched. A smaller train.lr or train.clip usually cures it"
+                f"step {step}: the loss is {float(loss):g} and the gradient {value} on windows {windows[:8]}…; the run "
+                "stops and its last checkpoint is untouched. A smaller train.lr or train.clip usually cures it"
             )
 
     def settle(self) -> None:
         """Makes sure that no step taken so far was NaN."""
         if self.pending is not None:
-            self._raise_unless_finite(self.pending, self.step - 1)
+            self._raise_unless_finite(*self.pending, self.step - 1)
             self.pending = None
 
     def _log(self, step: int) -> None:
@@ -263,7 +295,9 @@ class Trainer:
         metrics |= {"tokens_per_second": tally.tokens / seconds, "mean_depth": mean_depth}
         if self.model.method.halts:
             metrics |= {"halted": [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]}
-            metrics |= {"ponder_fraction": self.fraction}
+            metrics |= {"ponder_fraction": self.objective.ponder_fraction}
+        if self.controller:
+            metrics |= {"ponder_weight": self.objective.ponder_weight, "pressure": self.controller.pressure}
         if gates is not None:
             metrics |= {"gate_means": (gates / total).tolist()}
         metrics |= self._utilisation(tally.tokens / seconds)
@@ -346,7 +380,8 @@ class Trainer:
     # --- keeping ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {
+        """What a checkpoint says of itself; all processes take part."""
+        found: dict[str, Any] = {
             "step": self.step,
             "recipe": self.recipe.as_dict(),
             "fingerprint": self.recipe.fingerprint,
@@ -356,14 +391,18 @@ class Trainer:
             "rng": torch.get_rng_state().numpy().tobytes().hex(),
             "torch": torch.__version__,
         }
+        if self.controller:
+            found["controller"] = self.controller.state(self.world.sum(self.controller.seen.to(self.world.device)))
+        return found
 
     def save(self) -> None:
         """A checkpoint at this step boundary; the leading process writes, all take part in gathering."""
         self.settle()
         weights, moments = weights_of(self.model), optimizer_state(self.optimizer)
         self._require_finite(weights | moments)
+        state = self.state()
         if self.world.leads:
-            save_checkpoint(step_folder(self.run, self.step), self.model, weights, moments, self.state())
+            save_checkpoint(step_folder(self.run, self.step), self.model, weights, moments, state, self.words)
             prune(self.run, self.recipe.train.keep, saved=step_folder(self.run, self.step))
         self.world.wait()
         self.tally.began = time.perf_counter()
@@ -381,7 +420,8 @@ class Trainer:
         self.settle()
         weights = weights_of(self.model)
         self._require_finite(weights)
+        state = self.state()
         if self.world.leads:
-            save_checkpoint(self.run / "final", self.model, weights, None, self.state())
+            save_checkpoint(self.run / "final", self.model, weights, None, state, self.words)
         self.world.wait()
         return self.run / "final"

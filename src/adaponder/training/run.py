@@ -49,13 +49,15 @@ def train(
     data: Path = Path("data"),
     weights_only: bool = False,
     allow_changes: bool = False,
+    wandb: str | None = None,
     quiet: bool = False,
 ) -> Outcome:
     """Trains ``recipe`` in folder ``out``.
 
     ``resume``: ``None`` starts anew and needs an empty folder; ``auto`` goes on from the newest whole checkpoint, or
     starts; a path goes on from that checkpoint and no other. ``weights_only`` takes a checkpoint's weights and starts
-    step 0 with them. ``allow_changes`` lets a resumed run differ from what its checkpoint was trained with.
+    step 0 with them. ``allow_changes`` lets a resumed run differ from what its checkpoint was trained with. ``wandb``
+    names a Weights & Biases project to log to: nothing leaves the machine unasked.
     """
     with join(device) as world, owned(out, world, resume), stop_signals() as stop:
         folder = shards_folder(recipe, data, world)
@@ -75,7 +77,9 @@ def train(
             (out / "recipe.yaml").write_text(recipe.to_yaml())
             if recipe.train.dtype == "bfloat16" and world.device.type == "cpu":
                 console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
-        telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet) if world.leads else None
+        telemetry = None
+        if world.leads:
+            telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet, wandb=wandb)
         validation = Shards.open(folder, "validation")
         trainer = Trainer(
             recipe=recipe,
@@ -87,6 +91,7 @@ def train(
             telemetry=telemetry,
             step=found.step,
             resumed_from=None if weights_only else found.folder,
+            steered=found.steered,
             stop_asked=stop,
         )
         try:
@@ -119,6 +124,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
 class Start(NamedTuple):
     folder: Path | None
     step: int
+    steered: dict[str, Any] | None = None
 
 
 def find_start(
@@ -163,7 +169,7 @@ def find_start(
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8))
     if world.leads:
         console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
-    return Start(folder, int(state["step"]))
+    return Start(folder, int(state["step"]), state.get("controller"))
 
 
 def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:

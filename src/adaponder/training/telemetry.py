@@ -1,7 +1,11 @@
-"""What a run shows while it runs: metrics.jsonl, TensorBoard, and one live line; NaN is shown as NaN."""
+"""What a run shows while it runs: metrics.jsonl, TensorBoard, Weights & Biases if asked, and a live view.
+
+NaN is shown as NaN.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -9,33 +13,44 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import yaml
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
-from adaponder.terminal import console
+from adaponder.errors import InputError
+from adaponder.terminal import console, depth_style
 
 
 class Telemetry:
     """Takes one flat dict per logged step. Only the leading process has one."""
 
-    def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False):
+    def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False, wandb: str | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
+        self.remote = None if wandb is None else _join_wandb(wandb, folder)
         self._forget_from(folder / "metrics.jsonl", start)
         self.file = (folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
         self.progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f} %  elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}"),
             console=console,
-            transient=True,
-            disable=quiet,
         )
-        self.task = self.progress.add_task("", total=steps, completed=start, shown="")
-        self.progress.start()
+        self.task = self.progress.add_task("", total=steps, completed=start)
+        self.live = Live(self.progress, console=console, transient=True, refresh_per_second=4)
+        self.shown = console.is_terminal and not quiet
         self.plain = not console.is_terminal and not quiet
+        if self.shown:
+            self.live.start()
+        self.latest: dict[str, Any] = {}
         self.warned: set[str] = set()
 
     @staticmethod
@@ -56,15 +71,20 @@ class Telemetry:
         self.file.write(json.dumps({"time": round(time.time(), 3)} | metrics) + "\n")
         self.file.flush()
         step = metrics["step"]
+        scalars = {}
         for name, value in metrics.items():
             if name != "step":
                 for index, part in enumerate(value if isinstance(value, list) else [value]):
-                    label = f"{name}/{index}" if isinstance(value, list) else name
-                    self.board.add_scalar(label, part, step)
-        shown = line_of(metrics)
-        self.progress.update(self.task, shown=shown)
+                    scalars[f"{name}/{index}" if isinstance(value, list) else name] = part
+        for label, part in scalars.items():
+            self.board.add_scalar(label, part, step)
+        if self.remote is not None:
+            self.remote.log(scalars, step=step)
+        self.latest |= metrics
+        if self.shown:
+            self.live.update(Group(self.progress, view_of(self.latest)))
         if self.plain:
-            console.print(f"step {step}  {shown}", soft_wrap=True)
+            console.print(f"step {step}  {line_of(metrics)}", soft_wrap=True)
 
     def warn(self, kind: str, message: str) -> None:
         """Loud, once per kind."""
@@ -73,9 +93,26 @@ class Telemetry:
             console.print(f"[bold yellow]warning:[/] {message}", soft_wrap=True)
 
     def close(self) -> None:
-        self.progress.stop()
+        if self.shown:
+            self.live.stop()
+            # The view vanishes with the bar; its last numbers stay.
+            console.print(view_of(self.latest))
         self.file.close()
         self.board.close()
+        if self.remote is not None:
+            self.remote.finish()
+
+
+def _join_wandb(project: str, folder: Path) -> Any:
+    """The run of this folder in that project: resumed there if it was begun there."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise InputError("--wandb: Weights & Biases is not installed; pip install wandb, or leave it out") from None
+    name = folder.resolve().name
+    identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    return wandb.init(project=project, name=name, id=identity, resume="allow", dir=str(folder), config=recipe)
 
 
 def _step(line: str) -> float:
@@ -87,12 +124,12 @@ def _step(line: str) -> float:
 
 
 def line_of(metrics: dict[str, Any]) -> str:
-    """The live line: loss, speed, depth, who halted where."""
+    """One line: loss, speed, depth, who halted where, what gates say."""
     parts = []
     if "validation_loss" in metrics:
         parts.append(f"validation {metrics['validation_loss']:.4f}")
     if "loss" in metrics:
-        parts.append(f"loss {metrics['cross_entropy']:.4f}")
+        parts.append(f"loss {metrics.get('cross_entropy', metrics['loss']):.4f}")
     if "tokens_per_second" in metrics:
         parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
     if "mfu" in metrics:
@@ -101,4 +138,41 @@ def line_of(metrics: dict[str, Any]) -> str:
         parts.append(f"depth {metrics['mean_depth']:.2f}")
     if metrics.get("halted"):
         parts.append("halted " + "/".join(f"{share:.0%}" for share in metrics["halted"]))
+    if metrics.get("gate_means"):
+        parts.append("gates " + "/".join(f"{mean:.2f}" for mean in metrics["gate_means"]))
     return "  ".join(parts)
+
+
+def view_of(metrics: dict[str, Any]) -> RenderableType:
+    """The live view under the bar: what is learned, how fast, and iteration by iteration who is still reading."""
+    facts = []
+    for name, label, form in (
+        ("cross_entropy", "loss", ".4f"),
+        ("ponder", "ponder", ".4f"),
+        ("validation_loss", "validation", ".4f"),
+        ("lr", "lr", ".2e"),
+        ("grad_norm", "gradient", ".2f"),
+        ("tokens_per_second", "tokens/s", ",.0f"),
+        ("mfu", "mfu", ".1%"),
+        ("mean_depth", "mean depth", ".3f"),
+    ):
+        if name in metrics:
+            facts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
+    parts: list[RenderableType] = [Text.from_markup("   ".join(facts))]
+    if halted := metrics.get("halted"):
+        parts.append(_by_iteration(halted, metrics.get("gate_means") or []))
+    return Group(*parts)
+
+
+def _by_iteration(halted: list[float], gates: list[float]) -> Table:
+    """Share of tokens that each iteration reads, as a bar, and the mean of the gate after it."""
+    drawn = Table(box=None, pad_edge=False, header_style="dim")
+    for column, justify in (("iteration", "left"), ("tokens read", "left"), ("", "right"), ("gate after it", "right")):
+        drawn.add_column(column, justify=justify)
+    deepest = len(halted) + 1
+    for index in range(deepest):
+        active = 1.0 - (halted[index - 1] if index else 0.0)
+        bar = Text(" " * max(1, round(30 * active)) if active else "", style=depth_style(index + 1, deepest))
+        gate = f"{gates[index]:.3f}" if index < len(gates) else ""
+        drawn.add_row(str(index + 1), bar, f"{active:.1%}", gate)
+    return drawn

@@ -1,0 +1,176 @@
+"""Which tokens are read often: depth by how frequent a token is, by where it stands, and by where its text is from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+from adaponder.analysis.figures.plate import Plate, needs_halting, times
+from adaponder.analysis.figures.words import drawable
+from adaponder.analysis.style import PAGE, Theme, new_figure, series
+from adaponder.analysis.tables import Correlation, Means, geometric_bins, means, rank_correlation
+from adaponder.analysis.trace import Trace
+
+SOURCES = 10
+_WINDOW_BINS = 16
+
+
+class Curve(NamedTuple):
+    """Mean depth of tokens in bins, ``where`` being the mean of what was binned, or the name of the group."""
+
+    where: np.ndarray
+    depth: Means
+
+
+class Measured(NamedTuple):
+    """Depth by each, and its rank correlation with two of them."""
+
+    frequency: Curve
+    position: Curve
+    window: Curve
+    source: Curve
+    with_frequency: Correlation
+    with_position: Correlation
+    mean: float
+    deepest: int
+    constant: bool
+
+
+def measure(trace: Trace) -> Measured:
+    depth = trace["depth"].astype(np.float64)
+    in_window = trace["window_position"]
+    return Measured(
+        frequency=_binned(trace, depth, trace["count"], geometric_bins(trace["count"])),
+        position=_binned(trace, depth, trace["position"] + 1, geometric_bins(trace["position"] + 1)),
+        window=_binned(trace, depth, in_window + 1, in_window // -(-trace.about.window // _WINDOW_BINS)),
+        source=_sources(trace, depth),
+        with_frequency=rank_correlation(trace, trace["count"], depth),
+        with_position=rank_correlation(trace, trace["position"], depth),
+        mean=float(depth.mean()),
+        deepest=trace.about.deepest,
+        constant=bool(depth.min() == depth.max()),
+    )
+
+
+def _binned(trace: Trace, depth: np.ndarray, values: np.ndarray, label: np.ndarray) -> Curve:
+    """Mean depth of each bin that has tokens."""
+    kept, label = np.unique(label, return_inverse=True)
+    where = np.bincount(label, weights=values) / np.bincount(label)
+    return Curve(where, means(trace, depth, label, len(kept)))
+
+
+def _sources(trace: Trace, depth: np.ndarray) -> Curve:
+    """The largest sources, the others together."""
+    column = trace.frame["source"].cat
+    label, names = column.codes.to_numpy(), column.categories
+    tokens = np.bincount(label, minlength=len(names))
+    largest = np.argsort(-tokens, kind="stable")[: min(SOURCES, np.count_nonzero(tokens))]
+    place = np.full(len(names), len(largest))
+    place[largest] = np.arange(len(largest))
+    rest = np.count_nonzero(tokens) - len(largest)
+    shown = [str(names[index]) for index in largest] + ([f"{rest:,} others"] if rest else [])
+    return Curve(np.array(shown, object), means(trace, depth, place[label], len(shown)))
+
+
+def draw(found: Measured, theme: Theme) -> Figure:
+    figure = new_figure(width=PAGE, height=3.3 + 0.13 * max(0, len(found.source.where) - 6))
+    panels = figure.subplots(2, 2).flatten()
+    curves = (
+        (panels[0], found.frequency, "times the token occurs in this text", True),
+        (panels[1], found.position, "position in the document (tokens)", True),
+        (panels[2], found.window, "position in the window (tokens)", False),
+    )
+    for index, (axes, curve, label, logarithmic) in enumerate(curves):
+        axes.axhline(found.mean, color=theme.muted, linestyle=":", linewidth=1.0)
+        axes.errorbar(curve.where, curve.depth.mean, yerr=curve.depth.bars, **series(index))
+        if logarithmic:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(label)
+        axes.set_ylabel("mean depth")
+        axes.set_ylim(*_limits(found))
+    _draw_sources(panels[3], found, theme)
+    return figure
+
+
+def _draw_sources(axes: Axes, found: Measured, theme: Theme) -> None:
+    names, depth = found.source
+    place = np.arange(len(names))[::-1]
+    axes.axvline(found.mean, color=theme.muted, linestyle=":", linewidth=1.0)
+    axes.errorbar(depth.mean, place, xerr=depth.bars, **{**series(3), "linestyle": "none"})
+    labels = [f"{_short(name)} ({tokens:,})" for name, tokens in zip(names, depth.tokens, strict=True)]
+    for tick in axes.set_yticks(place, labels):
+        tick.label1.set_parse_math(False)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    low, high = np.nanmin([depth.mean, depth.low]), np.nanmax([depth.mean, depth.high])
+    # Never so close that a hundredth of an iteration fills the panel.
+    pad = max(0.1 * (high - low), 0.02 * found.deepest)
+    axes.set_xlim(low - pad, high + pad)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("mean depth by source (tokens)")
+
+
+def _short(name: str) -> str:
+    """The end of a long name: of paths it tells most."""
+    return drawable(name if len(name) <= 22 else "…" + name[-21:], 40)
+
+
+def _limits(found: Measured) -> tuple[float, float]:
+    """One scale for the curves; the intervals of tiny bins may leave it."""
+    ends = [found.mean]
+    for curve in (found.frequency, found.position, found.window):
+        kept = curve.depth.pick(curve.depth.share > 0.005)
+        ends += [*curve.depth.mean, *kept.low, *kept.high]
+    low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
+    pad = max(0.08 * (high - low), 0.02 * found.deepest)
+    return low - pad, high + pad
+
+
+def caption(found: Measured) -> str:
+    if found.constant:
+        return f"Every token was read {times(round(found.mean))}, whatever its frequency, place or source."
+    often = found.frequency.depth
+    names, depth = found.source
+    if len(names) > 1:
+        least, most = int(np.argmin(depth.mean)), int(np.argmax(depth.mean))
+        where = (
+            f"among sources it goes from {depth.mean[least]:.3f} ({names[least]}) "
+            f"to {depth.mean[most]:.3f} ({names[most]})"
+        )
+    else:
+        where = f"there is one source ({names[0]})"
+    return (
+        f"Mean depth is {often.mean[0]:.3f} for the rarest tokens of this text ({often.tokens[0]:,} of them) and "
+        f"{often.mean[-1]:.3f} for the most frequent ({often.tokens[-1]:,}); Spearman's rho of depth with frequency is "
+        f"{found.with_frequency}, with position in the document {found.with_position}; {where}."
+    )
+
+
+def table(found: Measured) -> pd.DataFrame:
+    frames = []
+    for name in ("frequency", "position", "window", "source"):
+        curve: Curve = getattr(found, name)
+        frame = curve.depth.frame("mean depth")
+        frame.insert(0, "by", name)
+        frame.insert(1, "where", [str(w) if name == "source" else f"{w:,.1f}" for w in curve.where])
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
+
+
+PLATE = Plate(
+    name="depth",
+    title="Depth by frequency, position and source",
+    alt="Four panels of mean depth with 95% intervals: by the token's frequency, by position in the document, by "
+    "position in the window, and by source; the mean over all tokens dotted.",
+    missing=needs_halting,
+    measure=measure,
+    draw=draw,
+    caption=caption,
+    table=table,
+)

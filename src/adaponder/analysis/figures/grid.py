@@ -1,0 +1,126 @@
+"""Tokens by iterations, computed or reused: the paper's first figure, drawn from what really happened."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from adaponder.analysis.figures.plate import Plate, needs_halting, percent
+from adaponder.analysis.figures.words import for_figure
+from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
+from adaponder.analysis.trace import Trace
+
+TOKENS = 32
+_AFTER = {"mor": "halted: out of sight"}
+
+
+class Measured(NamedTuple):
+    """A run of tokens as they were read, and how often each was."""
+
+    words: list[str]
+    depths: np.ndarray
+    first: int
+    deepest: int
+    after: str
+
+
+def measure(trace: Trace) -> Measured:
+    first, length = busiest(trace["depth"], trace["document"], TOKENS)
+    part = trace.frame.iloc[first : first + length]
+    return Measured(
+        words=[str(word) for word in part["token"]],
+        depths=part["depth"].to_numpy(np.int64),
+        first=first,
+        deepest=trace.about.deepest,
+        after=_AFTER.get(trace.about.method, "halted: K/V reused"),
+    )
+
+
+def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, int]:
+    """(first, length) of the stretch inside one document whose depths differ most (entropy); the first of equals.
+
+    A text whose documents are all shorter gives its beginning.
+    """
+    length = min(length, len(depth))
+    levels = np.arange(1, int(depth.max()) + 1)
+    seen = np.cumsum(np.vstack([np.zeros(len(levels)), depth[:, None] == levels]), axis=0)
+    shares = (seen[length:] - seen[:-length]) / length
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(shares * np.log(shares), axis=1)
+    starts = np.arange(len(entropy))
+    inside = document[starts] == document[starts + length - 1]
+    if not inside.any():
+        return 0, length
+    # Rounded: equal mixtures are equal however the sums were rounded.
+    return int(np.argmax(np.where(inside, np.round(entropy, 9), -1.0))), length
+
+
+def draw(found: Measured, theme: Theme) -> Figure:
+    count, deepest = len(found.words), found.deepest
+    figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest)
+    axes = figure.subplots()
+    colours = depth_colours(deepest)
+    for column, depth in enumerate(found.depths):
+        for row in range(deepest):
+            computed = row < depth
+            axes.add_patch(
+                Rectangle(
+                    (column + 0.06, row + 0.06),
+                    0.88,
+                    0.88,
+                    facecolor=colours[depth - 1] if computed else theme.paper,
+                    edgecolor=theme.ink if computed else theme.muted,
+                    hatch=None if computed else "////",
+                    linewidth=0.6,
+                )
+            )
+    axes.set_xlim(0, max(count, 12))
+    axes.set_ylim(0, deepest)
+    axes.set_yticks(np.arange(deepest) + 0.5, [str(i) for i in range(1, deepest + 1)])
+    ticks = axes.set_xticks(np.arange(count) + 0.5, [for_figure(word) for word in found.words], rotation=60, ha="right")
+    for tick in ticks:
+        tick.label1.set_parse_math(False)
+        tick.label1.set_rotation_mode("anchor")
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_ylabel("iteration")
+    axes.set_xlabel("token read")
+    used = [depth for depth in range(1, deepest + 1) if (found.depths == depth).any()]
+    handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
+    handles.append(Patch(facecolor=theme.paper, edgecolor=theme.muted, hatch="////", label=found.after))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), columnspacing=1.2, handlelength=1.4)
+    return figure
+
+
+def caption(found: Measured) -> str:
+    count, spent = len(found.depths), int(found.depths.sum())
+    whole = count * found.deepest
+    halted = int((found.depths < found.deepest).sum())
+    return (
+        f"Tokens {found.first:,} to {found.first + count - 1:,} of the text, where depths differ most: "
+        f"{spent} of {whole} rows are computed ({percent(spent / whole)}), {halted} of {count} tokens halt early; "
+        "being chosen for variety, the stretch is not typical."
+    )
+
+
+def table(found: Measured) -> pd.DataFrame:
+    return pd.DataFrame({"token": [for_figure(word) for word in found.words], "depth": found.depths})
+
+
+PLATE = Plate(
+    name="grid",
+    title="Computed or reused, token by token",
+    alt="A grid: tokens of a real stretch of text from left to right, iterations upwards; filled cells were computed, "
+    "hatched ones were not.",
+    missing=needs_halting,
+    measure=measure,
+    draw=draw,
+    caption=caption,
+    table=table,
+)

@@ -1,0 +1,170 @@
+"""Mean loss and number of tokens by halting iteration, and how losses spread there: the paper's check-mark figure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from adaponder.analysis.figures.plate import (
+    DEPTH,
+    Plate,
+    depth_axis,
+    listed,
+    nats,
+    needs_nothing,
+    percent,
+    times,
+)
+from adaponder.analysis.style import PAGE, Theme, depth_colours, depth_map, new_figure
+from adaponder.analysis.tables import Means, adds_up, means
+from adaponder.analysis.trace import Trace
+
+BINS = 40
+
+
+class Measured(NamedTuple):
+    """``groups`` has an entry per depth; ``density[bin, depth]`` is per nat, and each depth's adds up to at most 1."""
+
+    groups: Means
+    density: np.ndarray
+    medians: np.ndarray
+    clip: float
+    beyond: float
+    loss: float
+
+
+def measure(trace: Trace) -> Measured:
+    deepest, nll, label = trace.about.deepest, trace["nll"], trace["depth"].astype(np.int64) - 1
+    groups = means(trace, nll, label, deepest)
+    adds_up(groups.share, groups.mean, trace.loss)
+    # The longest one percent of the tail would leave no room for the rest.
+    clip = max(float(np.quantile(nll, 0.99)), 1e-6)
+    edges = np.linspace(0.0, clip, BINS + 1)
+    found = [np.histogram(nll[label == depth], edges)[0] for depth in range(deepest)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        density = np.stack(found, axis=1) / groups.tokens / (edges[1] - edges[0])
+    medians = [np.median(nll[label == depth]) if groups.tokens[depth] else np.nan for depth in range(deepest)]
+    return Measured(groups, density, np.array(medians), clip, float((nll > clip).mean()), trace.loss)
+
+
+def draw(found: Measured, theme: Theme) -> Figure:
+    figure = new_figure(width=PAGE, height=3.5)
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2), width_ratios=(1, 1.15))
+    top, below, right = (figure.add_subplot(place) for place in (grid[0, 0], grid[1, 0], grid[:, 1]))
+    _draw_means(top, found, theme)
+    groups, deepest = found.groups, len(found.medians)
+    bars = below.bar(range(1, deepest + 1), 100 * groups.share, width=0.7, color=depth_colours(deepest))
+    below.bar_label(bars, [f"{tokens:,}" for tokens in groups.tokens], fontsize=7, padding=1)
+    below.set_ylim(0, 125 * groups.share.max())
+    below.set_ylabel("tokens (%)")
+    below.set_xlabel(DEPTH)
+    depth_axis(below, deepest)
+    image = _draw_density(right, found, theme)
+    figure.colorbar(image, ax=right, label="share of that depth's tokens per nat", pad=0.02)
+    return figure
+
+
+def _draw_means(axes: Axes, found: Measured, theme: Theme) -> None:
+    deepest = len(found.medians)
+    some = np.nonzero(found.groups.tokens)[0]
+    groups = found.groups.pick(some)
+    axes.axhline(found.loss, color=theme.muted, linestyle=":", linewidth=1.0)
+    axes.errorbar(some + 1, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
+    colours = [depth_colours(deepest)[index] for index in some]
+    axes.scatter(some + 1, groups.mean, c=colours, edgecolors=theme.ink, s=36, zorder=3)
+    low, high = np.nanmin([groups.mean, groups.low]), np.nanmax([groups.mean, groups.high])
+    pad = 0.25 * max(high - low, 0.2 * abs(found.loss), 0.1)
+    axes.set_ylim(max(0.0, low - pad), high + pad)
+    axes.set_title(f"dotted: all tokens, {found.loss:.3f}", loc="left", color=theme.muted)
+    axes.set_ylabel("mean NLL (nats)")
+    depth_axis(axes, deepest)
+    axes.tick_params(labelbottom=False)
+
+
+def _draw_density(axes: Axes, found: Measured, theme: Theme) -> AxesImage:
+    deepest, depths = len(found.medians), np.arange(1, len(found.medians) + 1)
+    image = axes.imshow(
+        found.density,
+        origin="lower",
+        aspect="auto",
+        extent=(0.5, deepest + 0.5, 0.0, found.clip),
+        cmap=depth_map(),
+        vmin=0.0,
+        interpolation="nearest",
+    )
+    for edge in depths[:-1] + 0.5:
+        axes.axvline(edge, color=theme.paper, linewidth=2.0)
+    # White in black: seen on every colour of the ramp.
+    for colour, width in (("black", 3.6), ("white", 1.8)):
+        axes.plot(depths, found.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
+    axes.plot(depths, found.groups.mean, "o", color="white", markeredgecolor="black")
+    for depth in depths[found.groups.tokens == 0]:
+        axes.text(depth, found.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
+    depth_axis(axes, deepest)
+    axes.set_xlim(0.5, deepest + 0.5)
+    axes.set_ylim(0.0, found.clip)
+    axes.grid(visible=False)
+    axes.set_title("circle: mean; bar: median", loc="left", color=theme.muted)
+    axes.set_xlabel(DEPTH)
+    axes.set_ylabel("NLL (nats)")
+    return image
+
+
+def caption(found: Measured) -> str:
+    groups = found.groups
+    mean = {int(index) + 1: float(groups.mean[index]) for index in np.nonzero(groups.tokens)[0]}
+    tail = f" The {percent(found.beyond)} of losses above {found.clip:.1f} nats are outside the map."
+    if len(mean) == 1:
+        depth = next(iter(mean))
+        return (
+            f"Every token was read {times(depth)}, with a mean NLL of {nats(mean[depth])}: "
+            f"there is no second group to compare with.{tail}"
+        )
+    said = listed([f"{value:.3f} at depth {d} ({percent(float(groups.share[d - 1]))})" for d, value in mean.items()])
+    return f"Mean NLL is {said}; shares times means add up to {nats(found.loss)}. {_shape(groups)}{tail}"
+
+
+def _shape(groups: Means) -> str:
+    """What the curve looks like, said as it is, and whether it may be chance."""
+    some = np.nonzero(groups.tokens)[0]
+    mean = groups.mean[some]
+    first, last, lowest, highest = some[0], some[-1], some[np.argmin(mean)], some[np.argmax(mean)]
+    turns, ends = f"lowest at depth {lowest + 1}, highest at depth {highest + 1}", [(lowest, highest)]
+    if first < lowest < last == highest:
+        words, ends = f"This is the paper's check mark: {turns}", [(lowest, first), (lowest, last)]
+    elif (np.diff(mean) > 0).all():
+        words = "Loss rises with depth: tokens that halt early are the easier ones, without the paper's check mark"
+    elif (np.diff(mean) < 0).all():
+        words = "Loss falls with depth: tokens that halt early are the harder ones, the opposite of the paper's claim"
+    else:
+        words = f"This is not the paper's check mark: {turns}"
+    if all(groups.high[below] < groups.low[above] for below, above in ends):
+        return f"{words}."
+    reason = "there are too few documents for intervals" if np.isnan(groups.low[some]).any() else "intervals overlap"
+    return f"{words}; it may be chance, {reason}."
+
+
+def table(found: Measured) -> pd.DataFrame:
+    frame = found.groups.frame("mean NLL")
+    frame.insert(0, "depth", range(1, len(frame) + 1))
+    frame["median NLL"] = found.medians
+    frame["share x mean"] = found.groups.share * found.groups.mean
+    return frame
+
+
+PLATE = Plate(
+    name="halting",
+    title="Loss by halting iteration",
+    alt="Points: mean loss of the tokens of each depth with 95% intervals. Bars: how many tokens have that depth. "
+    "Map: how losses spread at each depth.",
+    missing=needs_nothing,
+    measure=measure,
+    draw=draw,
+    caption=caption,
+    table=table,
+)

@@ -1,0 +1,96 @@
+"""A plate is a figure that says what it shows: measured from a trace, drawn, captioned in numbers, and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import Normal, Stroke
+from numpy.typing import ArrayLike
+
+from adaponder.analysis.style import Theme
+from adaponder.analysis.trace import Kind, Trace
+
+DEPTH = "depth (iterations read)"
+
+
+@dataclass(frozen=True)
+class Plate:
+    """One figure.
+
+    Attributes:
+        name: of its files, and what ``--only`` calls it.
+        alt: what is drawn, for those who do not see it; the numbers are in the caption.
+        missing: why it cannot be drawn of a trace of this kind; ``None`` if it can.
+        measure: what is drawn, from the trace; ``draw``, ``caption`` and ``table`` see nothing else.
+    """
+
+    name: str
+    title: str
+    alt: str
+    missing: Callable[[Kind], str | None]
+    measure: Callable[[Trace], Any]
+    draw: Callable[[Any, Theme], Figure]
+    caption: Callable[[Any], str]
+    table: Callable[[Any], pd.DataFrame]
+
+
+def needs_nothing(kind: Kind) -> str | None:
+    return None
+
+
+def needs_halting(kind: Kind) -> str | None:
+    return None if kind.halts else f"{kind.method} never halts: every token is read {times(kind.deepest)}"
+
+
+def needs_gates(kind: Kind) -> str | None:
+    if kind.gates:
+        return None
+    return "at one iteration no gate is asked" if kind.halts else f"{kind.method} has no gates"
+
+
+def needs_iterations(kind: Kind) -> str | None:
+    return None if kind.deepest > 1 else f"every token is read {times(kind.deepest)}: there is no second iteration"
+
+
+def times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def percent(share: float) -> str:
+    """A share in words; a small one keeps two digits that say something."""
+    return f"{share:.1%}" if share == 0 or share >= 0.01 else f"{100 * share:.2g}%"
+
+
+def nats(value: float) -> str:
+    return f"{value:.3f} nats"
+
+
+def spread(low: float, high: float) -> str:
+    """An interval in words, empty where there is none."""
+    return "" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
+
+
+def listed(parts: list[str]) -> str:
+    """``a, b and c``."""
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def whiskers(axes: Axes, x: ArrayLike, y: ArrayLike, bars: ArrayLike, theme: Theme) -> None:
+    """Intervals over bars of any colour: each line has a rim of paper, so that it is seen on dark bars too."""
+    drawn = axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
+    for line in (*drawn.lines[1], *drawn.lines[2]):
+        line.set_path_effects([Stroke(linewidth=2.6, foreground=theme.paper), Normal()])
+
+
+def depth_axis(axes: Axes, deepest: int) -> None:
+    """Depths as categories; the last is reached by those that never halted."""
+    names = [str(depth) for depth in range(1, deepest)] + [f"{deepest}\n(all)" if deepest > 1 else "1"]
+    axes.set_xticks(range(1, deepest + 1), names)
+    axes.set_xlim(0.4, deepest + 0.6)
+    axes.grid(visible=False, axis="x")

@@ -1,0 +1,55 @@
+"""Text from data is shown as what it is: control characters are spelled out, and nothing in it is an instruction."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from html import escape
+
+from matplotlib.font_manager import FontProperties, findfont, get_font
+
+_SPACES = {" ": "␣", "\n": "↵", "\t": "⇥"}
+# C0 and C1 controls, zero-width characters, direction marks and overrides, lone surrogates, private use.
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff]")
+
+
+def visible(text: str, *, keep: str = "\n") -> str:
+    """``text`` with every character that is not seen spelled as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
+
+    So no token can move a cursor, change the direction of writing or hide.
+    """
+    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else _number(found[0]), text)
+
+
+def _number(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def for_html(text: str) -> str:
+    """Escaped; a line's end is seen as well as done."""
+    return escape(visible(text)).replace("\n", "↵\n")
+
+
+def on_one_line(text: str) -> str:
+    """The same for a sentence, not escaped."""
+    return visible(text).replace("\n", "↵")
+
+
+def for_figure(text: str, limit: int = 10) -> str:
+    """A token as a label: spaces are seen, indentation is told by its width, long ones are cut."""
+    text = re.sub(r" {3,}|\t{3,}|\n{3,}", lambda run: f"{run[0][0]}×{len(run[0])}", text)
+    return drawable("".join(_SPACES.get(letter, letter) for letter in text), limit)
+
+
+def drawable(text: str, limit: int) -> str:
+    """Text that the figures' font can draw, cut at ``limit``; a character that it has not is told by its number."""
+    seen = visible(text, keep="")
+    shown = "".join(letter if _has(letter) else _number(letter) for letter in seen)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+@cache
+def _has(letter: str) -> bool:
+    font = get_font(findfont(FontProperties(family="DejaVu Sans")))
+    return font.get_char_index(ord(letter)) != 0

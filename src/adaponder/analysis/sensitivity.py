@@ -1,0 +1,304 @@
+"""Loss against what was asked for and against what came of it: a function of a sweep's records, and of nothing else.
+
+``sensitivity(json.loads(Path("sweep.json").read_text())["runs"])`` draws a sweep's figure again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from adaponder.analysis.style import PAGE, Theme, house, new_figure, series
+from adaponder.errors import InputError
+
+_SYMBOLS = {"train.ponder_weight": "λ", "train.k_max": "k", "model.iterations": "K", "model.tau": "τ"}
+_MEANINGS = {
+    "train.ponder_weight": "λ, weight of the ponder loss",
+    "train.k_max": "k, share of gates pushed closed",
+    "model.iterations": "K, most iterations per token",
+    "model.tau": "τ, a token halts below",
+}
+_REQUESTED, _REALISED = "requested", "realised"
+_RING: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 9.0,
+    "markerfacecolor": "none",
+    "markeredgewidth": 0.8,
+    "linestyle": "none",
+}
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation (``None`` of a single one) over the seeds of one setting."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.mean:{spec}}" + (f" ± {self.deviation:{spec}}" if self.deviation is not None else "")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a sweep, over its seeds; ``None`` where no seed has finished.
+
+    Attributes:
+        fields: value of every axis. runs: how many were planned; how many finished is ``loss.count``.
+        loss, depth: on validation text. requested: mean depth asked for. halted: mean shares after iterations 1 … K-1.
+    """
+
+    fields: Mapping[str, Any]
+    runs: int
+    requested: float | None
+    loss: Spread | None
+    depth: Spread | None
+    halted: Sequence[float] | None
+    tokens_per_second: float | None
+
+
+def points(records: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """The sweep's settings in the order they were planned, each summed up over its seeds."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(repr(sorted(record["fields"].items())), []).append(record)
+    return [_point(group) for group in groups.values()]
+
+
+def _point(group: Sequence[Mapping[str, Any]]) -> Point:
+    done = [record for record in group if record["status"] == "finished"]
+    halted = [record["validation_halted"] for record in done]
+    speeds = [record["tokens_per_second"] for record in done if record["tokens_per_second"] is not None]
+    return Point(
+        fields=dict(group[0]["fields"]),
+        runs=len(group),
+        # Before a checkpoint is opened nobody knows its K: ask those that ran.
+        requested=next((r["requested_depth"] for r in [*done, *group] if r["requested_depth"] is not None), None),
+        loss=_spread([record["validation_loss"] for record in done]),
+        depth=_spread([record["validation_depth"] for record in done]),
+        halted=[statistics.fmean(shares) for shares in zip(*halted, strict=True)] if done else None,
+        tokens_per_second=statistics.fmean(speeds) if speeds else None,
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def symbol(field: str) -> str:
+    """The paper's letter for a field, or its name."""
+    return _SYMBOLS.get(field, field.rpartition(".")[2].replace("_", " "))
+
+
+def text_of(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, list):
+        return ", ".join(map(text_of, value))
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+# --- which points belong on one line -------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """Points that differ in one axis only, in the order of its values."""
+
+    axis: str
+    label: str
+    points: Sequence[Point]
+
+
+def lines_of(found: Sequence[Point]) -> list[Line]:
+    """A full grid: along its longest axis of numbers, a line for each setting of the others; each setting for itself
+    where no axis has numbers. Otherwise, one at a time: a line along each axis."""
+    fields = list(found[0].fields)
+    values = {field: _distinct([point.fields[field] for point in found]) for field in fields}
+    if len(found) < math.prod(map(len, values.values())):
+        return [max(_along(field, found), key=lambda line: len(line.points)) for field in fields]
+    if numeric := [field for field in fields if all(map(_is_number, values[field]))]:
+        return _along(max(numeric, key=lambda field: len(values[field])), found)
+    return [Line(fields[0] if fields else "", _setting(point.fields), [point]) for point in found]
+
+
+def _along(axis: str, found: Sequence[Point]) -> list[Line]:
+    groups: dict[str, list[Point]] = {}
+    for point in found:
+        others = _setting({field: value for field, value in point.fields.items() if field != axis})
+        groups.setdefault(others, []).append(point)
+    return [Line(axis, label, _ordered(group, axis)) for label, group in groups.items()]
+
+
+def _setting(fields: Mapping[str, Any]) -> str:
+    return ",  ".join(f"{symbol(field)} = {text_of(value)}" for field, value in fields.items())
+
+
+def _ordered(group: Sequence[Point], axis: str) -> list[Point]:
+    """By the axis's value where values are numbers, else as planned."""
+    numeric = all(_is_number(point.fields.get(axis)) for point in group)
+    return sorted(group, key=lambda point: point.fields[axis]) if numeric else list(group)
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# --- drawing -------------------------------------------------------------------------------------------------------
+
+
+def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
+    """The paper's sensitivity figure: validation loss against each knob, and against iterations asked for and made.
+
+    Means over seeds; bars are one standard deviation. Runs that failed or have not ended are counted below, not drawn.
+    """
+    found = points(records)
+    if not any(point.loss for point in found):
+        raise InputError("no run of this sweep has finished: there is nothing to draw yet")
+    lines = lines_of(found)
+    knobs = _distinct([line.axis for line in lines if line.axis])
+    depths = [name for name in (_REQUESTED, _REALISED) if any(_depth(name)(point) for point in found)]
+    with house(dark=dark) as theme:
+        rows = _rows(knobs, depths)
+        figure = new_figure(width=PAGE, height=2.1 * len(rows) + 0.5)
+        panels = figure.subplot_mosaic(rows, sharey=True)
+        for knob in knobs:
+            _draw_knob(panels[knob], knob, lines, theme)
+        for name in depths:
+            _draw_depth(panels[name], name, lines, theme)
+        _label(panels, rows, depths)
+        _explain(figure, panels[rows[-1][-1]], found, lines, theme)
+    return figure
+
+
+def _rows(knobs: Sequence[str], depths: Sequence[str]) -> list[Any]:
+    """The mosaic, six cells wide: one row for one knob; else knobs, at most three a row, above the depths."""
+    groups = [[*knobs, *depths]] if len(knobs) <= 1 else [*(knobs[i : i + 3] for i in range(0, len(knobs), 3)), depths]
+    return [[name for name in group for _ in range(6 // len(group))] for group in groups]
+
+
+def _depth(name: str) -> Callable[[Point], float | None]:
+    if name == _REQUESTED:
+        return lambda point: point.requested
+    return lambda point: None if point.depth is None else point.depth.mean
+
+
+def _draw_knob(panel: Axes, knob: str, lines: Sequence[Line], theme: Theme) -> None:
+    values = [point.fields[knob] for line in lines for point in line.points if line.axis == knob]
+    numeric = all(map(_is_number, values))
+    names = _distinct(values)
+    for index, line in enumerate(lines):
+        if line.axis == knob:
+            places = [p.fields[knob] if numeric else names.index(p.fields[knob]) for p in line.points]
+            _draw(panel, places, line.points, index, theme, joined=numeric)
+    if not numeric:
+        panel.set_xticks(range(len(names)), [text_of(name) for name in names])
+        panel.set_xlim(-0.5, len(names) - 0.5)
+    elif min(values) > 0 and max(values) / min(values) >= 50:
+        panel.set_xscale("log")
+    else:
+        whole = all(isinstance(value, int) for value in values)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=whole))
+    panel.set_xlabel(_MEANINGS.get(knob, symbol(knob)))
+
+
+def _draw_depth(panel: Axes, name: str, lines: Sequence[Line], theme: Theme) -> None:
+    where = _depth(name)
+    for index, line in enumerate(lines):
+        placed = [point for point in line.points if where(point) is not None]
+        places = [where(point) for point in placed]
+        # Settings without order, or that ask for the same: a line through them would say nothing.
+        joined = len(set(places)) == len(places) and all(_is_number(point.fields.get(line.axis)) for point in placed)
+        _draw(panel, places, placed, index, theme, joined=joined, realised=name == _REALISED)
+    if (base := _base(lines)) is not None and base.loss is not None and (place := where(base)) is not None:
+        panel.plot(place, base.loss.mean, color=theme.ink, **_RING)
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    panel.set_xlabel(f"mean iterations, {name}")
+
+
+def _base(lines: Sequence[Line]) -> Point | None:
+    """The recipe itself, where it was varied one axis at a time: the one point that is on every line."""
+    if len({line.axis for line in lines}) < 2:
+        return None
+    return next((point for point in lines[0].points if all(point in line.points for line in lines)), None)
+
+
+def _draw(
+    panel: Axes,
+    places: Sequence[Any],
+    chosen: Sequence[Point],
+    index: int,
+    theme: Theme,
+    *,
+    joined: bool,
+    realised: bool = False,
+) -> None:
+    """One line of a panel; ``realised`` depths have a deviation of their own."""
+    drawn = [(place, p.loss, p.depth) for place, p in zip(places, chosen, strict=True) if p.loss and p.depth]
+    several = any(loss.count > 1 for _, loss, _ in drawn)
+    look = {**series(index), **({} if joined else {"linestyle": "none"})}
+    panel.errorbar(
+        [place for place, *_ in drawn],
+        [loss.mean for _, loss, _ in drawn],
+        yerr=[loss.deviation or 0.0 for _, loss, _ in drawn] if several else None,
+        xerr=[depth.deviation or 0.0 for *_, depth in drawn] if several and realised else None,
+        elinewidth=0.7,
+        # An edge in the colour of the paper keeps markers apart where they overlap.
+        markeredgecolor=theme.paper,
+        markeredgewidth=0.5,
+        **look,
+    )
+
+
+def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Sequence[str]) -> None:
+    """Letters for the caption, the loss where it is read, and one scale for what was asked and what came of it."""
+    for place, name in enumerate(_distinct([name for row in rows for name in row])):
+        panels[name].set_title(f"({chr(ord('a') + place)})", loc="left")
+    for row in rows:
+        panels[row[0]].set_ylabel("validation loss\n(nats per token)")
+        for name in _distinct(row)[1:]:
+            panels[name].tick_params(left=False, labelleft=False)
+    limits = [panels[name].get_xlim() for name in depths]
+    for name in depths:
+        panels[name].set_xlim(_at_least(0.2, min(low for low, _ in limits), max(high for _, high in limits)))
+    first = panels[rows[0][0]]
+    first.set_ylim(_at_least(0.002, *first.get_ylim()))
+
+
+def _at_least(span: float, low: float, high: float) -> tuple[float, float]:
+    """The range, widened about its middle where it would blow up differences that mean nothing."""
+    more = max(0.0, span - (high - low)) / 2
+    return low - more, high + more
+
+
+def _explain(figure: Figure, panel: Axes, found: Sequence[Point], lines: Sequence[Line], theme: Theme) -> None:
+    """Above the panels who is who; below, what the bars are and what is missing."""
+    if len(lines) > 1:
+        several = len(_distinct([line.axis for line in lines])) > 1
+        labels = [f"{symbol(line.axis)} varied,  {line.label}" if several else line.label for line in lines]
+        handles = [panel.plot([], [], markeredgewidth=0.0, **series(index))[0] for index in range(len(lines))]
+        if _base(lines) is not None:
+            handles += panel.plot([], [], color=theme.ink, **_RING)
+            labels.append("the recipe itself")
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(len(handles), 4), handlelength=3.5)
+    seeds = max(point.loss.count for point in found if point.loss)
+    planned, done = sum(p.runs for p in found), sum(p.loss.count for p in found if p.loss)
+    remarks = [f"bars: one standard deviation over {seeds} seeds"] if seeds > 1 else []
+    remarks += [f"{planned - done} of {planned} runs failed or have not ended: not drawn"] if done < planned else []
+    if remarks:
+        figure.supxlabel("; ".join(remarks), fontsize=6.5, color=theme.muted)

@@ -1,0 +1,158 @@
+"""Every figure looks alike: told apart without colour vision, readable in grey print, the same bytes when drawn again.
+
+A figure is made inside ``with house():`` (``house(dark=True)`` for a dark page) and written by ``save``::
+
+    with house():
+        figure = new_figure(width=PAGE, height=2.6)
+        axes = figure.subplots(1, 2)
+        axes[0].plot(x, y, **series(0), label="learned gate")
+        axes[1].bar(depths, shares, color=depth_colours(deepest))
+    save(figure, out / "name")  # name.png and name.svg
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.figure import Figure
+from rich.style import Style
+
+from adaponder.terminal import depth_style
+
+Colour = tuple[float, float, float]
+
+# Inches: one column and the whole text width of a two-column page. Text below keeps its size when printed so.
+COLUMN, PAGE = 3.4, 7.0
+DPI = 200
+
+# Okabe and Ito's colours that stand out on white and on dark, ordered so that neighbours differ in lightness too.
+PALETTE = ("#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)))
+
+_COMMON = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same shapes on every machine
+    "font.size": 8.0,
+    "axes.titlesize": 8.0,
+    "axes.labelsize": 8.0,
+    "xtick.labelsize": 7.0,
+    "ytick.labelsize": 7.0,
+    "legend.fontsize": 7.0,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4.5,
+    "errorbar.capsize": 2.0,
+    # Bright bars need an outline on white paper.
+    "patch.force_edgecolor": True,
+    "patch.linewidth": 0.5,
+    "figure.dpi": DPI,
+    "savefig.dpi": DPI,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "adaponder",  # else the ids in an SVG are random
+}
+
+
+class Theme(NamedTuple):
+    """What differs between white paper and a dark page. ``muted`` is for grids, guides and remarks."""
+
+    paper: str
+    ink: str
+    muted: str
+    grid: str
+
+
+LIGHT = Theme(paper="#FFFFFF", ink="#1A1A1A", muted="#5C5C5C", grid="#DEDEDE")
+DARK = Theme(paper="#14171C", ink="#E8E8E8", muted="#A6A6A6", grid="#343A42")
+
+
+def rc_params(theme: Theme = LIGHT) -> dict[Any, Any]:
+    """The house style as matplotlib's own settings."""
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "patch.edgecolor")
+    return {
+        **_COMMON,
+        **dict.fromkeys(inked, theme.ink),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.paper),
+        "grid.color": theme.grid,
+        "axes.prop_cycle": matplotlib.cycler(color=PALETTE),
+    }
+
+
+@contextmanager
+def house(*, dark: bool = False) -> Iterator[Theme]:
+    """Inside, matplotlib draws in the house style; outside, it is as it was. Gives the colours in use."""
+    theme = DARK if dark else LIGHT
+    with matplotlib.rc_context():
+        # From matplotlib's own defaults, so that nobody's matplotlibrc changes a figure.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(rc_params(theme))
+        yield theme
+
+
+def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
+    """An empty figure, in inches, that belongs to no window and to no global list: it is garbage when you are done."""
+    return Figure(figsize=(width, height))
+
+
+def series(index: int) -> Mapping[str, Any]:
+    """Colour, marker and line of the ``index``-th series: each alone tells neighbours apart, so grey print does too."""
+    return MappingProxyType(
+        {
+            "color": PALETTE[index % len(PALETTE)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "linestyle": LINES[index % len(LINES)],
+        }
+    )
+
+
+def depth_colour(depth: int, deepest: int) -> Colour:
+    """The background that ``terminal.depth_style`` gives a token of this depth, as matplotlib's (red, green, blue)."""
+    background = Style.parse(depth_style(depth, deepest)).bgcolor
+    if background is None:
+        raise ValueError(f"depth {depth}: a token that was not read has no colour")
+    red, green, blue = background.get_truecolor().normalized
+    return red, green, blue
+
+
+def depth_colours(deepest: int) -> list[Colour]:
+    """The colours of depths 1 … ``deepest``."""
+    return [depth_colour(depth, deepest) for depth in range(1, deepest + 1)]
+
+
+def depth_map() -> LinearSegmentedColormap:
+    """The depth ramp without steps, for densities and heat maps: dark is little, bright is much."""
+    return LinearSegmentedColormap.from_list("adaponder", depth_colours(64))
+
+
+def lightness(colour: Any) -> float:
+    """How bright a colour prints in grey, 0 … 1 (Rec. 709 on the values as they are)."""
+    red, green, blue = to_rgb(colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def save(figure: Figure, path: Path) -> tuple[Path, Path]:
+    """Writes ``path``.png and ``path``.svg; the same figure gives the same bytes. Says where they are.
+
+    Ticks are made while drawing, so the style holds here too: light or dark as the figure's own paper is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not with_suffix: a name may hold a dot of its own, as in "lambda-0.1".
+    png, svg = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg"))
+    with house(dark=lightness(figure.get_facecolor()) < 0.5):
+        figure.savefig(png, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return png, svg

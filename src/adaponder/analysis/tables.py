@@ -1,0 +1,201 @@
+"""Numbers behind the figures, from a trace alone; every mean knows how many tokens it is of and how sure it is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from adaponder.analysis.trace import Trace
+from adaponder.errors import AdaPonderError
+from adaponder.evaluation.summary import Interval, bootstrap
+
+# For a group of tokens: there are many groups, and the ends of an interval need no third digit.
+RESAMPLES = 500
+# Drawing fewer documents again gives their extremes, not an interval.
+FEW = 5
+
+
+class Numbers(NamedTuple):
+    """A trace in one line. The four halting numbers are four: they are equal only by accident.
+
+    Attributes:
+        iterations: mean depth.
+        halted: share of tokens read fewer times than the run allowed.
+        gates_closed: share of (token, gate) pairs at which the token no longer read on; ``None`` without gates.
+        flops: per token, context that was read again included.
+        flops_ratio: to the stock decoder on the same tokens.
+    """
+
+    tokens: int
+    documents: int
+    loss: float
+    interval: Interval | None
+    perplexity: float
+    bits_per_byte: float | None
+    iterations: float
+    halted: float
+    gates_closed: float | None
+    flops: float
+    flops_ratio: float
+    kv_bytes: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+def numbers(trace: Trace) -> Numbers:
+    about, depth, nll = trace.about, trace["depth"].astype(np.int64), trace["nll"]
+    sums, counts = _per_document(trace["document"], nll, np.zeros(len(trace), np.int64), 1)
+    decisions = about.deepest - 1 if about.halts else 0
+    loss = trace.loss
+    return Numbers(
+        tokens=len(trace),
+        documents=len(sums),
+        loss=loss,
+        interval=bootstrap(sums[:, 0], counts[:, 0], seed=about.seed) if len(sums) >= FEW else None,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        bits_per_byte=float(nll.sum() / math.log(2) / about.utf8_bytes) if about.utf8_bytes else None,
+        iterations=float(depth.mean()),
+        halted=float((depth < about.deepest).mean()),
+        gates_closed=float((about.deepest - depth).mean() / decisions) if decisions else None,
+        flops=about.spent["flops_per_token"],
+        flops_ratio=about.spent["flops_ratio"],
+        kv_bytes=about.spent["kv_bytes_per_token"],
+    )
+
+
+class Means(NamedTuple):
+    """One entry per group: how many tokens it has and their share of all, their mean and its interval.
+
+    The interval draws documents again, those that have such tokens; there is none (NaN) for fewer than :data:`FEW`.
+    A group without tokens has a mean of NaN.
+    """
+
+    tokens: np.ndarray
+    share: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    def pick(self, rows: Any) -> Means:
+        """Some of the groups: a slice, a mask or their numbers."""
+        return Means(*(part[rows] for part in self))
+
+    @property
+    def bars(self) -> np.ndarray:
+        """``[2, groups]``: distances from the mean to the interval's ends; NaN, which matplotlib skips, without one."""
+        return np.maximum(np.stack([self.mean - self.low, self.high - self.mean]), 0.0)
+
+    def frame(self, name: str) -> pd.DataFrame:
+        """A table in which the mean is called ``name``."""
+        values = {"tokens": self.tokens, "share": self.share, name: self.mean}
+        return pd.DataFrame(values | {"95% low": self.low, "95% high": self.high})
+
+
+def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> Means:
+    """The mean of ``values`` over the tokens of each label ``0 … groups - 1``."""
+    sums, counts = _per_document(trace["document"], values, labels, groups)
+    tokens = counts.sum(axis=0)
+    mean = np.full(groups, np.nan)
+    np.divide(sums.sum(axis=0), tokens, out=mean, where=tokens > 0)
+    ends = np.full((groups, 2), np.nan)
+    for group in range(groups):
+        here = counts[:, group] > 0
+        if here.sum() >= FEW:
+            found = bootstrap(sums[here, group], counts[here, group], seed=trace.about.seed, resamples=RESAMPLES)
+            ends[group] = (np.nan, np.nan) if found is None else found
+    return Means(tokens.astype(np.int64), tokens / len(trace), mean, ends[:, 0], ends[:, 1])
+
+
+def _per_document(
+    document: np.ndarray, values: np.ndarray, labels: np.ndarray, groups: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[documents, groups]``: sums of ``values`` and how many there are."""
+    documents = int(document.max()) + 1
+    place = document.astype(np.int64) * groups + labels
+    sums = np.bincount(place, weights=values, minlength=documents * groups).reshape(documents, groups)
+    counts = np.bincount(place, minlength=documents * groups).reshape(documents, groups)
+    return sums, counts.astype(np.float64)
+
+
+def adds_up(shares: np.ndarray, averages: np.ndarray, whole: float) -> None:
+    """Raises unless shares times means are the overall mean: then nothing was counted twice or left out."""
+    total = float(np.nansum(shares * averages))
+    if abs(float(np.sum(shares)) - 1.0) > 1e-9 or abs(total - whole) > 1e-9 * max(1.0, abs(whole)):
+        raise AdaPonderError(f"shares times means add up to {total!r}, the overall mean is {whole!r}")
+
+
+class Correlation(NamedTuple):
+    """Spearman's rho; ``None`` where one side is constant. ``interval`` draws documents again, if there are enough."""
+
+    rho: float | None
+    interval: Interval | None
+    resamples: int
+
+    def __str__(self) -> str:
+        if self.rho is None:
+            return "undefined"
+        spread = "" if self.interval is None else f" [{self.interval.low:+.3f}, {self.interval.high:+.3f}]"
+        return f"{self.rho:+.3f}{spread}"
+
+
+def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float | None:
+    """The correlation of the mid-ranks of ``x`` and ``y``, each pair counted ``weights`` times."""
+    groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
+    return _spearman(groups[0], groups[1], np.ones(len(x)) if weights is None else weights.astype(np.float64))
+
+
+def _spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float | None:
+    """The same for values given as their places among the distinct ones: no resample needs to sort again."""
+    first, second = (_midranks(side, weights) for side in (x, y))
+    spread = float(np.sqrt((weights * first**2).sum() * (weights * second**2).sum()))
+    return float((weights * first * second).sum()) / spread if spread > 0 else None
+
+
+def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Ranks less their mean; tied values share the middle of theirs."""
+    tied = np.bincount(groups, weights=weights)
+    middle = np.cumsum(tied) - tied / 2
+    # The mean of the mid-ranks is half the total, with or without ties.
+    return (middle - weights.sum() / 2)[groups]
+
+
+def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
+    """Spearman's rho of two values per prediction, and its percentile interval over documents drawn again."""
+    groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
+    rho = _spearman(groups[0], groups[1], np.ones(len(x)))
+    document = trace["document"]
+    documents = int(document.max()) + 1
+    if rho is None or documents < FEW:
+        return Correlation(rho, None, 0)
+    # A resample takes time proportional to the tokens: a million of them get fewer.
+    resamples = int(np.clip(2e8 / len(trace), 200, 1000))
+    generator = np.random.default_rng(trace.about.seed)
+    drawn = []
+    for _ in range(resamples):
+        times = np.bincount(generator.integers(documents, size=documents), minlength=documents)
+        found = _spearman(groups[0], groups[1], times[document].astype(np.float64))
+        if found is not None:
+            drawn.append(found)
+    if not drawn:
+        return Correlation(rho, None, 0)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Correlation(rho, Interval(float(low), float(high)), len(drawn))
+
+
+def quantile_bins(values: np.ndarray, bins: int) -> np.ndarray:
+    """A label per value, below ``bins``: equally many values in each as far as ties allow, and none is empty."""
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, bins + 1)[1:-1], method="lower"))
+    return np.unique(np.searchsorted(edges, values, side="left"), return_inverse=True)[1]
+
+
+def geometric_bins(values: np.ndarray, base: int = 2) -> np.ndarray:
+    """``floor(log_base(value))`` of positive whole numbers, exactly: bin b holds ``base**b … base**(b+1) - 1``."""
+    edges, edge = [], base
+    while edge <= values.max():
+        edges.append(edge)
+        edge *= base
+    return np.searchsorted(np.array(edges, np.int64), values, side="right")

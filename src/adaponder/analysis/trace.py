@@ -1,0 +1,298 @@
+"""One row per prediction: what was read, how often, and what each reading was worth; figures need nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from adaponder.analysis.spelling import token_texts
+from adaponder.compute import cost_of
+from adaponder.errors import InputError
+from adaponder.evaluation.meter import Spent
+from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Windows
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import FixedDepth, LearnedGate
+
+NAME = "trace.parquet"
+_KEY = b"adaponder.trace"
+_ROWS = 65_536
+_WORDS = ("token", "target", "source")
+# Of every trace, whatever the method: the token read and the one predicted from it, where they stand, how it went.
+FIXED: dict[str, Any] = {
+    "document": np.int32,
+    "position": np.int32,
+    "window_position": np.int32,
+    "token_id": np.int32,
+    "target_id": np.int32,
+    "count": np.int32,
+    "rank": np.int32,
+    "depth": np.int8,
+    "nll": np.float64,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What can be drawn of a trace depends on this alone, and it is known before anything is read.
+
+    Attributes:
+        deepest: the most readings the run allows: K, or ``--max-iterations``.
+        halts: whether the method can halt tokens at all.
+        gates: columns ``gate_1`` …; 0 where the method has none.
+    """
+
+    method: str
+    deepest: int
+    halts: bool
+    gates: int
+
+
+@dataclass(frozen=True)
+class About(Kind):
+    """What a trace is of.
+
+    Attributes:
+        iterations: K, of the model.
+        tau: thresholds of the learned gate; ``None`` where something else decided.
+        utf8_bytes: of the text, 0 where unknown.
+        spent: what reading it cost, by the meter (without the gates that only the trace asked for).
+    """
+
+    checkpoint: str
+    iterations: int
+    tau: tuple[float, ...] | None
+    policy: str
+    data: str
+    windows: str
+    window: int
+    utf8_bytes: int
+    seed: int
+    dtype: str
+    device: str
+    spent: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The table and what it is of.
+
+    Columns: ``token`` and ``target`` are texts of the token read and of the one predicted from it; ``depth`` is how
+    often the token was read and ``nll`` what its prediction cost (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are of
+    that same run after iteration i (a halted token's stay as they were); ``full_nll_i`` are of a run in which every
+    token was read to the end, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the read
+    token's frequency in this text.
+    """
+
+    frame: pd.DataFrame
+    about: About
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __getitem__(self, column: str) -> np.ndarray:
+        return self.frame[column].to_numpy()
+
+    def by_iteration(self, name: str) -> np.ndarray:
+        """``[n, iterations]``: the columns ``name_1``, ``name_2``, …"""
+        count = self.about.gates if name == "gate" else self.about.deepest
+        return self.frame[[f"{name}_{i}" for i in range(1, count + 1)]].to_numpy(np.float64)
+
+    @property
+    def loss(self) -> float:
+        return float(self["nll"].mean())
+
+
+def columns_of(about: About) -> list[str]:
+    """Every column that a trace of this kind has."""
+    numbered = [f"{name}_{i}" for name in ("nll", "full_nll", "entropy") for i in range(1, about.deepest + 1)]
+    return [*FIXED, *_WORDS, *numbered, *(f"gate_{i}" for i in range(1, about.gates + 1))]
+
+
+def kind_of(model: AdaPonderForCausalLM, how: Reading) -> Kind:
+    """The kind of trace that reading this model so will give."""
+    deepest, method = how.max_iterations or model.config.iterations, model.config.method
+    # Ouro's exit speaks after the last loop too.
+    gates = (deepest if method == "ouro" else deepest - 1) if model.method.halts else 0
+    return Kind(method, deepest, model.method.halts, gates)
+
+
+def readings(model: AdaPonderForCausalLM, how: Reading) -> list[Reading]:
+    """The runs that a trace is made of: each reads the whole text once.
+
+    A method that halts is read as asked and once more to the end; one that never halts shows every depth on its way
+    there, except pause, whose single pass shows only the last: it is read once for each depth.
+    """
+    deepest = kind_of(model, how).deepest
+    if model.method.halts:
+        return [how, replace(how, policy=FixedDepth(deepest))]
+    if model.method.passes(deepest) == deepest:
+        return [how]
+    return [replace(how, max_iterations=depth) for depth in range(1, deepest + 1)]
+
+
+def record(
+    model: AdaPonderForCausalLM,
+    text: Text,
+    windows: Windows,
+    *,
+    checkpoint: str,
+    data: str,
+    how: Reading | None = None,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda predictions: None,
+) -> Trace:
+    """Reads ``text`` and writes down every prediction; ``advance`` hears of predictions, once for each reading."""
+    how = how or Reading()
+    runs = [
+        score(model, text, windows, how=one, batch_size=batch_size, detail=True, advance=advance)
+        for one in readings(model, how)
+    ]
+    own, blocks = _assembled(model, runs)
+    frame = _words_and_places(text, windows)
+    frame["depth"], frame["nll"] = own.depth, own.nll
+    frame = frame.astype(FIXED)
+    parts = {
+        f"{name}_{i + 1}": block[:, i].astype(np.float32)
+        for name, block in blocks.items()
+        for i in range(block.shape[1])
+    }
+    about = _about(model, text, windows, own, how, checkpoint=checkpoint, data=data)
+    whole = pd.concat([frame, pd.DataFrame(parts)], axis=1).reindex(columns=columns_of(about))
+    return check(Trace(whole, about), "the trace")
+
+
+def _assembled(model: AdaPonderForCausalLM, runs: list[Scores]) -> tuple[Scores, dict[str, np.ndarray]]:
+    """The run that was asked for, and ``[n, iterations]`` of what it and the others say about each iteration."""
+    own = runs[0] if model.method.halts else runs[-1]
+    assert own.nll_by_iteration is not None  # detail was asked for
+    assert own.entropy is not None
+    blocks = {"nll": own.nll_by_iteration, "entropy": own.entropy}
+    if len(runs) > 1 and not model.method.halts:
+        blocks["nll"] = np.stack([run.nll for run in runs], axis=1)
+        blocks["entropy"] = np.concatenate([run.entropy for run in runs if run.entropy is not None], axis=1)
+    full = runs[-1].nll_by_iteration if model.method.halts else None
+    blocks["full_nll"] = blocks["nll"] if full is None else full
+    return own, blocks | ({} if own.gates is None else {"gate": own.gates})
+
+
+def _about(
+    model: AdaPonderForCausalLM, text: Text, windows: Windows, own: Scores, how: Reading, *, checkpoint: str, data: str
+) -> About:
+    kind = kind_of(model, how)
+    policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
+    tau = None
+    if isinstance(policy, LearnedGate):
+        every = policy.tau if isinstance(policy.tau, tuple) else (policy.tau,) * model.config.iterations
+        tau = every[: kind.deepest - 1]
+    return About(
+        checkpoint=checkpoint,
+        **vars(kind),
+        iterations=model.config.iterations,
+        tau=tau,
+        policy=str(getattr(policy, "fingerprint", policy)),
+        data=data,
+        windows=str(windows),
+        window=windows.length,
+        utf8_bytes=int(text.utf8_bytes.sum()),
+        seed=how.seed,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        spent=_spent(model, own.spent, how),
+        versions={name: version(name) for name in ("adaponder", "torch", "transformers", "numpy", "pyarrow")},
+    )
+
+
+def _spent(model: AdaPonderForCausalLM, spent: Spent, how: Reading) -> dict[str, Any]:
+    """The meter's numbers as if nobody had watched: halted tokens' later gates were evaluated for the trace alone.
+
+    Tokens per second are left out: most of the time went into each iteration's logits, which only a trace wants.
+    """
+    depths = torch.repeat_interleave(torch.arange(1, model.config.iterations + 1), torch.tensor(spent.histogram))
+    asked = cost_of(depths[None], model.config, max_iterations=how.max_iterations, every_gate=how.execution == "dense")
+    unwatched = replace(spent, cost=replace(spent.cost, gates=asked.gates))
+    return {key: value for key, value in unwatched.as_dict().items() if key not in ("tokens_per_second", "seconds")}
+
+
+def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
+    ids, codes, counts = np.unique(text.stream, return_inverse=True, return_counts=True)
+    # The last token is predicted, never read.
+    counts[codes[-1]] -= 1
+    ranks = np.empty(len(ids), np.int64)
+    ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(ids) + 1)
+    # Two ids may spell the same; categories may not.
+    words, spelled = np.unique(np.array(token_texts(text.vocabulary.tokenizer, ids), object), return_inverse=True)
+    pieces = pd.Categorical.from_codes(spelled[codes], categories=pd.Index(words, dtype=object))
+    starts = windows.starts(text.predictions)
+    place = np.arange(text.predictions)
+    # A prediction is scored by the first window that reaches it.
+    window = np.searchsorted(np.minimum(starts + windows.length, text.predictions), place, side="right")
+    return pd.DataFrame(
+        {
+            "document": text.document,
+            "position": text.position,
+            "window_position": place - starts[window],
+            "token_id": text.stream[:-1],
+            "target_id": text.stream[1:],
+            "token": pieces[:-1],
+            "target": pieces[1:],
+            "source": pd.Categorical(text.sources).take(text.document),
+            "count": counts[codes[:-1]],
+            "rank": ranks[codes[:-1]],
+        }
+    )
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Writes beside ``path`` and renames, so that no half-written trace is ever found."""
+    table = pa.Table.from_pandas(trace.frame, preserve_index=False)
+    about = json.dumps(asdict(trace.about)).encode()
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: about})
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS)
+    partial.replace(path)
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a Parquet file, after checking that every column is there and says something possible."""
+    try:
+        table = pq.read_table(path, read_dictionary=list(_WORDS))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{path}: not a Parquet file that can be read ({error})") from None
+    found = (table.schema.metadata or {}).get(_KEY)
+    if found is None:
+        raise InputError(f"{path}: not a trace; adaponder analyze CKPT --data … --out DIR writes one")
+    about = json.loads(found)
+    if wrong := set(about) ^ {field.name for field in fields(About)}:
+        raise InputError(f"{path}: written by another version ({', '.join(sorted(wrong))}); trace the checkpoint again")
+    about["tau"] = None if about["tau"] is None else tuple(about["tau"])
+    return check(Trace(table.to_pandas(), About(**about)), str(path))
+
+
+def check(trace: Trace, where: str) -> Trace:
+    """The trace itself, or an error that names what is wrong with it."""
+    if missing := [name for name in columns_of(trace.about) if name not in trace.frame]:
+        raise InputError(f"{where}: columns {', '.join(missing)} are missing; trace the checkpoint again")
+    if len(trace) == 0:
+        raise InputError(f"{where}: it has no prediction")
+    depth = trace["depth"]
+    if depth.min() < 1 or depth.max() > trace.about.deepest:
+        raise InputError(
+            f"{where}: depths from {depth.min()} to {depth.max()}, possible are 1 to {trace.about.deepest}"
+        )
+    for name in ("nll", *(f"full_nll_{i}" for i in range(1, trace.about.deepest + 1))):
+        if bad := int((~np.isfinite(trace[name])).sum()):
+            raise InputError(f"{where}: {name} is not finite for {bad:,} predictions: the model diverged or overflowed")
+    return trace

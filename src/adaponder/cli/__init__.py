@@ -1,0 +1,24 @@
+"""Command name to typed function: this folder parses, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+
+from adaponder.cli import evaluation, model, training  # noqa: F401  (registers their commands)
+from adaponder.cli.app import app
+from adaponder.errors import AdaPonderError, ConfigError, InputError
+from adaponder.terminal import errors
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """The entry point: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    try:
+        app()
+    except AdaPonderError as error:
+        errors.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+        sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(130)

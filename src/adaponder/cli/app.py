@@ -1,0 +1,34 @@
+"""The application that commands register with, and the options that several of them share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adaponder.terminal import quiet_libraries
+
+app = typer.Typer(
+    name="adaponder",
+    help="Language models that read hard tokens more often.\n\n"
+    "A stock Hugging Face decoder is read up to K times per token; a gate decides, token by token, when it is enough. "
+    "Start with [bold]adaponder demo[/], or convert a checkpoint you have.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CKPT", help="A model folder, a run folder, a step folder or a hub name.")
+]
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the result here as JSON too.")]
+Seed = Annotated[int, typer.Option(help="Everything random follows this.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as saved.")]
+
+
+@app.callback()
+def before_any_command() -> None:
+    quiet_libraries()

@@ -1,0 +1,339 @@
+"""Commands that say what a checkpoint is worth and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adaponder.cli.app import Checkpoint, Device, Dtype, Json, Seed, app
+from adaponder.errors import InputError
+
+Data = Annotated[
+    str,
+    typer.Option(metavar="TEXT", help="A folder made by prepare, a text file, .jsonl[.gz|.xz|.zst], .parquet, stdlib."),
+]
+Split = Annotated[str, typer.Option(help="Of a prepared folder: train or validation.")]
+Window = Annotated[int | None, typer.Option(help="Tokens per window; default: the backbone's positions, at most 2048.")]
+Stride = Annotated[int | None, typer.Option(help="Sliding windows that move on by this many; default: disjoint.")]
+AcrossDocuments = Annotated[
+    bool, typer.Option("--across-documents/--by-document", help="May tokens attend to the documents before theirs?")
+]
+MaxTokens = Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")]
+BatchSize = Annotated[int, typer.Option(help="Windows at a time; results do not depend on it.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder or hub name; default: the checkpoint's own.")]
+Tau = Annotated[float | None, typer.Option(help="Another threshold for the learned gate.")]
+PolicyText = Annotated[
+    str | None, typer.Option("--policy", help="gate:0.01  gate:0.1,0.2,0.3  fixed:2  random:0.5  entropy:2.5  exit:0.9")
+]
+Profile = Annotated[str | None, typer.Option(help="A budget that adaponder calibrate stored.")]
+MaxIterations = Annotated[int | None, typer.Option(help="Read no token more often than this.")]
+
+
+def numbers(option: str, text: str | None) -> list[int]:
+    """``1,2,3`` as a list."""
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise InputError(f"{option} {text}: whole numbers with commas between them, as in 1,2,3") from None
+
+
+def decimals(option: str, text: str | None) -> list[float]:
+    """``1.5,2`` as a list."""
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise InputError(f"{option} {text}: numbers with commas between them, as in 1.5,2.5") from None
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="A folder made by prepare, a text file, .jsonl, .parquet, stdlib."),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="a,b,…", help="Tasks of lm-evaluation-harness instead of a text.")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="paper: its nine tasks at 0 and 5 shots, against Pythia.")] = None,
+    fewshot: Annotated[
+        str | None, typer.Option(metavar="0,5", help="Tasks: examples before each item; default 0, or the suite's.")
+    ] = None,
+    task_data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Tasks: DIR/<task>/<split>.jsonl[.xz] instead of the hub.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Tasks: only the first so many items of each.")] = None,
+    split: Split = "validation",
+    window: Window = None,
+    stride: Stride = None,
+    across_documents: AcrossDocuments = True,
+    max_tokens: MaxTokens = None,
+    depths: Annotated[
+        str | None, typer.Option(metavar="1,2,…", help="Also with every token read equally often.")
+    ] = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Compute halted tokens too, and mask.")] = False,
+    check_tokens: Annotated[int, typer.Option(help="Compare skipping with dense on so many tokens; 0: do not.")] = 2048,
+    policy: PolicyText = None,
+    tau: Tau = None,
+    profile: Profile = None,
+    max_iterations: MaxIterations = None,
+    batch_size: BatchSize = 8,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Loss, perplexity and bits per byte on a text, or scores on tasks; and what they cost.
+
+    [dim]adaponder eval runs/demo --data stdlib --depths 1,2,3,4[/]
+
+    [dim]adaponder eval runs/demo --tasks lambada_openai,arc_easy,sciq --task-data evaluation-sets/[/]
+    """
+    from adaponder.commands import evaluate as command
+    from adaponder.policies import parse_policy
+
+    if (data is None) == (tasks is None and suite is None):
+        raise InputError("--data: say which text to score; or which --tasks, or --suite paper; one of them")
+    if data is None:
+        from adaponder.commands import tasks as task_command
+
+        task_command.run(
+            checkpoint,
+            tasks=[name for name in (tasks or "").split(",") if name],
+            fewshot=numbers("--fewshot", fewshot),
+            suite=suite,
+            task_data=task_data,
+            policy=None if policy is None else parse_policy(policy),
+            tau=tau,
+            profile=profile,
+            max_iterations=max_iterations,
+            batch_size=batch_size,
+            limit=limit,
+            tokenizer=tokenizer,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            json=json,
+        )
+        return
+    command.run(
+        checkpoint,
+        data=data,
+        split=split,
+        window=window,
+        stride=stride,
+        across_documents=across_documents,
+        max_tokens=max_tokens,
+        depths=numbers("--depths", depths),
+        policy=None if policy is None else parse_policy(policy),
+        tau=tau,
+        profile=profile,
+        max_iterations=max_iterations,
+        dense=dense,
+        check_tokens=check_tokens,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )
+
+
+@app.command()
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: folder or hub name.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another, with the same tokenizer.")],
+    data: Data,
+    split: Split = "validation",
+    window: Window = None,
+    stride: Stride = None,
+    across_documents: AcrossDocuments = True,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Two checkpoints on the same tokens: the paired difference of their losses, with its interval."""
+    from adaponder.commands import evaluate as command
+
+    command.compare(
+        first,
+        second,
+        data=data,
+        split=split,
+        window=window,
+        stride=stride,
+        across_documents=across_documents,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )
+
+
+@app.command()
+def policies(
+    checkpoint: Checkpoint,
+    data: Data,
+    budgets: Annotated[
+        str | None, typer.Option(metavar="1.5,2.5", help="Mean depths to compare at; default: the gate's own.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Tables and figures go here.")] = None,
+    split: Split = "validation",
+    window: Window = None,
+    stride: Stride = None,
+    across_documents: AcrossDocuments = True,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 8,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """The policy lab: who should decide depth? Each tuned to the same depth on one half, measured on the other.
+
+    [dim]adaponder policies runs/demo --data data/stdlib-train-bpe-2048 --budgets 2,3 --out lab/[/]
+    """
+    from adaponder.commands import policies as command
+
+    command.run(
+        checkpoint,
+        data=data,
+        split=split,
+        window=window,
+        stride=stride,
+        across_documents=across_documents,
+        max_tokens=max_tokens,
+        budgets=decimals("--budgets", budgets) or None,
+        tokenizer=tokenizer,
+        out=out,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )
+
+
+@app.command()
+def calibrate(
+    checkpoint: Checkpoint,
+    data: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="As for eval: one half finds the thresholds, the other tests.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="The mean depth that is wanted.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the profile; default budget-N.")] = None,
+    rule: Annotated[str, typer.Option(help="What is thresholded: gate, entropy, kl, change, …")] = "gate",
+    frontier: Annotated[bool, typer.Option("--frontier", help="Loss at every budget from 1 to K.")] = False,
+    step: Annotated[float, typer.Option(help="Of the frontier.")] = 0.25,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Table and figure of the frontier go here.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the profiles that there are.")] = False,
+    split: Split = "validation",
+    window: Window = None,
+    stride: Stride = None,
+    across_documents: AcrossDocuments = True,
+    max_tokens: MaxTokens = None,
+    batch_size: BatchSize = 8,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """The budget dial: find thresholds for a mean depth, verify them, and store them as a profile.
+
+    [dim]adaponder calibrate runs/demo --budget 3.2 --data data/stdlib-train-bpe-2048[/]
+
+    [dim]adaponder generate runs/demo --prompt "def " --profile budget-3.2[/]
+    """
+    from adaponder.commands import calibrate as command
+
+    if show:
+        command.list_profiles(checkpoint, json=json)
+        return
+    if data is None:
+        raise InputError("--data: say on which text to calibrate")
+    command.run(
+        checkpoint,
+        data=data,
+        budget=budget,
+        name=name,
+        rule=rule,
+        frontier=frontier,
+        step=step,
+        split=split,
+        window=window,
+        stride=stride,
+        across_documents=across_documents,
+        max_tokens=max_tokens,
+        tokenizer=tokenizer,
+        out=out,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )
+
+
+@app.command()
+def analyze(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint; or a trace.parquet, to draw its figures again.")
+    ],
+    data: Annotated[str | None, typer.Option(metavar="TEXT", help="As for eval.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Trace, figures, tables and report go here.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="a,b", help="Only these figures: halting, gates, grid, …")] = None,
+    split: Split = "validation",
+    window: Window = None,
+    stride: Stride = None,
+    across_documents: AcrossDocuments = True,
+    max_tokens: MaxTokens = None,
+    policy: PolicyText = None,
+    tau: Tau = None,
+    profile: Profile = None,
+    max_iterations: MaxIterations = None,
+    batch_size: BatchSize = 8,
+    tokenizer: Tokenizer = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Write down every token, and draw the paper's analysis from that: figures, tables, one report.html.
+
+    [dim]adaponder analyze runs/demo --data data/stdlib-train-bpe-2048 --out analysis/[/]
+    """
+    from adaponder.commands import analyze as command
+    from adaponder.policies import parse_policy
+
+    command.run(
+        checkpoint,
+        data=data,
+        out=out,
+        split=split,
+        window=window,
+        stride=stride,
+        across_documents=across_documents,
+        max_tokens=max_tokens,
+        policy=None if policy is None else parse_policy(policy),
+        tau=tau,
+        profile=profile,
+        max_iterations=max_iterations,
+        only=[part for part in (only or "").split(",") if part],
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )

@@ -1,0 +1,121 @@
+"""Commands that make, look at and use a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adaponder.cli.app import Checkpoint, Device, Dtype, Json, Seed, app
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A stock, PonderLM or AdaPonder checkpoint: folder or hub name.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to save; must be new or empty.")],
+    method: Annotated[
+        str, typer.Option(help="adaponder, ponder, loop, pause, mor, ouro, vanilla; or backbone: back to plain.")
+    ] = "adaponder",
+    iterations: Annotated[int | None, typer.Option(help="K; default 4, or what the source was trained with.")] = None,
+    gate_bias: Annotated[float | None, typer.Option(help="Gates start at sigmoid of this; default 4.")] = None,
+    gate_width: Annotated[int | None, typer.Option(help="Gate width in hidden sizes; 0 is linear; default 4.")] = None,
+    tau: Annotated[float | None, typer.Option(help="A token halts below this; default 1e-4.")] = None,
+    embedding_scale: Annotated[float | None, typer.Option(help="Default: as the source was trained.")] = None,
+    text: Annotated[str | None, typer.Option(help="Text, or a file of it: shows the loss at each depth.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub source.")] = None,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Make a checkpoint a member of the family, or a plain backbone again, and check that it still is what it was.
+
+    [dim]adaponder convert EleutherAI/pythia-70m --method adaponder --out pythia-70m-ada[/]
+    """
+    from adaponder.commands import convert as command
+
+    command.run(
+        source,
+        out=out,
+        method=method,
+        iterations=iterations,
+        gate_bias=gate_bias,
+        gate_width=gate_width,
+        tau=tau,
+        embedding_scale=embedding_scale,
+        text=text,
+        revision=revision,
+        seed=seed,
+        dtype=dtype,
+        json=json,
+    )
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="What to go on from.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; default: the checkpoint's own.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to add.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
+    tau: Annotated[float | None, typer.Option(help="Another threshold for the learned gate.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="gate:0.01  gate:0.1,0.2,0.3  fixed:2  random:0.5  entropy:2.5  exit:0.9")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="A budget that adaponder calibrate stored.")] = None,
+    max_iterations: Annotated[int | None, typer.Option(help="Read no token more often than this.")] = None,
+    depth_colours: Annotated[bool, typer.Option(help="Colour each token by how often it was read.")] = True,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    json: Json = None,
+) -> None:
+    """Write on from a prompt, each token coloured by how often it was read."""
+    from adaponder.commands import generate as command
+    from adaponder.policies import parse_policy
+
+    command.run(
+        checkpoint,
+        prompt=prompt,
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        greedy=greedy,
+        tau=tau,
+        policy=None if policy is None else parse_policy(policy),
+        profile=profile,
+        max_iterations=max_iterations,
+        depth_colours=depth_colours,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens before the one counted; default 2048, or the backbone's positions.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Show shapes, parameters with and without what the method adds, and the cost of a token at each depth."""
+    from adaponder.commands import inspect as command
+
+    command.run(checkpoint, context=context, json=json)
+
+
+@app.command()
+def doctor(json: Json = None) -> None:
+    """Show versions, devices, which kernels would run, and whether the meter agrees with torch."""
+    from adaponder.commands import doctor as command
+
+    if command.run(json=json)["problems"]:
+        raise typer.Exit(1)

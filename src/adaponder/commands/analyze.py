@@ -1,0 +1,97 @@
+"""adaponder analyze: every token of a text written down, and from that alone the figures, the tables and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from adaponder.analysis.figures import choose, excerpts
+from adaponder.analysis.figures.words import on_one_line
+from adaponder.analysis.report import Report, facts, write_report
+from adaponder.analysis.trace import NAME, Trace, kind_of, read_trace, readings, record, write_trace
+from adaponder.commands.subject import open_subject
+from adaponder.data.shards import MANIFEST
+from adaponder.errors import InputError
+from adaponder.policies import Policy
+from adaponder.terminal import console, counting, legend, table, write_json
+
+
+def run(
+    checkpoint: str,
+    *,
+    data: str | None = None,
+    out: Path | None = None,
+    split: str = "validation",
+    window: int | None = None,
+    stride: int | None = None,
+    across_documents: bool = True,
+    max_tokens: int | None = None,
+    policy: Policy | None = None,
+    tau: float | None = None,
+    profile: str | None = None,
+    max_iterations: int | None = None,
+    only: Sequence[str] = (),
+    tokenizer: str | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> Report:
+    """Traces a checkpoint on ``data`` and reports; a trace, or a folder with one and no ``data``, is reported again."""
+    found = _trace_of(checkpoint, data)
+    if found is not None:
+        options = {"data": data, "window": window, "stride": stride, "max-tokens": max_tokens, "policy": policy}
+        options |= {"tau": tau, "profile": profile, "max-iterations": max_iterations, "tokenizer": tokenizer}
+        if given := [name for name, value in options.items() if value is not None]:
+            raise InputError(f"--{given[0]}: {found} is a trace, made already; leave it out, or name a checkpoint")
+        trace, out = read_trace(found), out or found.parent
+    else:
+        if data is None or out is None:
+            raise InputError(f"{'--data' if data is None else '--out'} is needed to trace a checkpoint")
+        if out.exists() and not out.is_dir():
+            raise InputError(f"--out {out}: a file is in the way")
+        subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+        how = subject.reading(policy=policy, tau=tau, profile=profile, max_iterations=max_iterations, seed=seed)
+        # What was asked for by name and cannot be drawn is said before anything is read.
+        choose(kind_of(subject.model, how), only)
+        text = subject.text(data, split=split, max_tokens=max_tokens)
+        windows = subject.windows(window, stride, across_documents=across_documents)
+        named = {"checkpoint": checkpoint, "data": f"{data} ({split})" if (Path(data) / MANIFEST).is_file() else data}
+        with counting(f"tracing {checkpoint}", text.predictions * len(readings(subject.model, how))) as advance:
+            trace = record(subject.model, text, windows, **named, how=how, batch_size=batch_size, advance=advance)
+        out.mkdir(parents=True, exist_ok=True)
+        write_trace(trace, out / NAME)
+    with counting("drawing", len(choose(trace.about, only)[0])) as advance:
+        report = write_report(trace, out, only=only, advance=advance)
+    show(trace, report)
+    write_json(json, report.as_dict(trace))
+    return report
+
+
+def _trace_of(name: str, data: str | None) -> Path | None:
+    """The trace meant by a Parquet file, or by a folder that holds one and is not to be read again; else ``None``."""
+    path = Path(name)
+    if path.suffix == ".parquet":
+        if not path.is_file():
+            raise InputError(f"{name}: no such trace")
+        return path
+    return path / NAME if data is None and (path / NAME).is_file() else None
+
+
+def show(trace: Trace, report: Report) -> None:
+    deepest = trace.about.deepest
+    console.print(table("What was read", ("", ""), list(facts(trace, report.numbers).items())))
+    for one in report.drawn:
+        console.print(f"\n[bold]{one.plate.title}[/]")
+        # A caption may name a source, and a source may be called anything.
+        console.print(on_one_line(one.caption), markup=False)
+    for name, reason in report.left_out.items():
+        console.print(f"\n[bold]{name}[/] is left out: {reason}")
+    extremes = {"Hardest": excerpts.hardest(trace, 3), "Easiest": excerpts.easiest(trace, 3)} if report.excerpts else {}
+    for heading, found in extremes.items():
+        console.print(f"\n[bold]{heading} tokens[/]  ", legend(deepest))
+        for one in found:
+            console.print(f"\n{one.remark}", markup=False)
+            console.print(excerpts.as_text(one, deepest))
+    console.print(f"\n→ [bold]{report.path}[/]", soft_wrap=True)

@@ -1,0 +1,198 @@
+"""adaponder calibrate: a mean depth in, thresholds out, verified on other text and stored under a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from adaponder.checkpoints import fetch
+from adaponder.commands.policies import about, described, load_result, watching
+from adaponder.commands.subject import open_subject
+from adaponder.errors import InputError
+from adaponder.evaluation import profiles
+from adaponder.evaluation.calibration import Calibration, budgets_between, calibrate
+from adaponder.evaluation.calibration import frontier as frontier_rows
+from adaponder.evaluation.halves import halve
+from adaponder.evaluation.lab import Lab, Row, check_budget, require_halting
+from adaponder.evaluation.summary import Interval
+from adaponder.terminal import console, table, write_json
+from adaponder.version import __version__
+
+RESULT = "frontier.json"
+
+
+def run(
+    checkpoint: str,
+    *,
+    data: str,
+    budget: float | None = None,
+    name: str | None = None,
+    rule: str = "gate",
+    frontier: bool = False,
+    step: float = 0.25,
+    split: str = "validation",
+    window: int | None = None,
+    stride: int | None = None,
+    across_documents: bool = True,
+    max_tokens: int | None = None,
+    tokenizer: str | None = None,
+    out: Path | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> dict[str, Any]:
+    if budget is None and not frontier:
+        raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
+    if name is not None and budget is None:
+        raise InputError("--name: a profile is made for a --budget")
+    subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    require_halting(subject.model)
+    most = subject.model.config.iterations
+    steps = budgets_between(most, step) if frontier else []
+    if budget is not None:
+        check_budget(budget, most, "--budget")
+        name = name or (f"budget-{budget:g}" if rule == "gate" else f"{rule}-{budget:g}")
+        profiles.check_name(name)
+        profiles.stored(subject.folder)  # what could not be added to is refused before the work, not after
+    text = subject.text(data, split=split, max_tokens=max_tokens)
+    windows = subject.windows(window, stride, across_documents=across_documents)
+    halves = halve(text, windows)
+    result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    found, rows = None, []
+    with watching() as bars:
+        bars.expect((budget is not None) + (len(steps) + most if frontier else 0))
+        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
+        if budget is not None:
+            found = calibrate(lab, budget, rule=rule)
+            bars.done()
+        for row in frontier_rows(lab, steps) if frontier else ():
+            rows.append(row)
+            bars.done()
+    console.print(described(result))
+    if found is not None and name is not None:
+        result |= {"rule": rule, "name": name, "calibration": found.as_dict()}
+        show(found)
+        path = profiles.store(subject.folder, name, profile(found, result))
+        console.print(f"\nStored as [bold]{name}[/] in {path}; use it with --profile {name}")
+    if rows:
+        result |= {"rows": [row.as_dict() for row in rows]}
+        show_frontier(rows)
+        if out is not None:
+            save(result, out)
+    write_json(json, result)
+    return result
+
+
+def profile(found: Calibration, result: dict[str, Any]) -> dict[str, Any]:
+    """What is stored: the policy, and on which text it was found and verified."""
+    row = found.chosen
+    told = ("rule", "data", "split", "windows", "halves", "tuning", "held_out", "intervals", "dtype", "seed")
+    return {
+        "policy": row.spec,
+        "budget": found.budget,
+        "depth": row.depth,
+        "depth_interval": row.depth_interval,
+        "tuning_depth": row.tuning_depth,
+        "loss": row.loss,
+        "loss_interval": row.loss_interval,
+        "mflops": row.mflops,
+        **{key: result[key] for key in told},
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+    }
+
+
+HEAD = ("", "setting", "depth there", "loss there", "depth held out", "95 %", "loss held out", "95 %", "MFLOP/token")
+
+
+def show(found: Calibration) -> None:
+    rows = []
+    for choice in found.choices:
+        row = choice.row
+        label = f"{row.policy} (chosen)" if choice.chosen else row.policy
+        there = (_number(row.tuning_depth, 3), _number(choice.tuning_loss, 4))
+        rows.append((label, row.setting, *there, *_held_out(row)))
+    console.print(table(f"\nMean depth {found.budget:g}", HEAD, rows))
+    chosen = found.chosen
+    assert chosen.depth is not None  # calibrate measured it
+    console.print(f"\nOn text not used to calibrate: depth {chosen.depth:.3f}, {chosen.depth - found.budget:+.3f} off")
+
+
+def show_frontier(rows: Sequence[Row]) -> None:
+    cells = []
+    for row in rows:
+        budget = "–" if row.budget is None else f"{row.budget:g}"
+        missed = "" if row.missed is None else f" missed: {row.missed}"
+        cells.append((budget, row.policy, row.setting + missed, *_held_out(row)))
+    console.print(table("\nThe frontier, held out", ("budget", "by", "setting", *HEAD[4:]), cells))
+
+
+def _held_out(row: Row) -> tuple[str, ...]:
+    depth, loss = _number(row.depth, 3), _number(row.loss, 4)
+    return depth, _spread(row.depth_interval, 3), loss, _spread(row.loss_interval, 3), _number(row.mflops, 2)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _spread(interval: Interval | None, digits: int) -> str:
+    return "" if interval is None else f"{interval.low:.{digits}f} … {interval.high:.{digits}f}"
+
+
+def save(result: dict[str, Any], out: Path) -> None:
+    """The frontier as JSON, CSV and Parquet, and as a figure."""
+    from adaponder.analysis.policies_figure import flat
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / RESULT, result)
+    frame = flat(result["rows"])
+    frame.to_csv(out / "frontier.csv", index=False)
+    frame.to_parquet(out / "frontier.parquet", index=False)
+    draw(result, out)
+
+
+def draw(result: dict[str, Any], out: Path) -> list[Path]:
+    from adaponder.analysis import policies_figure as figures
+    from adaponder.analysis.style import save as save_figure
+
+    drawn = [*save_figure(figures.frontier(result["rows"]), out / "frontier")]
+    console.print(f"\nThe frontier is in [bold]{out}[/]")
+    return drawn
+
+
+def redraw(result: Path, *, out: Path) -> list[Path]:
+    """The figure again, from ``frontier.json`` alone."""
+    found = load_result(result, "rows")
+    out.mkdir(parents=True, exist_ok=True)
+    return draw(found, out)
+
+
+def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any]:
+    """The profiles of a checkpoint; no model is opened."""
+    folder = fetch(checkpoint)
+    found = profiles.stored(folder)
+    rows = [
+        (
+            name,
+            f"{one['budget']:g}",
+            one["policy"],
+            _number(one["depth"], 3),
+            _spread(None if one["depth_interval"] is None else Interval(*one["depth_interval"]), 3),
+            _number(one["loss"], 4),
+            one["data"],
+            one["made"][:10],
+        )
+        for name, one in found.items()
+    ]
+    head = ("profile", "budget", "policy", "depth held out", "95 %", "loss", "text", "made")
+    if rows:
+        console.print(table(f"Profiles of {checkpoint}", head, rows))
+    else:
+        console.print(f"{checkpoint} has no profiles; adaponder calibrate makes them")
+    write_json(json, {"checkpoint": checkpoint, "profiles": found})
+    return found

@@ -1,0 +1,203 @@
+"""adaponder eval on text, and adaponder compare: loss and what it cost, on the same tokens for every checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaponder.commands.subject import Subject, open_subject
+from adaponder.errors import InputError
+from adaponder.evaluation.agreement import agreement
+from adaponder.evaluation.meter import COLUMNS
+from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.summary import Summary, by_source, paired_difference, summarise
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Windows
+from adaponder.policies import FixedDepth, Policy
+from adaponder.terminal import console, counting, table, write_json
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scoring of the text."""
+
+    label: str
+    scores: Scores
+    summary: Summary
+
+    def cells(self) -> tuple[str, ...]:
+        found = self.summary
+        spread = "" if found.interval is None else f"{found.interval.low:.3f} … {found.interval.high:.3f}"
+        bits = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+        return (self.label, f"{found.loss:.4f}", spread, f"{found.perplexity:,.2f}", bits)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"label": self.label} | self.summary.as_dict() | {"cost": self.scores.spent.as_dict()}
+
+
+def show_rows(title: str, rows: list[Row]) -> None:
+    """What was reached, and under it what it cost."""
+    console.print(table(title, ("", "loss", "95 %", "perplexity", "bits/byte"), [row.cells() for row in rows]))
+    spent = [(row.label, *row.scores.spent.cells()) for row in rows]
+    console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
+
+
+def run(
+    checkpoint: str,
+    *,
+    data: str,
+    split: str = "validation",
+    window: int | None = None,
+    stride: int | None = None,
+    across_documents: bool = True,
+    max_tokens: int | None = None,
+    depths: list[int] | None = None,
+    policy: Policy | None = None,
+    tau: float | None = None,
+    profile: str | None = None,
+    max_iterations: int | None = None,
+    dense: bool = False,
+    check_tokens: int = 2048,
+    batch_size: int = 8,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> dict[str, Any]:
+    subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    text = subject.text(data, split=split, max_tokens=max_tokens)
+    windows = subject.windows(window, stride, across_documents=across_documents)
+    how = subject.reading(
+        policy=policy,
+        tau=tau,
+        profile=profile,
+        max_iterations=max_iterations,
+        execution="dense" if dense else None,
+        seed=seed,
+    )
+    readings = {own_label(subject, how): how} | forced(subject, depths or [], how)
+    rows = [scored(subject, text, windows, label, one, batch_size) for label, one in readings.items()]
+    console.print(described(data, text, windows), soft_wrap=True)
+    show_rows(checkpoint, rows)
+    parts = by_source(text, rows[0].scores.nll, rows[0].scores.depth, seed=seed)
+    show_sources(parts)
+    result: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "method": subject.model.config.method,
+        "data": data,
+        "split": split,
+        "windows": str(windows),
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "device": str(subject.model.device),
+        "seed": seed,
+        "rows": [row.as_dict() for row in rows],
+        "sources": {name: part.as_dict() for name, part in parts.items()},
+    }
+    if subject.model.method.halts and not dense and check_tokens:
+        few = text.first(check_tokens)
+        found = agreement(subject.model, few, windows, how=how, batch_size=batch_size)
+        console.print(f"\n{found}")
+        result["agreement"] = found.as_dict()
+    write_json(json, result)
+    return result
+
+
+def described(data: str, text: Text, windows: Windows) -> str:
+    documents = f"{len(text.starts):,} documents" if len(text.starts) > 1 else "one document"
+    return f"{data}: {text.predictions:,} tokens of {documents}, {windows}"
+
+
+def own_label(subject: Subject, how: Reading) -> str:
+    if how.policy is not None:
+        return getattr(how.policy, "fingerprint", "policy")
+    most = how.max_iterations or subject.model.config.iterations
+    return "its own depths" if subject.model.method.halts else f"depth {most}"
+
+
+def forced(subject: Subject, depths: list[int], how: Reading) -> dict[str, Reading]:
+    """The same checkpoint with every token read equally often, for each depth asked for."""
+    most = subject.model.config.iterations
+    if wrong := [depth for depth in depths if not 1 <= depth <= most]:
+        raise InputError(f"--depths {','.join(map(str, wrong))}: from 1 to {most}, the model's iterations")
+    if subject.model.method.halts:
+        return {
+            f"depth {depth}": Reading(policy=FixedDepth(depth), execution=how.execution, seed=how.seed)
+            for depth in depths
+        }
+    return {f"depth {depth}": Reading(max_iterations=depth, execution=how.execution, seed=how.seed) for depth in depths}
+
+
+def scored(subject: Subject, text: Text, windows: Windows, label: str, how: Reading, batch_size: int) -> Row:
+    with counting(f"{subject.name}: {label}", text.predictions) as advance:
+        scores = score(subject.model, text, windows, how=how, batch_size=batch_size, advance=advance)
+    return Row(label, scores, summarise(text, scores.nll, scores.depth, seed=how.seed))
+
+
+def show_sources(parts: dict[str, Summary]) -> None:
+    if not parts:
+        return
+    rows = [
+        (
+            name,
+            f"{part.tokens:,}",
+            f"{part.loss:.4f}",
+            "" if part.interval is None else f"{part.interval.low:.3f} … {part.interval.high:.3f}",
+            "" if part.bits_per_byte is None else f"{part.bits_per_byte:.4f}",
+            f"{part.depth:.3f}",
+        )
+        for name, part in parts.items()
+    ]
+    console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
+
+
+def compare(
+    first: str,
+    second: str,
+    *,
+    data: str,
+    split: str = "validation",
+    window: int | None = None,
+    stride: int | None = None,
+    across_documents: bool = True,
+    max_tokens: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> dict[str, Any]:
+    """Scores both checkpoints on the same tokens in the same windows; the difference is B minus A."""
+    subjects = [open_subject(name, dtype=dtype, device=device) for name in (first, second)]
+    one, two = (subject.vocabulary.hash for subject in subjects)
+    if one != two:
+        raise InputError(
+            f"{first} and {second} have different tokenizers ({one[:12]}, {two[:12]}): their tokens cannot be paired; "
+            "compare the bits per byte of adaponder eval instead"
+        )
+    text = subjects[0].text(data, split=split, max_tokens=max_tokens)
+    # The shorter context of the two, so that both see equally much of the text before a token.
+    windows = min((one.windows(window, stride, across_documents=across_documents) for one in subjects), key=_length)
+    rows = [scored(one, text, windows, one.name, one.reading(seed=seed), batch_size) for one in subjects]
+    found = paired_difference(text, rows[0].scores.nll, rows[1].scores.nll, seed=seed)
+    console.print(described(data, text, windows), soft_wrap=True)
+    show_rows("Two checkpoints", rows)
+    spread = "no interval (one document)" if found.interval is None else f"95 % {found.interval}"
+    verdict = "told apart" if found.told_apart else "not told apart"
+    console.print(f"\nB - A: {found.mean:+.4f} nats per token, {spread}, paired by document: {verdict} on this text")
+    console.print(f"B finds {found.wins:.1%} of the tokens easier")
+    result = {
+        "data": data,
+        "split": split,
+        "windows": str(windows),
+        "seed": seed,
+        "rows": [row.as_dict() for row in rows],
+        "difference": found.as_dict(),
+    }
+    write_json(json, result)
+    return result
+
+
+def _length(windows: Windows) -> int:
+    return windows.length

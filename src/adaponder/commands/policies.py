@@ -1,0 +1,197 @@
+"""adaponder policies: who gives out depth best? Every policy at the same mean depth, on text it was not tuned on."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from adaponder.commands.subject import Subject, open_subject
+from adaponder.errors import InputError
+from adaponder.evaluation.halves import Halves, halve
+from adaponder.evaluation.lab import RATES, Lab, Row, require_halting
+from adaponder.terminal import console, table, write_json
+
+HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
+RESULT = "policies.json"
+
+
+class Bars(NamedTuple):
+    """Two bars: the rows of the table, and the run that is under way."""
+
+    show: Callable[[str, int], Callable[[int], None]]
+    expect: Callable[[int], None]
+    done: Callable[[], None]
+
+
+def run(
+    checkpoint: str,
+    *,
+    data: str,
+    split: str = "validation",
+    window: int | None = None,
+    stride: int | None = None,
+    across_documents: bool = True,
+    max_tokens: int | None = None,
+    budgets: Sequence[float] | None = None,
+    rates: Sequence[float] = RATES,
+    tokenizer: str | None = None,
+    out: Path | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> dict[str, Any]:
+    subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    require_halting(subject.model)
+    text = subject.text(data, split=split, max_tokens=max_tokens)
+    windows = subject.windows(window, stride, across_documents=across_documents)
+    halves = halve(text, windows)
+    with watching() as bars:
+        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
+        own = lab.own_depth()
+        chosen = lab.budgets(budgets, own)
+        bars.expect(1 + len(chosen) * len(lab.dials(rates)))
+        rows = [lab.trained(own)]
+        bars.done()
+        for row in lab.compare(chosen, rates=rates):
+            rows.append(row)
+            bars.done()
+    result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    result |= {"own_depth": own, "budgets": list(chosen), "rows": [row.as_dict() for row in rows]}
+    console.print(described(result))
+    for budget in chosen:
+        console.print(budget_table(rows, budget))
+    console.print(f"\n{FOOTNOTES}", style="dim")
+    if out is not None:
+        save(result, out)
+    write_json(json, result)
+    return result
+
+
+def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: str, seed: int) -> dict[str, Any]:
+    """What a result must carry to be understood without the command that made it."""
+    model = subject.model
+    return {
+        "checkpoint": subject.name,
+        "method": model.config.method,
+        "iterations": model.config.iterations,
+        "data": data,
+        "split": split,
+        "windows": windows,
+        "halves": halves.how,
+        "intervals": f"95 %, {halves.drawn} drawn again",
+        "tuning": {"tokens": halves.tuning.tokens, "documents": halves.tuning.documents},
+        "held_out": {"tokens": halves.held_out.tokens, "documents": halves.held_out.documents},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "seed": seed,
+    }
+
+
+def described(result: dict[str, Any]) -> str:
+    tuning, held_out = (f"{result[half]['tokens']:,} tokens" for half in ("tuning", "held_out"))
+    how = f"{result['halves']}; {result['windows']}; intervals {result['intervals']}"
+    return f"{result['data']}: tuned on {tuning}, measured on {held_out}; {how}"
+
+
+FOOTNOTES = (
+    "to learned gate: loss minus the learned gate's at the same budget, paired; * told apart from it.\n"
+    "ranked: the lowest gates of each window are pruned, as in section 5.2 of the paper. Not causal: looks at later "
+    "tokens (the oracle at the target itself), cannot generate.\n"
+    "KL and hidden-state change compare two iterations: every token is read at least twice.\n"
+    "MFLOP/token counts the logits that entropy and KL compute only to decide."
+)
+
+
+def budget_table(rows: Sequence[Row], budget: float) -> Any:
+    """Rows of one budget, below the policy as trained."""
+    shown = [row for row in rows if row.budget in (None, budget)]
+    return table(f"\nMean depth {budget:.3f}", HEAD, [cells(row) for row in shown])
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row under :data:`HEAD`."""
+    flag = "yes" if row.causal else "NO"
+    if row.depth is None or row.loss is None or row.mflops is None:
+        return (row.policy, flag, "–", "–", "–", "–", "–", f"cannot: {row.missed}", "–")
+    gap, spread = "", ""
+    if row.difference is not None:
+        gap = f"{row.difference.mean:+.4f}" + ("*" if row.difference.told_apart else " ")
+        spread = "" if row.difference.interval is None else str(row.difference.interval)
+    missed = "" if row.missed is None else f" missed: {row.missed}"
+    there = "" if row.tuning_depth is None else f"{row.tuning_depth:.3f}"
+    return (
+        row.policy,
+        flag,
+        row.setting + missed,
+        there,
+        f"{row.depth:.3f}",
+        f"{row.loss:.4f}",
+        gap,
+        spread,
+        f"{row.mflops:,.2f}",
+    )
+
+
+def save(result: dict[str, Any], out: Path) -> None:
+    """The result as JSON, CSV and Parquet, and its figures."""
+    from adaponder.analysis.policies_figure import flat
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / RESULT, result)
+    frame = flat(result["rows"])
+    frame.to_csv(out / "policies.csv", index=False)
+    frame.to_parquet(out / "policies.parquet", index=False)
+    draw(result, out)
+
+
+def draw(result: dict[str, Any], out: Path) -> list[Path]:
+    """Every figure of a result, which is all that is needed."""
+    from adaponder.analysis import policies_figure as figures
+    from adaponder.analysis.style import save as save_figure
+
+    drawn = [*save_figure(figures.loss_against_compute(result["rows"]), out / "loss-against-compute")]
+    for budget in result["budgets"]:
+        suffix = "" if len(result["budgets"]) == 1 else f"-{budget:g}"
+        drawn += save_figure(figures.differences(result["rows"], budget), out / f"policies{suffix}")
+        drawn += save_figure(figures.keep_probability(result["rows"], budget), out / f"keep-probability{suffix}")
+    console.print(f"\n{len(drawn)} figures, tables and {RESULT} are in [bold]{out}[/]")
+    return drawn
+
+
+def redraw(result: Path, *, out: Path) -> list[Path]:
+    """The figures again, from ``policies.json`` alone."""
+    found = load_result(result, "rows", "budgets")
+    out.mkdir(parents=True, exist_ok=True)
+    return draw(found, out)
+
+
+def load_result(path: Path, *needed: str) -> dict[str, Any]:
+    """What a command wrote with ``--json`` or ``--out``, if it is that."""
+    try:
+        found = jsonlib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, jsonlib.JSONDecodeError) as error:
+        raise InputError(f"--redraw {path}: not a result of this command ({error})") from None
+    if not isinstance(found, dict) or any(key not in found for key in needed):
+        raise InputError(f"--redraw {path}: not a result of this command; it must hold {' and '.join(needed)}")
+    return found
+
+
+@contextmanager
+def watching() -> Iterator[Bars]:
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        whole = progress.add_task("rows", total=None)
+        part = progress.add_task("", total=None)
+
+        def show(what: str, total: int) -> Callable[[int], None]:
+            progress.reset(part, total=total, description=what)
+            return lambda some: progress.advance(part, some)
+
+        yield Bars(show, lambda rows: progress.update(whole, total=rows), lambda: progress.advance(whole, 1))

@@ -1,0 +1,212 @@
+"""adaponder sweep: a recipe and what to vary in; a folder per run, one table and one figure out.
+
+The same command again goes on where it was stopped, and only draws and shows what is there when all is done.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json as jsonlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from adaponder.analysis.sensitivity import Point, points, sensitivity, text_of
+from adaponder.analysis.style import save
+from adaponder.data.writer import write_whole
+from adaponder.errors import InputError
+from adaponder.terminal import console, table, write_json
+from adaponder.training.grid import Run, config_of, plan
+from adaponder.training.sweep import FAILED, FINISHED, PENDING, STOPPED, Record, carry_out, examine, pending
+from adaponder.version import __version__
+
+
+class Outcome(NamedTuple):
+    """What the sweep found, as written to sweep.json, and the exit code that says how it ended."""
+
+    result: dict[str, Any]
+    exit_code: int
+
+
+def run(
+    name: str,
+    *,
+    grids: Sequence[str],
+    overrides: Sequence[str] = (),
+    one_at_a_time: bool = False,
+    seeds: str | None = None,
+    out: Path | None = None,
+    device: str = "cpu",
+    dry_run: bool = False,
+    json: Path | None = None,
+    quiet: bool = False,
+) -> Outcome:
+    runs = plan(name, grids, overrides=overrides, one_at_a_time=one_at_a_time, seeds=parse_seeds(seeds))
+    folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
+    asked = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
+    if dry_run:
+        records = [pending(each, config_of(each.recipe)) for each in runs]
+        show_plan(name, runs, records, folder, device)
+        result = asked | {"runs": [dataclasses.asdict(record) for record in records]}
+        write_json(json, result)
+        return Outcome(result, 0)
+    _make(folder, default=out is None)
+    with console.status("checking every run, and preparing the data where it is not yet"):
+        records = examine(runs, out=folder, device=device)
+    asked |= {"device": _name_of(device), "versions": _versions()}
+    left = [record for record in records if record.status == PENDING]
+    console.print(f"{len(runs)} runs in [bold]{folder}[/]: {len(runs) - len(left)} done before, {len(left)} to do")
+    result = _write(asked, records, folder)
+
+    def starting(index: int, record: Record, seconds: float | None) -> None:
+        at = f", from step {record.step}" if record.step else ""
+        eta = f"; about {_duration(seconds)} for all that is left" if seconds is not None else ""
+        console.rule(f"run {index + 1} of {len(runs)}: {record.name}{at}{eta}", align="left")
+
+    for index, record in carry_out(runs, records, out=folder, device=device, quiet=quiet, starting=starting):
+        records[index] = record
+        console.print(_ended(record), soft_wrap=True, markup=False)
+        result = _write(asked, records, folder)
+    show(name, records)
+    draw(result, folder)
+    write_json(json, result)
+    unfinished = [record for record in records if record.status in (STOPPED, PENDING)]
+    if unfinished:
+        console.print(f"stopped with {len(unfinished)} of {len(runs)} runs to do; the same command goes on")
+    failed = any(record.status == FAILED for record in records)
+    return Outcome(result, 130 if unfinished else 1 if failed else 0)
+
+
+def parse_seeds(text: str | None) -> list[int]:
+    """``0,1,2`` as numbers; nothing given means the recipe's own."""
+    if text is None:
+        return []
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--seeds {text}: whole numbers are needed, e.g. --seeds 0,1,2") from None
+
+
+def _make(folder: Path, *, default: bool) -> None:
+    if not default and not folder.parent.is_dir():
+        raise InputError(f"--out {folder}: {folder.parent} does not exist")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {folder} cannot be written to: {error}") from error
+
+
+def _name_of(device: str) -> str:
+    place = torch.device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
+
+
+def _versions() -> dict[str, str]:
+    return {"adaponder": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+# --- showing -------------------------------------------------------------------------------------------------------
+
+
+def show_plan(name: str, runs: Sequence[Run], records: Sequence[Record], folder: Path, device: str) -> None:
+    """What would be run, and the command of each run: spread by hand over machines, they fill the same folders."""
+    rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in records]
+    console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
+    console.print(f"\nmkdir -p {shlex.quote(str(folder))}", soft_wrap=True, markup=False)
+    for each in runs:
+        sets = [word for override in each.overrides for word in ("--set", override)]
+        words = ["adaponder", "train", name, *sets, "--out", str(folder / each.name), "--resume", "auto"]
+        console.print(shlex.join([*words, "--device", device]), soft_wrap=True, markup=False)
+
+
+def show(name: str, records: Sequence[Record]) -> None:
+    found = points([dataclasses.asdict(record) for record in records])
+    axes = list(found[0].fields)
+    # A field's last name is enough where only one axis has it.
+    lasts = [axis.rpartition(".")[2] for axis in axes]
+    heads = [last if lasts.count(last) == 1 else axis for axis, last in zip(axes, lasts, strict=True)] or ["recipe"]
+    columns = (*heads, "loss", "requested", "realised", "halted", "tok/s", "runs")
+    console.print(table(f"\nSweep of {name} (validation)", columns, [_row(point, name) for point in found]))
+    for record in records:
+        if record.status == FAILED:
+            console.print(f"{record.name} failed: {record.error}", soft_wrap=True, markup=False)
+
+
+def _row(point: Point, name: str) -> tuple[str, ...]:
+    values = [text_of(value) for value in point.fields.values()] or [name]
+    return (
+        *values,
+        "—" if point.loss is None else f"{point.loss:.4f}",
+        _number(point.requested, ".2f"),
+        "—" if point.depth is None else f"{point.depth:.2f}",
+        "—" if point.halted is None else "/".join(f"{share:.0%}" for share in point.halted),
+        _number(point.tokens_per_second, ",.0f"),
+        f"{point.loss.count if point.loss else 0} of {point.runs}",
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "—" if value is None else f"{value:{spec}}"
+
+
+def _ended(record: Record) -> str:
+    if record.status == FAILED:
+        return f"failed: {record.error}"
+    if record.status == FINISHED:
+        depth = _number(record.validation_depth, ".2f")
+        return f"validation loss {_number(record.validation_loss, '.4f')} at mean depth {depth}"
+    return f"stopped at step {record.step} of {record.steps}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def _write(asked: dict[str, Any], records: Sequence[Record], folder: Path) -> dict[str, Any]:
+    """sweep.json and sweep.csv, whole at every moment: what is known so far is never lost."""
+    runs = [dataclasses.asdict(record) for record in records]
+    result = asked | {"runs": runs, "points": [_as_dict(point) for point in points(runs)]}
+    write_whole(folder / "sweep.json", (jsonlib.dumps(result, indent=2, allow_nan=False) + "\n").encode())
+    write_whole(folder / "sweep.csv", as_csv(runs).encode())
+    return result
+
+
+def _as_dict(point: Point) -> dict[str, Any]:
+    spread = {"loss": point.loss, "depth": point.depth}
+    return dataclasses.asdict(point) | {key: value and value._asdict() for key, value in spread.items()}
+
+
+def as_csv(runs: Sequence[dict[str, Any]]) -> str:
+    """One line per run; axes and halted shares are columns of their own."""
+    gates = max((len(each["validation_halted"] or []) for each in runs), default=0)
+    lines = []
+    for each in runs:
+        flat = {key: value for key, value in each.items() if key not in ("fields", "validation_halted")}
+        halted = [*(each["validation_halted"] or []), *[None] * gates][:gates]
+        shares = {f"validation_halted_{place}": share for place, share in enumerate(halted, 1)}
+        lines.append({"name": flat.pop("name")} | each["fields"] | flat | shares)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
+
+
+def draw(result: dict[str, Any], folder: Path) -> None:
+    """The sensitivity figure of what has finished."""
+    if not any(each["status"] == FINISHED for each in result["runs"]):
+        console.print("no run has finished yet: no figure")
+        return
+    png, svg = save(sensitivity(result["runs"]), folder / "sensitivity")
+    console.print(f"→ [bold]{folder / 'sweep.json'}[/], sweep.csv, {png.name}, {svg.name}", soft_wrap=True)

@@ -1,0 +1,89 @@
+"""Skipping work changes nothing: dense and compact execution are compared, and each differing depth must be a near tie.
+
+Rounding differs between the two, so a gate that all but equals its threshold may fall on either side of it. Such flips
+are allowed only where the gate lies within the measured rounding of the threshold, and they are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from adaponder.evaluation.scoring import OWN, Reading, score
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Windows
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import LearnedGate
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Dense against compact execution on the same predictions.
+
+    Attributes:
+        loss_difference: of the mean losses.
+        worst: the largest difference of one prediction's loss whose depth agrees.
+        flips: predictions whose depth differs.
+        unexplained: flips that are no near tie; ``None`` where a policy other than the learned gate decides, so that
+            no threshold is known to be near.
+        gate_noise: the largest difference between the two executions' gates where depths agree.
+    """
+
+    tokens: int
+    loss_difference: float
+    worst: float
+    flips: int
+    unexplained: int | None
+    gate_noise: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        words = f"dense and skipping agree: loss differs by {self.loss_difference:.1e} on {self.tokens:,} tokens"
+        if self.flips:
+            words += f", {self.flips} depths flipped"
+            words += "" if self.unexplained is None else f" ({self.unexplained} not at a near tie)"
+        else:
+            words += ", every depth the same"
+        return words
+
+
+def agreement(
+    model: AdaPonderForCausalLM, text: Text, windows: Windows, *, how: Reading = OWN, batch_size: int = 8
+) -> Agreement:
+    """Scores ``text`` both ways."""
+    runs = [
+        score(model, text, windows, how=replace(how, execution=execution), batch_size=batch_size, detail=True)
+        for execution in ("dense", "compact")
+    ]
+    dense, compact = runs
+    flipped = dense.depth != compact.depth
+    same = ~flipped
+    noise, unexplained = 0.0, None
+    if dense.gates is not None and compact.gates is not None:
+        noise = float(np.abs(dense.gates - compact.gates)[same].max(initial=0.0))
+        taus = _taus(model, how, dense.gates.shape[1])
+        if taus is not None:
+            # The gate that decided differently is the one behind the smaller depth.
+            gate = np.minimum(dense.depth, compact.depth)[flipped] - 1
+            rows = np.nonzero(flipped)[0]
+            margin = np.minimum(*(np.abs(run.gates[rows, gate] - taus[gate]) for run in runs if run.gates is not None))
+            unexplained = int((margin > noise + np.finfo(np.float32).eps).sum())
+    return Agreement(
+        tokens=text.predictions,
+        loss_difference=abs(dense.loss - compact.loss),
+        worst=float(np.abs(dense.nll - compact.nll)[same].max(initial=0.0)),
+        flips=int(flipped.sum()),
+        unexplained=unexplained,
+        gate_noise=noise,
+    )
+
+
+def _taus(model: AdaPonderForCausalLM, how: Reading, gates: int) -> np.ndarray | None:
+    policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
+    if not isinstance(policy, LearnedGate):
+        return None
+    return np.broadcast_to(np.asarray(policy.tau, np.float64), (gates,))

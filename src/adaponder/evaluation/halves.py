@@ -1,0 +1,159 @@
+"""What is tuned on one half of a text is measured on the other, and neither half knows the other's targets.
+
+Many documents are dealt out whole. Few, or very unequal ones, could not make two halves that are alike: then windows
+are dealt out in turn, so that both halves hold stretches of every long document. Intervals then draw windows again:
+narrower than documents would give, and said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from adaponder.compute import Shape
+from adaponder.errors import InputError
+from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.summary import Interval, Summary, bootstrap, per_document, summarise
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Windows
+from adaponder.modeling import AdaPonderForCausalLM
+
+_ENOUGH_DOCUMENTS = 16
+_UNEQUAL = 0.1
+
+
+@dataclass(frozen=True)
+class Half:
+    """The predictions of ``text`` that ``windows`` score; ``book`` is them alone, cut as intervals draw them again."""
+
+    text: Text
+    windows: Windows
+    book: Text
+
+    @property
+    def chosen(self) -> np.ndarray:
+        """``bool[text.predictions]``."""
+        return self.windows.scored(self.text.predictions)
+
+    @property
+    def tokens(self) -> int:
+        return self.book.predictions
+
+    @property
+    def documents(self) -> int:
+        return len(np.unique(self.text.document[self.chosen]))
+
+    def score(
+        self,
+        model: AdaPonderForCausalLM,
+        how: Reading,
+        *,
+        batch_size: int,
+        detail: bool = False,
+        shape: Shape | None = None,
+        advance: Callable[[int], None] = lambda predictions: None,
+    ) -> Scores:
+        """Scores of this half's predictions alone."""
+        scores = score(
+            model,
+            self.text,
+            self.windows,
+            how=how,
+            batch_size=batch_size,
+            detail=detail,
+            shape=shape,
+            advance=advance,
+        )
+        chosen = self.chosen
+        if chosen.all():
+            return scores
+        names = ("nll", "depth", "gates", "nll_by_iteration", "entropy")
+        found = {name: getattr(scores, name) for name in names}
+        return replace(scores, **{name: value[chosen] for name, value in found.items() if value is not None})
+
+    def summarise(self, scores: Scores, *, seed: int) -> Summary:
+        return summarise(self.book, scores.nll, scores.depth, seed=seed)
+
+    def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
+        """Of the mean depth."""
+        counts = np.diff(self.book.starts, append=self.book.predictions)
+        return bootstrap(per_document(self.book, scores.depth.astype(np.float64)), counts, seed=seed)
+
+    def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
+        """One value per prediction of the whole text, from one per prediction of this half."""
+        found = np.full(self.text.predictions, otherwise, values.dtype)
+        found[self.chosen] = values
+        return found
+
+
+class Halves(NamedTuple):
+    """The two halves of a text, in words how they were made, and what intervals draw again: documents or windows."""
+
+    tuning: Half
+    held_out: Half
+    how: str
+    drawn: str
+
+
+def halve(text: Text, windows: Windows) -> Halves:
+    """Two halves of about equally many predictions: whole documents in turn if they are many, else windows in turn."""
+    first = _deal(np.diff(text.starts, append=text.predictions))
+    counts = np.array([_gather(text, chosen).predictions if chosen.any() else 0 for chosen in (first, ~first)])
+    even = abs(counts[0] - counts[1]) <= _UNEQUAL * text.predictions
+    if len(text.starts) >= _ENOUGH_DOCUMENTS and even:
+        parts = [_gather(text, chosen) for chosen in (first, ~first)]
+        halves = [Half(part, windows, part) for part in parts]
+        return Halves(*halves, f"{len(text.starts)} documents dealt out whole", "documents")
+    if len(windows.starts(text.predictions)) < 2:
+        raise InputError(
+            f"--data: {text.predictions:,} tokens are one window of {windows.length:,} and cannot be halved; "
+            "give more text or a shorter --window"
+        )
+    halves = [_every_other(text, windows, offset) for offset in (0, 1)]
+    few = f"{len(text.starts)} document{'s' if len(text.starts) > 1 else ''}"
+    return Halves(*halves, f"windows dealt out in turn ({few}: too few or too unequal to deal out whole)", "windows")
+
+
+def _deal(lengths: np.ndarray) -> np.ndarray:
+    """``bool[documents]``: each document goes to the half that has less so far."""
+    chosen, lead = np.zeros(len(lengths), bool), 0
+    for index, length in enumerate(lengths.tolist()):
+        chosen[index] = lead <= 0
+        lead += length if chosen[index] else -length
+    return chosen
+
+
+def _gather(text: Text, chosen: np.ndarray) -> Text:
+    """The chosen documents one after another; each still begins after an end token, as in the whole text."""
+    lengths = np.diff(text.starts, append=text.predictions)[chosen]
+    targets = text.stream[1:][chosen[text.document]]
+    return Text(
+        stream=np.concatenate([text.stream[:1], targets]),
+        starts=np.cumsum(lengths) - lengths,
+        sources=tuple(name for name, wanted in zip(text.sources, chosen, strict=True) if wanted),
+        utf8_bytes=text.utf8_bytes[chosen],
+        vocabulary=text.vocabulary,
+    )
+
+
+def _every_other(text: Text, windows: Windows, offset: int) -> Half:
+    half = replace(windows, every=2, offset=offset)
+    chosen = half.scored(text.predictions)
+    place = np.flatnonzero(chosen)
+    # A window's predictions begin where they stop being neighbours of the window before.
+    starts = np.flatnonzero(np.diff(place, prepend=-2) > 1)
+    first = text.document[place[starts]]
+    lengths = np.diff(starts, append=len(place))
+    whole = np.diff(text.starts, append=text.predictions)[first]
+    book = Text(
+        stream=np.concatenate([text.stream[:1], text.stream[1:][chosen]]),
+        starts=starts,
+        sources=tuple(text.sources[document] for document in first),
+        # A stretch has about its share of the bytes of the document that it begins in.
+        utf8_bytes=np.round(text.utf8_bytes[first] * lengths / whole).astype(np.int64),
+        vocabulary=text.vocabulary,
+    )
+    return Half(text, half, book)

@@ -1,0 +1,205 @@
+"""Every prediction of a text scored once, by any checkpoint, at whatever depth a policy gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from adaponder.compute import Shape
+from adaponder.errors import InputError
+from adaponder.evaluation.meter import Meter, Spent
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Batch, Windows
+from adaponder.methods import Iteration
+from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
+from adaponder.policies import ForcedDepths
+
+# Bounds the float32 copy of logits: about 200 MB.
+_CHUNK = 50_000_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a text is to be read: who halts, how often at most, and by which execution (``None``: the model's own).
+
+    ``depths`` (one per prediction of the text) takes the place of a policy: so often each token is read.
+    """
+
+    policy: PolicyLike | None = None
+    max_iterations: int | None = None
+    execution: str | None = None
+    seed: int = 0
+    depths: np.ndarray | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        return {"max_iterations": self.max_iterations, "execution": self.execution, "seed": self.seed} | (
+            {} if self.policy is None else {"policy": self.policy}
+        )
+
+
+OWN = Reading()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One entry per prediction of the text, in its order.
+
+    Attributes:
+        nll: ``float64[n]``, nats.
+        depth: ``int64[n]``: how often the token that predicts was read.
+        spent: what the forwards cost, context that was read again for sliding windows included.
+        gates: ``float32[n, gates]`` where asked for: what each gate said, of halted tokens too.
+        nll_by_iteration: ``float64[n, passes]`` where asked for: the loss if the prediction were made there.
+        entropy: ``float32[n, passes]`` where asked for: of the next-token distribution, nats.
+    """
+
+    nll: np.ndarray
+    depth: np.ndarray
+    spent: Spent
+    gates: np.ndarray | None = None
+    nll_by_iteration: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+
+    @property
+    def loss(self) -> float:
+        return float(self.nll.mean())
+
+
+def default_length(model: AdaPonderForCausalLM) -> int:
+    """The longest window the backbone has positions for, at most 2,048; pause spends K positions per token."""
+    limit = model.config.max_position_embeddings or 2048
+    return max(1, min(2048, limit) // model.method.slots_per_token(model.config.iterations))
+
+
+@torch.inference_mode()
+def score(
+    model: AdaPonderForCausalLM,
+    text: Text,
+    windows: Windows,
+    *,
+    how: Reading = OWN,
+    batch_size: int = 8,
+    detail: bool = False,
+    shape: Shape | None = None,
+    advance: Callable[[int], None] = lambda predictions: None,
+) -> Scores:
+    """Scores ``text`` window by window. ``detail`` collects gates, and losses and entropies of every iteration.
+
+    ``shape`` is the backbone's, for callers that score often and have it already. ``advance`` is told how many
+    predictions each batch added, for progress bars.
+    """
+    if batch_size < 1:
+        raise InputError(f"--batch-size {batch_size}: at least 1")
+    check_fits(model, text, windows)
+    nll = np.zeros(text.predictions)
+    depth = np.zeros(text.predictions, np.int64)
+    extra: dict[str, np.ndarray] = {}
+    dense = how.execution == "dense"
+    meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=shape)
+    training = model.training
+    model.eval()
+    try:
+        for batch in windows.batches(text, batch_size):
+            place = (batch.first[:, None] + np.arange(batch.input_ids.shape[1]))[batch.fresh]
+            passes: list[dict[str, Tensor]] = []
+            targets = batch.targets.to(model.device)
+            watch = _watcher(model, targets, passes) if detail else None
+            with meter:
+                output = _forward(model, batch, how, detail, watch)
+            meter.add(output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense)
+            nll[place] = _nll(output.logits, targets).cpu().numpy()[batch.fresh]
+            depth[place] = output.depth.cpu().numpy()[batch.fresh]
+            if detail:
+                _collect(extra, place, batch, passes, output.gates, text.predictions)
+            advance(len(place))
+    finally:
+        model.train(training)
+    return Scores(nll, depth, meter.spent(), **extra)
+
+
+def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> None:
+    """Refuses windows longer than the backbone's positions, and ids that its embedding table does not have."""
+    limit = model.config.max_position_embeddings
+    needed = windows.length * model.method.slots_per_token(model.config.iterations)
+    if limit is not None and needed > limit:
+        raise InputError(f"--window {windows.length}: {needed} positions are needed, the backbone has {limit}")
+    highest = int(text.stream.max())
+    if highest >= model.config.vocab_size:
+        raise InputError(
+            f"token id {highest} lies outside the model's vocabulary of {model.config.vocab_size}: "
+            "the tokenizer is not this checkpoint's; name the right one with --tokenizer"
+        )
+
+
+def _forward(
+    model: AdaPonderForCausalLM,
+    batch: Batch,
+    how: Reading,
+    detail: bool,
+    watch: Callable[[Iteration], None] | None,
+) -> Any:
+    asked: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": watch}
+    if batch.documents is not None:
+        asked["document_ids"] = batch.documents.to(model.device)
+    if how.depths is not None:
+        place = batch.first[:, None] + np.arange(batch.input_ids.shape[1])
+        asked["policy"] = ForcedDepths(torch.from_numpy(how.depths[place]))
+    return model(batch.input_ids.to(model.device), **asked)
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Per-token losses in double, from logits in chunks: their float32 copy never exists whole."""
+    flat, wanted = logits.flatten(0, 1), targets.flatten()
+    size = max(1, _CHUNK // flat.shape[-1])
+    parts = [
+        nn.functional.cross_entropy(_float(flat[i : i + size]), wanted[i : i + size], reduction="none")
+        for i in range(0, len(flat), size)
+    ]
+    return torch.cat(parts).double().view(targets.shape)
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    flat = logits.flatten(0, -2)
+    size = max(1, _CHUNK // flat.shape[-1])
+    parts = []
+    for i in range(0, len(flat), size):
+        log_p = torch.log_softmax(_float(flat[i : i + size]), dim=-1)
+        parts.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(parts).view(logits.shape[:-1])
+
+
+def _float(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _watcher(model: AdaPonderForCausalLM, targets: Tensor, passes: list[dict[str, Tensor]]) -> Any:
+    """A hook that scores each iteration as it happens: no iteration's logits are kept."""
+
+    def watch(iteration: Iteration) -> None:
+        logits = model.wrapped.logits(iteration.hidden)
+        passes.append({"nll_by_iteration": _nll(logits, targets), "entropy": _entropy(logits).float()})
+
+    return watch
+
+
+def _collect(
+    extra: dict[str, np.ndarray],
+    place: np.ndarray,
+    batch: Batch,
+    passes: list[dict[str, Tensor]],
+    gates: Tensor | None,
+    predictions: int,
+) -> None:
+    found = {name: torch.stack([one[name] for one in passes], dim=-1) for name in passes[0]}
+    if gates is not None:
+        found["gates"] = gates.float()
+    for name, value in found.items():
+        array = value.cpu().numpy()
+        if name not in extra:
+            extra[name] = np.zeros((predictions, array.shape[-1]), array.dtype)
+        extra[name][place] = array[batch.fresh]

@@ -1,0 +1,48 @@
+"""Where generated text ends: at its own stop string, whatever the rows beside it do."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+
+class Wanted(NamedTuple):
+    """What a generation request asks for; ``others`` goes to ``generate`` as it is."""
+
+    until: list[str]
+    max_new_tokens: int
+    sampled: bool
+    others: dict[str, Any]
+
+
+def wanted(asked: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Wanted:
+    """lm-eval's generation settings: 256 tokens and greedy unless told; the end token always ends a text."""
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(asked, default_max_gen_toks=256))
+    end = tokenizer.eos_token
+    until = handle_stop_sequences(kwargs.pop("until"), eos=None if end is None else str(end))
+    sampled = kwargs.pop("do_sample")
+    if not sampled:
+        kwargs.pop("temperature", None)
+    return Wanted([text for text in until if text], kwargs.pop("max_gen_toks"), sampled, kwargs)
+
+
+class Until(StoppingCriteria):
+    """Ends each row of its own once its new text holds a stop string; ``lengths`` are its new tokens then, else 0."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, until: list[str], *, width: int, rows: int):
+        self.tokenizer, self.until, self.width = tokenizer, until, width
+        # A token spells at least one byte, and the first of a tail may be the rest of a character.
+        self.tail = max((len(text.encode()) for text in until), default=0) + 1
+        self.lengths = [0] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        new = input_ids[:, self.width :]
+        tails = self.tokenizer.batch_decode(new[:, -self.tail :])
+        for row, tail in enumerate(tails):
+            if not self.lengths[row] and any(text in tail for text in self.until):
+                self.lengths[row] = new.shape[1]
+        return torch.tensor([length > 0 for length in self.lengths], device=input_ids.device)

@@ -1,0 +1,152 @@
+"""A suite is a table somebody published: its tasks, its shots, its metric, and the numbers to be held against.
+
+The paper's table is "Zero-shot and five-shot performance (accuracy, %) on downstream tasks". Its metric is lm-eval's
+``acc`` for every task: the caption says accuracy, and Pythia-1.4B's 40.4 on HellaSwag is its ``acc`` (``acc_norm``, by
+length of the ending, lies more than ten points higher). That reading is inferred, not stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import InputError
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A published row: the scores of one backbone, by shots and in the order of the suite's tasks, in percent."""
+
+    name: str
+    source: str
+    shape: tuple[int, int, int, int]
+    scores: Mapping[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks in the table's order, the numbers of examples, the metric, and the rows to compare with."""
+
+    name: str
+    tasks: tuple[str, ...]
+    shots: tuple[int, ...]
+    metric: str
+    references: tuple[Reference, ...]
+
+    def matched(self, config: AdaPonderConfig) -> Reference | None:
+        """The row whose backbone has the same shape: family, hidden size, layers, heads and MLP width."""
+        backbone: Any = config.backbone_config
+        if backbone.model_type != "gpt_neox":
+            return None
+        shape = (
+            backbone.hidden_size,
+            backbone.num_hidden_layers,
+            backbone.num_attention_heads,
+            backbone.intermediate_size,
+        )
+        return next((row for row in self.references if row.shape == shape), None)
+
+    def compare(self, found: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
+        """``found`` (percent, by task) beside the reference at as many shots; averages are over the tasks found."""
+        theirs = {}
+        if reference is not None and shots in reference.scores:
+            theirs = dict(zip(self.tasks, reference.scores[shots], strict=True))
+        return Comparison(shots, dict(found), {task: theirs[task] for task in found if task in theirs})
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores in percent by task, and those of the matched reference (empty where there is none)."""
+
+    shots: int
+    ours: dict[str, float]
+    theirs: dict[str, float]
+
+    @property
+    def average(self) -> float:
+        return mean(self.ours.values())
+
+    @property
+    def reference_average(self) -> float | None:
+        return mean(self.theirs.values()) if self.theirs else None
+
+    @property
+    def difference(self) -> float | None:
+        """The paper's delta acc."""
+        return None if self.reference_average is None else self.average - self.reference_average
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {
+            "average": self.average,
+            "reference_average": self.reference_average,
+            "difference": self.difference,
+        }
+
+
+_SOURCE = "AdaPonderLM (2026), table of downstream tasks: released checkpoint (300B tokens), evaluated by its authors"
+
+PAPER = Suite(
+    name="paper",
+    tasks=(
+        "lambada_openai",
+        "arc_easy",
+        "lambada_standard",
+        "arc_challenge",
+        "winogrande",
+        "piqa",
+        "hellaswag",
+        "sciq",
+        "race",
+    ),
+    shots=(0, 5),
+    metric="acc",
+    references=(
+        Reference(
+            "Pythia-410M",
+            _SOURCE,
+            (1024, 24, 16, 4096),
+            {
+                0: (51.4, 52.2, 36.4, 21.4, 53.8, 66.9, 33.7, 81.5, 30.9),
+                5: (43.9, 54.7, 32.8, 22.3, 53.4, 68.0, 33.8, 88.9, 30.4),
+            },
+        ),
+        Reference(
+            "Pythia-1.4B",
+            _SOURCE,
+            (2048, 24, 16, 8192),
+            {
+                0: (61.6, 60.4, 49.7, 25.9, 57.5, 70.8, 40.4, 86.4, 34.1),
+                5: (54.5, 63.1, 44.5, 28.8, 57.1, 71.0, 40.5, 92.4, 34.6),
+            },
+        ),
+        Reference(
+            "Pythia-2.8B",
+            _SOURCE,
+            (2560, 32, 32, 10240),
+            {
+                0: (64.6, 64.4, 54.3, 29.5, 60.2, 73.8, 45.4, 88.5, 34.9),
+                5: (59.0, 67.0, 50.7, 31.0, 61.1, 74.4, 45.3, 93.7, 35.9),
+            },
+        ),
+        Reference(
+            "Pythia-6.9B",
+            _SOURCE,
+            (4096, 32, 32, 16384),
+            {
+                0: (67.2, 67.3, 55.9, 31.4, 61.0, 75.2, 48.1, 89.3, 36.9),
+                5: (62.5, 69.6, 54.8, 35.6, 62.9, 76.6, 48.0, 94.6, 36.7),
+            },
+        ),
+    ),
+)
+
+SUITES = {suite.name: suite for suite in (PAPER,)}
+
+
+def suite_of(name: str) -> Suite:
+    if name not in SUITES:
+        raise InputError(f"--suite {name}: one of {', '.join(SUITES)}")
+    return SUITES[name]

@@ -1,0 +1,136 @@
+"""From scores to numbers one may quote: loss, perplexity, bits per byte, and intervals by resampling documents.
+
+Tokens of one document are not independent of one another, documents nearly are: so documents are what is drawn again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from adaponder.errors import InputError
+from adaponder.evaluation.text import Text
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"[{self.low:.4f}, {self.high:.4f}]"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means over the predictions of a text; ``interval`` is of the loss, ``None`` for fewer than two documents."""
+
+    loss: float
+    interval: Interval | None
+    bits_per_byte: float | None
+    depth: float
+    tokens: int
+    documents: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"perplexity": self.perplexity}
+
+
+def summarise(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> Summary:
+    """The summary of one scoring of ``text``."""
+    sums, counts = per_document(text, nll), np.diff(text.starts, append=text.predictions)
+    size = int(text.utf8_bytes.sum())
+    return Summary(
+        loss=float(nll.mean()),
+        interval=bootstrap(sums, counts, seed=seed),
+        bits_per_byte=float(nll.sum() / math.log(2) / size) if size else None,
+        depth=float(depth.mean()),
+        tokens=text.predictions,
+        documents=len(text.starts),
+    )
+
+
+def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> dict[str, Summary]:
+    """A summary for each source of documents, largest first; nothing where all documents come from one."""
+    names = sorted(set(text.sources))
+    if len(names) < 2:
+        return {}
+    of_document = np.array([names.index(name) for name in text.sources])
+    of_prediction = of_document[text.document]
+    sums, counts = per_document(text, nll), np.diff(text.starts, append=text.predictions)
+    found = {}
+    for index, name in enumerate(names):
+        chosen, here = of_document == index, of_prediction == index
+        size = int(text.utf8_bytes[chosen].sum())
+        found[name] = Summary(
+            loss=float(nll[here].mean()),
+            interval=bootstrap(sums[chosen], counts[chosen], seed=seed),
+            bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
+            depth=float(depth[here].mean()),
+            tokens=int(here.sum()),
+            documents=int(chosen.sum()),
+        )
+    return dict(sorted(found.items(), key=lambda item: -item[1].tokens))
+
+
+def per_document(text: Text, values: np.ndarray) -> np.ndarray:
+    """``float64[documents]``: sums of a value over each document's predictions."""
+    return np.add.reduceat(values, text.starts)
+
+
+def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int = RESAMPLES) -> Interval | None:
+    """The percentile interval of ``sum(sums) / sum(counts)`` when documents are drawn again with replacement."""
+    documents = len(sums)
+    if documents < 2:
+        return None
+    generator = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    # In blocks: resamples x documents may be large.
+    block = max(1, 4_000_000 // documents)
+    for begin in range(0, resamples, block):
+        size = min(block, resamples - begin)
+        times = generator.multinomial(documents, np.full(documents, 1.0 / documents), size=size)
+        means[begin : begin + size] = (times @ sums) / (times @ counts)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Loss of B minus loss of A on the same predictions: ``interval`` pairs them document by document."""
+
+    mean: float
+    interval: Interval | None
+    wins: float
+    tokens: int
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.interval is not None and (self.interval.low > 0 or self.interval.high < 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"told_apart": self.told_apart}
+
+
+def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
+    """``second - first``, both per prediction of ``text``; ``wins``: the share of tokens the second finds easier."""
+    if first.shape != second.shape:
+        raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
+    gap = second - first
+    counts = np.diff(text.starts, append=text.predictions)
+    return Difference(
+        mean=float(gap.mean()),
+        interval=bootstrap(per_document(text, gap), counts, seed=seed),
+        wins=float((gap < 0).mean()),
+        tokens=len(gap),
+    )

@@ -1,0 +1,224 @@
+"""Task records from files on this machine: the public datasets' own fields, each file named before it is read.
+
+A folder of task data holds one file of JSON lines per task and split, plain or packed (``.xz``, ``.gz``)::
+
+    DIR/arc_easy/test.jsonl.xz
+    DIR/arc_easy/train.jsonl.xz         needed for few-shot examples only
+    DIR/sciq_validation.jsonl.xz        or flat: <task>_<split>; ``val``, ``valid`` and ``dev`` also mean validation
+    DIR/lambada_test_openai.jsonl.xz    or under a name of ``PUBLISHED``
+
+A ``map.yaml`` in it (or named instead of the folder) says so where files or splits are called otherwise. Paths are
+relative to it, and what it says goes before what lies around::
+
+    arc_easy: {test: elsewhere/easy.jsonl}
+    lambada_openai:
+      test: lambada_test_openai.jsonl.xz
+      fewshot: test                     # draw examples from this split; an item is never its own example
+
+Records have the fields that lm-eval's task reads, as the hub dataset has them. Three datasets are also published in
+another layout, which is brought into that one: ARC's first release (``question.stem`` and ``question.choices``), RACE's
+first release (``questions``, ``options``, ``answers`` of an article) and RACE with one question per record (records of
+one article are put together, as the dataset that lm-eval reads was made).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from adaponder.errors import InputError
+
+Record = dict[str, Any]
+
+SPLITS = ("train", "validation", "test")
+_ALIASES = {"validation": ("val", "valid", "dev")}
+_ENDINGS = (".jsonl", ".jsonl.xz", ".jsonl.gz")
+# Names that authors gave their files, where neither task nor split can be guessed from them.
+PUBLISHED = {("lambada_openai", "test"): ("lambada_test_openai", "lambada_test")}
+
+FIELDS = {
+    "lambada_openai": ("text",),
+    "lambada_standard": ("text",),
+    "arc_easy": ("question", "choices", "answerKey"),
+    "arc_challenge": ("question", "choices", "answerKey"),
+    "winogrande": ("sentence", "option1", "option2", "answer"),
+    "piqa": ("goal", "sol1", "sol2", "label"),
+    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    "sciq": ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"),
+    "race": ("article", "problems"),
+}
+
+
+class TaskData:
+    """A folder of task data, or its ``map.yaml``; see the top of this module."""
+
+    def __init__(self, place: Path):
+        self.folder, self._map = place, {}
+        if place.is_file():
+            self.folder, self._map = place.parent, _read_map(place)
+        elif not place.is_dir():
+            raise InputError(f"--task-data {place}: neither a folder nor a map.yaml")
+        elif (place / "map.yaml").is_file():
+            self._map = _read_map(place / "map.yaml")
+
+    def find(self, task: str, split: str) -> Path | None:
+        """The file with that split of a task, if there is one."""
+        if named := self._map.get(task, {}).get(split):
+            path = self.folder / named
+            if not path.is_file():
+                raise InputError(f"map.yaml: {task}.{split} is {path}, which is no file")
+            return path
+        return next((path for path in self._candidates(task, split) if path.is_file()), None)
+
+    def splits(self, task: str) -> list[str]:
+        """The splits of a task that are here."""
+        named = [split for split in self._map.get(task, {}) if split not in (*SPLITS, "fewshot")]
+        return [split for split in (*SPLITS, *named) if self.find(task, split)]
+
+    def fewshot(self, task: str) -> str | None:
+        """The split that map.yaml wants examples drawn from."""
+        return self._map.get(task, {}).get("fewshot")
+
+    def looked_for(self, task: str, split: str) -> str:
+        """Where a split would have been found, for messages."""
+        first = self._candidates(task, split)[0]
+        return f"{first}[.xz|.gz] (or a {split} file of {task} named in map.yaml)"
+
+    def read(self, task: str, split: str) -> list[Record]:
+        """The records of a split, in the layout that lm-eval's task reads."""
+        path = self.find(task, split)
+        if path is None:
+            raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
+        records = list(_lines(path))
+        if not records:
+            raise InputError(f"{path}: there is no record in it")
+        records = _in_known_layout(task, records)
+        for number, record in enumerate(records, 1):
+            require_fields(record, FIELDS.get(task, ()), f"{path}: record {number}", task)
+        return records
+
+    def _candidates(self, task: str, split: str) -> list[Path]:
+        stems = [f"{task}/{name}" for name in (split, *_ALIASES.get(split, ()))]
+        stems += [f"{task}_{name}" for name in (split, *_ALIASES.get(split, ()))]
+        stems += PUBLISHED.get((task, split), ())
+        return [self.folder / (stem + ending) for stem in stems for ending in _ENDINGS]
+
+
+def require_fields(record: Record, fields: tuple[str, ...], where: str, task: str) -> None:
+    """Raises where a record lacks what the task reads."""
+    if missing := [name for name in fields if record.get(name) is None]:
+        raise InputError(
+            f"{where} has no {', '.join(missing)}, which {task} needs; it has {', '.join(record) or 'no field'}"
+        )
+
+
+def _read_map(path: Path) -> dict[str, dict[str, str]]:
+    try:
+        found = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: an object of tasks is needed, each with its splits")
+    for task, splits in found.items():
+        if not isinstance(splits, dict) or not all(isinstance(value, str) for value in splits.values()):
+            raise InputError(f"{path}: {task} must be an object of splits and file names, e.g. {{test: easy.jsonl}}")
+        wanted = splits.get("fewshot")
+        if wanted is not None and wanted not in (*SPLITS, *splits):
+            raise InputError(f"{path}: {task}.fewshot is {wanted!r}, which is no split of it")
+    return found
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _object(json.loads(line), path, number)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: line {number} is not JSON: {error}") from None
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise InputError(f"{path}: not a whole {path.suffix} file: {error}") from None
+
+
+def _object(value: Any, path: Path, number: int) -> Record:
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: line {number} is no JSON object but {type(value).__name__}")
+    return value
+
+
+class _Layout(NamedTuple):
+    """Another published layout: how its first record is known, and how all of them are rearranged."""
+
+    known: Callable[[Record], bool]
+    rearrange: Callable[[list[Record]], list[Record]]
+
+
+def _in_known_layout(task: str, records: list[Record]) -> list[Record]:
+    for layout in _LAYOUTS.get(task, ()):
+        if layout.known(records[0]):
+            try:
+                return layout.rearrange(records)
+            except (KeyError, TypeError, ValueError) as error:
+                raise InputError(f"{task}: its records change their layout on the way ({error!r})") from None
+    return records
+
+
+def _arc(records: list[Record]) -> list[Record]:
+    """ARC as first released: the choices are a list of objects inside the question."""
+    return [
+        record
+        | {
+            "question": record["question"]["stem"],
+            "choices": {key: [choice[key] for choice in record["question"]["choices"]] for key in ("text", "label")},
+        }
+        for record in records
+    ]
+
+
+def _race_articles(records: list[Record]) -> list[Record]:
+    """RACE as first released: an article with parallel lists of questions, options and answers."""
+    return [
+        {
+            "article": record["article"],
+            "problems": _problems(zip(record["questions"], record["answers"], record["options"], strict=True)),
+        }
+        for record in records
+    ]
+
+
+def _race_questions(records: list[Record]) -> list[Record]:
+    """RACE with one question per record: those of an article together, articles in order of appearance."""
+    articles: dict[str, list[tuple[Any, Any, Any]]] = {}
+    for record in records:
+        articles.setdefault(record["article"], []).append((record["question"], record["answer"], record["options"]))
+    return [{"article": article, "problems": _problems(iter(found))} for article, found in articles.items()]
+
+
+def _race_lists(records: list[Record]) -> list[Record]:
+    """The hub's RACE spells its problems as Python text, which lm-eval parses; here they are JSON."""
+    return [record | {"problems": repr(record["problems"])} for record in records]
+
+
+def _problems(parts: Iterator[tuple[Any, Any, Any]]) -> str:
+    return repr([{"question": question, "answer": answer, "options": options} for question, answer, options in parts])
+
+
+_ARC = (_Layout(lambda record: isinstance(record.get("question"), dict), _arc),)
+_LAYOUTS: dict[str, tuple[_Layout, ...]] = {
+    "arc_easy": _ARC,
+    "arc_challenge": _ARC,
+    "race": (
+        _Layout(lambda record: isinstance(record.get("problems"), list), _race_lists),
+        _Layout(lambda record: "questions" in record, _race_articles),
+        _Layout(lambda record: "question" in record and "problems" not in record, _race_questions),
+    ),
+}

@@ -1,0 +1,193 @@
+"""A text to be scored: one stream of tokens in which every token of every document is predicted exactly once.
+
+The stream is an end token, then the documents one after another, each closed by an end token. Prediction ``p`` reads
+``stream[p]`` and is scored on ``stream[p + 1]``; it belongs to the document of what it predicts, so a document's first
+token is predicted from the end token before it, and its closing end token counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer
+
+from adaponder.data import Shards, sources
+from adaponder.data.encoding import Encoder, Item
+from adaponder.data.shards import MANIFEST, dtype_of
+from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
+from adaponder.errors import InputError
+
+
+class Vocabulary(NamedTuple):
+    """A checkpoint's tokenizer, and the token that ends a document."""
+
+    tokenizer: Tokenizer
+    end_id: int
+
+    @property
+    def hash(self) -> str:
+        return tokenizer_hash(self.tokenizer)
+
+
+def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
+    """The tokenizer of a model folder or hub name, or a ``tokenizer.json``; an older one is rebuilt by transformers."""
+    folder = Path(spec)
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        return _rebuilt(folder)
+    return Vocabulary(*load_tokenizer(spec, end_token=end_token))
+
+
+def _rebuilt(folder: Path) -> Vocabulary:
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
+    end = found.eos_token_id if found.eos_token_id is not None else found.bos_token_id
+    tokenizer = getattr(found, "backend_tokenizer", None)
+    if end is None or tokenizer is None:
+        raise InputError(f"{folder}: its tokenizer has no end token or is not a fast one; name one with --tokenizer")
+    tokenizer.encode_special_tokens = True
+    return Vocabulary(tokenizer, end)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents as one stream of tokens.
+
+    Attributes:
+        stream: ``int64[predictions + 1]``.
+        starts: ``int64[documents]``: the first prediction of each document.
+        sources: of each document.
+        utf8_bytes: ``int64[documents]``.
+    """
+
+    stream: np.ndarray
+    starts: np.ndarray
+    sources: tuple[str, ...]
+    utf8_bytes: np.ndarray
+    vocabulary: Vocabulary
+
+    @property
+    def predictions(self) -> int:
+        return len(self.stream) - 1
+
+    @property
+    def document(self) -> np.ndarray:
+        """``int64[predictions]``: the document that each prediction belongs to."""
+        return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=self.predictions))
+
+    @property
+    def position(self) -> np.ndarray:
+        """``int64[predictions]``: tokens of its document before the one predicted."""
+        return np.arange(self.predictions) - self.starts[self.document]
+
+    def part(self, first: int, last: int) -> Text:
+        """Documents ``first … last - 1`` alone."""
+        ends = np.append(self.starts, self.predictions)
+        begin, stop = int(ends[first]), int(ends[last])
+        return Text(
+            stream=self.stream[begin : stop + 1],
+            starts=self.starts[first:last] - begin,
+            sources=self.sources[first:last],
+            utf8_bytes=self.utf8_bytes[first:last],
+            vocabulary=self.vocabulary,
+        )
+
+    def first(self, predictions: int) -> Text:
+        """The first ``predictions`` alone; a document cut short keeps its name, its bytes are no longer known: 0."""
+        if predictions >= self.predictions:
+            return self
+        count = int(np.searchsorted(self.starts, predictions, "left"))
+        sizes = self.utf8_bytes[:count].copy()
+        if count == len(self.starts) or self.starts[count] != predictions:
+            sizes[-1] = 0
+        return Text(self.stream[: predictions + 1], self.starts[:count], self.sources[:count], sizes, self.vocabulary)
+
+
+def open_text(
+    data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
+) -> Text:
+    """The text behind ``data``, in the tokens of the checkpoint ``whose`` vocabulary it is.
+
+    ``data`` is a folder made by ``adaponder prepare`` (its ``split``), or anything ``prepare`` reads: a text file, a
+    folder of them, ``.jsonl[.gz|.xz|.zst]``, ``.parquet``, ``stdlib``, ``hf:NAME``. ``max_tokens``
+    keeps the first ones.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"--max-tokens {max_tokens}: at least one token must be predicted")
+    if (Path(data) / MANIFEST).is_file():
+        documents = _prepared(Path(data), split, vocabulary, whose)
+    else:
+        documents = _encoded(data, vocabulary)
+    return _joined(documents, vocabulary, max_tokens, data)
+
+
+class _Piece(NamedTuple):
+    tokens: np.ndarray
+    source: str
+    utf8_bytes: int
+
+
+def _prepared(folder: Path, split: str, vocabulary: Vocabulary, whose: str) -> Iterator[_Piece]:
+    shards = Shards.open(folder, split)
+    shards.require_tokenizer(vocabulary.hash, whose)
+    first = 0
+    for shard in shards.manifest.splits[split]:
+        table = pq.read_table(folder / split / shard.docs_name, columns=["length", "source", "utf8_bytes"])
+        for batch in table.to_batches(max_chunksize=1024):
+            yield from _documents(shards, batch, first)
+            first += pa.compute.sum(batch.column("length")).as_py()
+
+
+def _documents(shards: Shards, batch: pa.RecordBatch, first: int) -> Iterator[_Piece]:
+    lengths = batch.column("length").to_numpy()
+    tokens = shards.read(first, int(lengths.sum()))
+    parts = np.split(tokens, np.cumsum(lengths)[:-1])
+    for part, source, size in zip(parts, batch.column("source").to_pylist(), batch.column("utf8_bytes"), strict=True):
+        yield _Piece(part, source, size.as_py())
+
+
+def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
+    size = vocabulary_size(vocabulary.tokenizer)
+    encoder = Encoder(vocabulary.tokenizer.to_str(), vocabulary.end_id, size, dtype_of(size), 0.0)
+    records = sources.documents([data])
+    while batch := list(islice(records, 64)):
+        items = [Item(index, record.text, record.source) for index, record in enumerate(batch)]
+        encoded = encoder(items)
+        parts = np.split(encoded.tokens.astype(np.int64), np.cumsum(encoded.lengths)[:-1])
+        yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
+
+
+def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:
+    parts, names, sizes, total = [np.array([vocabulary.end_id], np.int64)], [], [], 0
+    for piece in documents:
+        left = len(piece.tokens) if limit is None else limit - total
+        if left <= 0:
+            break
+        tokens, size = piece.tokens[:left], piece.utf8_bytes
+        if len(tokens) < len(piece.tokens):
+            # A document cut short has the bytes of what is left of it.
+            size = len(vocabulary.tokenizer.decode(tokens.tolist()).encode())
+        parts.append(tokens)
+        names.append(piece.source)
+        sizes.append(size)
+        total += len(tokens)
+    if total == 0:
+        raise InputError(f"--data {data}: there is no text in it")
+    lengths = np.array([len(part) for part in parts[1:]])
+    return Text(
+        stream=np.concatenate(parts),
+        starts=np.cumsum(lengths) - lengths,
+        sources=tuple(names),
+        utf8_bytes=np.array(sizes, np.int64),
+        vocabulary=vocabulary,
+    )

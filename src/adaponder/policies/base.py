@@ -1,0 +1,124 @@
+"""A policy looks at one token after one iteration and says whether it reads on."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adaponder.errors import InputError
+
+
+@dataclass(frozen=True)
+class PolicyInput:
+    """What a policy may look at: one entry per token, all of one shape (hidden states and logits have one more axis).
+
+    Attributes:
+        iteration: the iteration just finished, from 0.
+        gate: how much the model wants to read on, in (0, 1): the learned gate's ``s`` (mor: the router's sigmoid;
+            ouro: the probability of not having exited yet).
+        hidden: final-normed hidden states.
+        position: position of the token in its document.
+        seed: the caller's seed.
+        sequence: row of the batch that the token belongs to.
+        slot: index of the token in its row, padding and cached tokens counted.
+        active: tokens still in play; the others' answers do not matter.
+        lengths: real tokens of each sequence in this forward.
+        head: computes logits from hidden states; use :attr:`logits`.
+        previous: final-normed hidden states of the same tokens one iteration earlier; ``None`` after iteration 0.
+    """
+
+    iteration: int
+    gate: Tensor
+    hidden: Tensor
+    position: Tensor
+    seed: int
+    sequence: Tensor
+    slot: Tensor
+    active: Tensor
+    lengths: Tensor
+    head: Callable[[Tensor], Tensor] = field(repr=False)
+    previous: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """The next-token logits at this iteration, computed when asked for: most policies never pay for them."""
+        return self.head(self.hidden)
+
+
+class Policy(ABC):
+    """Decides the mask only: the update stays weighted by the learned ``s``.
+
+    ``causal`` promises that a token's answer never depends on later tokens; a policy without it is for evaluation
+    and is refused in generation. ``fingerprint`` names policy and settings: equal fingerprints, equal decisions.
+    """
+
+    causal: ClassVar[bool] = True
+
+    @abstractmethod
+    def __call__(self, seen: PolicyInput) -> Tensor:
+        """True for tokens that read on."""
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def heads(self, iteration: int) -> int:
+        """How often it computes a token's logits to decide after this iteration: a cost that is its own."""
+        return 0
+
+
+def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
+    """The policy itself, or the user's own callable made one."""
+    if isinstance(policy, Policy):
+        return policy
+    if callable(policy):
+        return Custom(policy)
+    raise InputError(f"policy={policy!r}: a Policy object or a callable taking PolicyInput is needed")
+
+
+@dataclass(frozen=True)
+class Custom(Policy):
+    """The user's own callable. It is trusted to be causal and per token; law 1 can be tested on it."""
+
+    function: Callable[[PolicyInput], Tensor]
+
+    def __call__(self, seen: PolicyInput) -> Tensor:
+        keep = self.function(seen)
+        if not isinstance(keep, Tensor) or keep.shape != seen.active.shape or keep.dtype != torch.bool:
+            raise InputError(f"policy {self.function!r} must return a bool tensor of shape {tuple(seen.active.shape)}")
+        return keep
+
+
+def at(value: float | Sequence[float], iteration: int, name: str) -> float:
+    """The number for this gate, of one for all or one each."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if iteration >= len(value):
+        raise InputError(f"{name} has {len(value)} entries, none for gate {iteration}: give one per gate")
+    return float(value[iteration])
+
+
+def check_share(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise InputError(f"{name}={value}: lies between 0 and 1")
+
+
+def numbers(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
+    """One number or one per gate, as floats: equal settings then have equal fingerprints."""
+    several = value if isinstance(value, Sequence) else (value,)
+    found = tuple(float(number) for number in several)
+    if any(math.isnan(number) for number in found):
+        raise InputError(f"{name}={value}: not a number")
+    return found if isinstance(value, Sequence) else found[0]
+
+
+def settle(policy: Policy, **fields: object) -> None:
+    """Writes checked values into a frozen policy."""
+    for name, value in fields.items():
+        object.__setattr__(policy, name, value)

@@ -1,0 +1,127 @@
+"""Rules that keep a prescribed share of tokens after each iteration, those of highest gate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adaponder.errors import InputError
+from adaponder.halting import stays_active
+from adaponder.policies.base import Policy, PolicyInput, at, check_share, numbers, settle
+
+
+@dataclass(frozen=True)
+class Schedule(Policy):
+    """Keeps the tokens of highest gate, a prescribed share of the sequence at each iteration.
+
+    With ``thresholds`` (see :func:`thresholds_for`) the rule is causal and per token. :class:`Ranked` ranks within
+    the sequence, exactly the paper's experiment, and looks at the future.
+    """
+
+    thresholds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        settle(self, thresholds=numbers("thresholds", self.thresholds))
+
+    def share(self, iteration: int) -> float:
+        raise NotImplementedError
+
+    def __call__(self, seen: PolicyInput) -> Tensor:
+        if not self.thresholds:
+            name = type(self).__name__
+            raise InputError(
+                f"{name} needs calibrated thresholds: {name}(…, thresholds=thresholds_for(policy, gates)), or a "
+                f"profile (adaponder calibrate --rule {name.lower()}); or Ranked({name}(…)) ranks within the "
+                "sequence, for evaluation only"
+            )
+        return stays_active(seen.gate, at(self.thresholds, seen.iteration, "thresholds"))
+
+
+@dataclass(frozen=True)
+class Uniform(Schedule):
+    """After every iteration the same share ``keep`` of tokens reads on (section 5.2)."""
+
+    keep: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("keep", self.keep)
+        settle(self, keep=float(self.keep))
+
+    def share(self, iteration: int) -> float:
+        return self.keep
+
+
+@dataclass(frozen=True)
+class Geometric(Schedule):
+    """After iteration i the share ``rate ** (i + 1)`` of tokens reads on (section 5.2)."""
+
+    rate: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("rate", self.rate)
+        settle(self, rate=float(self.rate))
+
+    def share(self, iteration: int) -> float:
+        return self.rate ** (iteration + 1)
+
+
+@dataclass(frozen=True)
+class Shares(Schedule):
+    """A share of its own for each iteration: mor's capacities are this."""
+
+    shares: tuple[float, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for share in self.shares:
+            check_share("shares", share)
+
+    def share(self, iteration: int) -> float:
+        return at(self.shares, iteration, "shares")
+
+
+@dataclass(frozen=True)
+class Ranked(Policy):
+    """Prunes the lowest-gate tokens of each sequence down to the schedule's share: non-causal, evaluation only."""
+
+    schedule: Schedule
+    causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            raise InputError(f"schedule={self.schedule!r}: Uniform, Geometric or Shares is needed to rank by")
+
+    def __call__(self, seen: PolicyInput) -> Tensor:
+        # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
+        budget = (self.schedule.share(seen.iteration) * seen.lengths.double() + 1e-9).long()
+        grid = seen.gate.new_full((seen.lengths.shape[0], int(seen.slot.max()) + 1), -math.inf, dtype=torch.float32)
+        grid[seen.sequence, seen.slot] = torch.where(seen.active, seen.gate.float(), -math.inf)
+        rank = grid.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return (rank[seen.sequence, seen.slot] < budget[seen.sequence]) & seen.active
+
+
+def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
+    """Thresholds at which ``schedule`` keeps its shares of these tokens: quantiles of ``gates`` among survivors.
+
+    ``gates`` is ``[tokens, K-1]``, from a run at full depth on text like that to come. The thresholds are then causal.
+    """
+    alive = torch.ones(gates.shape[0], dtype=torch.bool, device=gates.device)
+    thresholds = []
+    for iteration in range(gates.shape[1]):
+        count = int(schedule.share(iteration) * gates.shape[0] + 1e-9)
+        survivors = gates[alive, iteration].float()
+        if count >= survivors.numel():
+            threshold = 0.0
+        elif count == 0:
+            threshold = math.inf
+        else:
+            threshold = float(survivors.topk(count).values[-1])
+        alive &= gates[:, iteration].float() >= threshold
+        thresholds.append(threshold)
+    return tuple(thresholds)

@@ -1,0 +1,99 @@
+"""What the tests of lm-eval share: tiny task records, a tokenizer trained on them, and tiny models that can read it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.data.tokenizers import END, train_bpe
+from support import stir
+
+POSITIONS = 96
+VOCABULARY = 300
+
+_LONG = "The river ran past the mill and the mill ran past the river while the miller slept. " * 6
+
+ARC = [
+    {
+        "id": "1",
+        "question": "Which of these is hot?",
+        "choices": {"text": ["ice", "fire", "rain", "fog"], "label": list("ABCD")},
+        "answerKey": "B",
+    },
+    {
+        "id": "2",
+        "question": "What do plants need?",
+        "choices": {"text": ["light", "night", "noise"], "label": list("123")},
+        "answerKey": "1",
+    },
+    {
+        "id": "3",
+        "question": _LONG + "What ran?",
+        "choices": {"text": ["the river", "the road"], "label": list("AB")},
+        "answerKey": "A",
+    },
+    {
+        "id": "4",
+        "question": "Pick a letter.",
+        "choices": {"text": ["a", "b", "c", "d"], "label": list("ABCD")},
+        "answerKey": "D",
+    },
+]
+LAMBADA = [
+    {"text": "She opened the door and saw the door"},
+    {"text": "He said yes, and then he said no"},
+    {"text": _LONG + "and so did the river"},
+]
+WIKITEXT = [{"page": "A short page ."}, {"page": _LONG}, {"page": "Another page , with more words in it ."}]
+TRIVIA = [
+    {"question": "Who ran past the mill", "answer": {"aliases": ["the river", "river"]}},
+    {"question": "What is hot", "answer": {"aliases": ["fire"]}},
+    {"question": _LONG, "answer": {"aliases": ["the miller"]}},
+    {"question": "Why", "answer": {"aliases": ["because"]}},
+]
+RECORDS = {"arc_easy": ARC, "lambada_openai": LAMBADA, "wikitext": WIKITEXT, "triviaqa": TRIVIA}
+SPLIT = {"triviaqa": "validation"}
+
+
+def write_records(folder: Path, records: dict[str, list[dict]] | None = None) -> Path:
+    """``folder/<task>/<split>.jsonl`` for each task."""
+    for task, rows in (records or RECORDS).items():
+        path = folder / task / f"{SPLIT.get(task, 'test')}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@cache
+def words() -> PreTrainedTokenizerFast:
+    tokenizer = train_bpe(VOCABULARY, [json.dumps(RECORDS)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def stock(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = GPTNeoXConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def reader(method: str = "adaponder", *, seed: int = 0, **recurrence) -> AdaPonderForCausalLM:
+    """A model whose gates disagree about tokens."""
+    recurrence = {"iterations": 3, "tau": 0.5, "exit_threshold": 0.6} | recurrence
+    if method == "vanilla":
+        recurrence["iterations"] = 1
+    return stir(AdaPonderForCausalLM.from_backbone(stock(seed=seed), method=method, **recurrence), seed=seed)

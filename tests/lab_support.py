@@ -1,0 +1,54 @@
+"""A text of random tokens and a tiny model with gates of many opinions: enough to tune on in a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import support
+from adaponder import AdaPonderForCausalLM
+from adaponder.evaluation.text import Text, Vocabulary
+
+K = 4
+_NO_WORDS = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}})
+
+
+def made_up(lengths: Sequence[int], *, seed: int = 0) -> Text:
+    """Random tokens in documents of these lengths; each ends with token 0, as a document does."""
+    stream = np.random.default_rng(seed).integers(1, support.VOCABULARY, sum(lengths) + 1)
+    ends = np.cumsum(lengths)
+    stream[[0, *ends]] = 0
+    sources = tuple("ab"[i % 2] for i in range(len(lengths)))
+    words = Vocabulary(Tokenizer.from_str(_NO_WORDS), 0)
+    return Text(stream, ends - np.array(lengths), sources, np.array(lengths) * 3, words)
+
+
+def opinionated(method: str = "adaponder", *, iterations: int = K, dtype: torch.dtype = torch.float32):
+    """A tiny model whose gates lie all over (0, 1), few of them equal."""
+    model: AdaPonderForCausalLM = support.tiny(method, iterations=iterations, dtype=dtype).requires_grad_(False)
+    for parameter in model.method.parameters():
+        parameter.mul_(0.3)
+    return model.eval()
+
+
+def saved(folder: Path, model: AdaPonderForCausalLM) -> Path:
+    """The model and a tokenizer of as many words, as a checkpoint folder."""
+    model.save_pretrained(folder)
+    words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, support.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def written(path: Path, *, documents: int = 16, words: int = 31) -> Path:
+    """A file of documents in those words."""
+    numbers = np.random.default_rng(0).integers(2, support.VOCABULARY, (documents, words))
+    texts = (" ".join(f"w{number}" for number in line) for line in numbers)
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path

@@ -1,0 +1,328 @@
+"""Figures are pure functions of a trace, and their captions say what the data shows, whichever way it goes."""
+
+import io
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from adaponder.analysis.figures import PLATES, choose, difficulty, excerpts, forgone, gates, grid, halting
+from adaponder.analysis.figures import active as active_figure
+from adaponder.analysis.figures import depth as depth_figure
+from adaponder.analysis.figures import gains as gains_figure
+from adaponder.analysis.figures.plate import listed, percent
+from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
+from adaponder.analysis.style import house
+from adaponder.analysis.tables import (
+    FEW,
+    adds_up,
+    geometric_bins,
+    means,
+    numbers,
+    quantile_bins,
+    rank_correlation,
+    spearman,
+)
+from adaponder.analysis.trace import Trace
+from adaponder.errors import AdaPonderError, InputError
+from trace_support import made_up
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return made_up()
+
+
+def said(module, trace: Trace) -> str:
+    return module.PLATE.caption(module.PLATE.measure(trace))
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    """Mid-ranks by definition: below, plus half of the equals and oneself."""
+    return np.array([sum(b < a for b in values) + (sum(b == a for b in values) + 1) / 2 for a in values])
+
+
+def test_shares_times_means_add_up_to_the_loss(trace):
+    found = halting.measure(trace)
+    assert float(found.groups.share @ found.groups.mean) == pytest.approx(trace.loss, rel=1e-12)
+    table = halting.table(found)
+    assert table["share x mean"].sum() == pytest.approx(trace.loss, rel=1e-12)
+    with pytest.raises(AdaPonderError, match="add up to"):
+        adds_up(found.groups.share, found.groups.mean, trace.loss * (1 + 1e-6))
+    with pytest.raises(AdaPonderError, match="add up to"):
+        adds_up(found.groups.share[:-1], found.groups.mean[:-1], trace.loss)
+
+
+def test_each_column_of_the_density_map_holds_its_depths_tokens(trace):
+    found = halting.measure(trace)
+    width = found.clip / halting.BINS
+    for depth in range(1, 5):
+        inside = (trace["nll"] <= found.clip)[trace["depth"] == depth].mean()
+        assert found.density[:, depth - 1].sum() * width == pytest.approx(inside, abs=1e-9)
+
+
+def test_spearman_is_the_correlation_of_mid_ranks():
+    draw = np.random.default_rng(0)
+    for levels in (3, 5, 1000):
+        x, y = draw.integers(levels, size=60), draw.integers(4, size=60)
+        expected = np.corrcoef(ranks(x.tolist()), ranks(y.tolist()))[0, 1]
+        assert spearman(x, y) == pytest.approx(expected, abs=1e-12)
+        times = draw.integers(4, size=60)
+        drawn = np.repeat(np.arange(60), times)
+        assert spearman(x, y, times) == pytest.approx(spearman(x[drawn], y[drawn]), abs=1e-12)
+    line = np.arange(9.0)
+    assert spearman(line, line**3) == pytest.approx(1.0)
+    assert spearman(line, -line) == pytest.approx(-1.0)
+    assert spearman(line, np.ones(9)) is None
+
+
+def test_an_interval_needs_documents(trace):
+    hard, depth = trace["full_nll_1"], trace["depth"]
+    found = rank_correlation(trace, hard, depth)
+    assert found.interval is not None
+    assert found.rho is not None
+    assert found.interval.low < found.rho < found.interval.high
+    few = made_up(documents=FEW - 1)
+    assert rank_correlation(few, few["full_nll_1"], few["depth"]).interval is None
+    assert np.isnan(means(few, few["nll"], np.zeros(len(few), int), 1).low).all()
+    assert numbers(few).interval is None
+
+
+def test_means_are_of_their_groups(trace):
+    label = trace["depth"].astype(int) - 1
+    found = means(trace, trace["nll"], label, 5)
+    for group in range(4):
+        assert found.mean[group] == pytest.approx(trace["nll"][label == group].mean())
+        assert found.low[group] < found.mean[group] < found.high[group]
+    assert found.tokens.tolist() == [*np.bincount(label), 0]
+    assert np.isnan(found.mean[4])
+
+
+def test_four_halting_numbers_are_four(trace):
+    found, depth = numbers(trace), trace["depth"]
+    assert found.iterations == pytest.approx(depth.mean())
+    assert found.halted == pytest.approx((depth < 4).mean())
+    assert found.gates_closed == pytest.approx(np.mean([depth <= gate for gate in (1, 2, 3)]))
+    assert found.flops_ratio == 2.9
+    assert len({round(x, 6) for x in (found.iterations, found.halted, found.gates_closed, found.flops_ratio)}) == 4
+    assert numbers(made_up(halts=False)).gates_closed is None
+    assert "iterations per token" in said(active_figure, trace)
+
+
+def test_bins_hold_what_they_say():
+    values = np.array([1, 2, 3, 4, 7, 8, 15, 16])
+    assert geometric_bins(values).tolist() == [0, 1, 1, 2, 2, 3, 3, 4]
+    label = quantile_bins(np.arange(100.0), 10)
+    assert np.bincount(label).tolist() == [10] * 10
+    tied = quantile_bins(np.repeat([1.0, 2.0], [95, 5]), 10)
+    assert np.bincount(tied).tolist() == [95, 5]
+    assert quantile_bins(np.ones(7), 10).tolist() == [0] * 7
+
+
+def test_the_caption_says_which_way_difficulty_goes():
+    assert "harder tokens are read more often" in said(difficulty, made_up(difficulty_decides=1.0))
+    assert "harder tokens are read less often" in said(difficulty, made_up(difficulty_decides=-1.0))
+    assert "not told apart from zero" in said(difficulty, made_up(difficulty_decides=0.0, seed=3))
+    assert "too few documents for an interval" in said(difficulty, made_up(documents=2))
+
+
+def test_the_caption_says_whether_halted_tokens_are_easier():
+    assert "tokens that halt early are the easier ones" in said(halting, made_up(difficulty_decides=1.0))
+    assert "tokens that halt early are the harder ones" in said(halting, made_up(difficulty_decides=-1.0))
+
+
+def test_the_check_mark_is_called_so_only_where_it_is():
+    trace = made_up()
+
+    def shaped(*levels: float) -> str:
+        nll = np.array(levels)[trace["depth"] - 1]
+        return said(halting, Trace(trace.frame.assign(nll=nll), trace.about))
+
+    assert "is the paper's check mark: lowest at depth 2, highest at depth 4." in shaped(1.8, 1.0, 1.7, 2.5)
+    assert "not the paper's check mark: lowest at depth 4, highest at depth 2" in shaped(1.8, 2.0, 1.7, 1.0)
+    assert "without the paper's check mark." in shaped(1.0, 1.5, 2.0, 2.5)
+
+
+def test_a_shape_that_may_be_chance_is_said_to_be():
+    assert "it may be chance, intervals overlap" in said(halting, made_up(difficulty_decides=0.0))
+    assert "it may be chance, there are too few documents" in said(halting, made_up(documents=2))
+    assert "may be chance" not in said(halting, made_up(difficulty_decides=1.0))
+    assert "At iterations 2, 3 and 4 tokens that had halted and those that read on are not told" in said(
+        gains_figure, made_up(documents=2)
+    )
+    assert "At iterations 2, 3 and 4 tokens that had halted would gain less than" in said(gains_figure, made_up())
+
+
+def test_what_halting_gave_up_is_weighed_against_chance():
+    good, bad, none = (made_up(difficulty_decides=x, seed=5) for x in (1.0, -1.0, 0.0))
+    assert "better than chance, sparing" in said(forgone, good)
+    assert "worse than chance" in said(forgone, bad)
+    assert "not told apart from chance" in said(forgone, none)
+    found = forgone.measure(good)
+    losses, depth = good.by_iteration("full_nll"), good["depth"].astype(int)
+    first = depth == 1
+    assert found.groups.mean[0] == pytest.approx((losses[:, 0] - losses[:, 3])[first].mean())
+    assert found.random[0] == pytest.approx((losses[:, 0] - losses[:, 3]).mean())
+    assert found.halted == pytest.approx((losses[np.arange(len(good)), depth - 1] - losses[:, 3]).mean())
+
+
+def test_gains_add_up_to_the_whole_way(trace):
+    found = gains_figure.measure(trace)
+    losses = trace.by_iteration("full_nll")
+    assert found.gains[0].mean.sum() == pytest.approx((losses[:, 0] - losses[:, -1]).mean())
+    everyone, read, halted = found.gains
+    np.testing.assert_allclose(read.share * read.mean + halted.share * halted.mean, everyone.mean)
+
+
+def test_gates_are_counted_once_each(trace):
+    found = gates.measure(trace)
+    np.testing.assert_allclose((found.asked + found.later).sum(axis=1), 1.0)
+    np.testing.assert_allclose(found.asked.sum(axis=1), [(trace["depth"] > i).mean() for i in range(3)])
+    np.testing.assert_allclose(found.closed, [(trace["depth"] == i + 1).mean() for i in range(3)])
+    assert found.lines == (1e-4, 1e-4, 1e-4)
+    extremes = trace.frame.assign(gate_1=0.0, gate_2=1.0)
+    found = gates.measure(Trace(extremes, trace.about))
+    np.testing.assert_allclose((found.asked + found.later).sum(axis=1), 1.0)
+
+
+def test_depth_is_told_by_frequency_place_and_source(trace):
+    found = depth_figure.measure(trace)
+    for curve in (found.frequency, found.position, found.window, found.source):
+        assert curve.depth.tokens.sum() == len(trace)
+        assert float(curve.depth.share @ curve.depth.mean) == pytest.approx(trace["depth"].mean())
+    many = depth_figure.measure(made_up(documents=40, sources=30)).source
+    assert many.where[-1] == "20 others"
+    assert len(many.where) == depth_figure.SOURCES + 1
+
+
+def test_the_busiest_stretch_is_found():
+    draw = np.random.default_rng(0)
+    depth, document = draw.integers(1, 5, size=90), np.repeat([0, 1, 2], 30)
+
+    def mixture(first: int) -> float:
+        share = np.bincount(depth[first : first + 12])[1:] / 12
+        return -sum(p * np.log(p) for p in share if p)
+
+    allowed = [first for first in range(79) if document[first] == document[first + 11]]
+    first, length = grid.busiest(depth, document, 12)
+    assert length == 12
+    assert first in allowed
+    assert mixture(first) == pytest.approx(max(map(mixture, allowed)))
+    assert grid.busiest(depth, np.arange(90), 12) == (0, 12)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_collapse_to_one_depth_is_called_by_its_name(depth):
+    trace = made_up(300, depth=np.full(300, depth))
+    assert len(choose(trace.about)[0]) == len(PLATES)
+    for module in (halting, difficulty, depth_figure):
+        assert "Every token was read" in said(module, trace)
+    assert ("nothing was forgone" in said(forgone, trace)) == (depth == 4)
+    assert all(plate.caption(plate.measure(trace)) for plate in PLATES)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_text_of_one_token_has_figures_too(tokens):
+    trace = made_up(tokens, documents=1, sources=1)
+    for plate in PLATES:
+        found = plate.measure(trace)
+        assert plate.caption(found).endswith(".")
+        assert len(plate.table(found))
+        if tokens == 1:
+            _drawn(plate, trace, dark=True)
+
+
+def _drawn(plate, trace: Trace, *, dark: bool = False):
+    with warnings.catch_warnings(), house(dark=dark) as theme:
+        warnings.simplefilter("error")
+        figure = plate.draw(plate.measure(trace), theme)
+        FigureCanvasAgg(figure).draw()
+    return figure
+
+
+@pytest.mark.parametrize("plate", PLATES, ids=lambda plate: plate.name)
+def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, trace):
+    figure = _drawn(plate, trace)
+    for axes in figure.axes:
+        for axis, ends in ((axes.xaxis, ("x0", "x1")), (axes.yaxis, ("y0", "y1"))):
+            boxes = [
+                label.get_window_extent()
+                for label in axis.get_ticklabels()
+                if label.get_text() and not label.get_rotation() and label.get_visible()
+            ]
+            places = sorted((getattr(box, ends[0]), getattr(box, ends[1])) for box in boxes)
+            inside = [place for place in places if place[0] >= -1]
+            assert all(before[1] <= after[0] for before, after in pairwise(inside)), (plate.name, axis)
+        if axes.get_visible() and axes.axison and plate.name != "grid":
+            assert axes.get_ylabel() or axes.get_xlabel() or axes.get_shared_x_axes(), plate.name
+
+
+def test_drawing_again_gives_the_same_bytes(trace):
+    def svg() -> bytes:
+        with house() as theme:
+            file = io.BytesIO()
+            figure = active_figure.draw(active_figure.measure(trace), theme)
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        return file.getvalue()
+
+    before = trace.frame.copy()
+    assert svg() == svg()
+    assert before.equals(trace.frame)
+
+
+def test_figures_of_what_a_method_has_not_are_left_out_by_name(trace):
+    assert choose(trace.about) == (list(PLATES), {})
+    plates, left_out = choose(made_up(50, halts=False).about)
+    assert [plate.name for plate in plates] == ["halting", "gains"]
+    assert left_out["gates"] == "ponder has no gates"
+    assert set(left_out) == {"difficulty", "forgone", "active", "gates", "depth", "grid"}
+    with pytest.raises(InputError, match="--only gates: ponder has no gates"):
+        choose(made_up(50, halts=False).about, ["gates"])
+    with pytest.raises(InputError, match="--only pie: name some of halting"):
+        choose(made_up(50).about, ["pie"])
+    assert [plate.name for plate in choose(made_up(50, deepest=1, halts=False).about)[0]] == ["halting"]
+    assert [plate.name for plate in choose(made_up(50).about, ["grid", "excerpts"])[0]] == ["grid"]
+
+
+def test_hardest_and_easiest_tokens_are_where_they_say(trace):
+    hard, easy = excerpts.hardest(trace), excerpts.easiest(trace)
+    row = int(np.argmax(trace["full_nll_1"]))
+    first = hard[0]
+    assert first.target is not None
+    assert first.words[first.target] == trace.frame["target"].iloc[row]
+    assert first.words[first.target - 1] == trace.frame["token"].iloc[row]
+    assert first.depths[first.target - 1] == trace["depth"][row]
+    assert f"NLL {trace['full_nll_1'][row]:.3f} after one reading" in first.remark
+    for found in (hard, easy):
+        targets = [one.words[one.target] for one in found if one.target is not None]
+        assert len(set(targets)) == len(targets) == 6
+    assert len(excerpts.passage(trace).words) <= excerpts.PASSAGE
+
+
+def test_the_last_word_of_all_was_never_read():
+    trace = made_up(40, documents=1)
+    hardest = trace.frame.assign(full_nll_1=np.arange(40.0))
+    found = excerpts.hardest(Trace(hardest, trace.about), 1)[0]
+    assert found.target == len(found.words) - 1
+    assert found.depths[-1] == 0
+    assert "never read" in excerpts.as_html(found)
+
+
+def test_text_from_data_is_never_an_instruction():
+    assert for_html('<script>"&\n') == "&lt;script&gt;&quot;&amp;↵\n"
+    assert visible("a\x1b[31m\u202eb\x00\n") == "a\\x1b[31m\\u202eb\\x00\n"
+    assert on_one_line("a\nb") == "a↵b"
+    assert for_figure("        x") == "␣×8x"
+    assert for_figure("中") == "\\u4e2d"
+    assert for_figure("\U00013000") == "\\U00013000"
+    assert for_figure("a" * 30) == "a" * 9 + "…"
+    text = excerpts.as_text(excerpts.Excerpt(["a\x1b]0;", " b"], [1, 2], [0.0, 0.0], 1, ""), 4)
+    assert text.plain == "a\\x1b]0; b"
+
+
+def test_small_shares_keep_their_digits():
+    assert [percent(x) for x in (0.0, 1.0, 0.123, 0.0123, 0.00123)] == ["0.0%", "100.0%", "12.3%", "1.2%", "0.12%"]
+    assert listed(["a"]) == "a"
+    assert listed(["a", "b", "c"]) == "a, b and c"

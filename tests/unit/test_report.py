@@ -1,0 +1,207 @@
+"""The report needs nothing but itself, trusts no text, and is the same when it is drawn again without the model."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.analysis.report import write_report
+from adaponder.commands import analyze
+from adaponder.data.tokenizers import train_bpe
+from adaponder.errors import AdaPonderError, InputError
+from support import FAMILIES
+from trace_support import made_up
+
+# Each plate is drawn in test_figures; here those that show text from data, and one that shows none.
+SHOWN = ("halting", "depth", "grid", "excerpts")
+TEXT = "the cat sat on a mat while rain fell and nobody read it again <script>alert(1)</script> "
+
+
+class Page(HTMLParser):
+    """What a browser would find: elements with their attributes, and the text between them."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("report")
+    return write_report(made_up(600), out, only=SHOWN), Page(out / "report.html"), out
+
+
+def test_a_figure_is_there_as_picture_table_and_page(written):
+    report, page, out = written
+    names = {plate.plate.name for plate in report.drawn}
+    assert names | {"excerpts"} == set(SHOWN)
+    for name in names:
+        assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in (out / "figures" / f"{name}.svg").read_bytes()
+        assert (out / "tables" / f"{name}.csv").read_text().count("\n") > 1
+    sections = {section["id"] for section in page.all("section")}
+    assert sections == set(SHOWN)
+    assert {link["href"] for link in page.all("a")} == {f"#{name}" for name in SHOWN}
+    for drawn in report.drawn:
+        assert drawn.caption in page.text
+
+
+def test_the_page_asks_for_nothing_from_elsewhere(written):
+    _, page, out = written
+    for tag, attributes in page.found:
+        for name in ("src", "href", "srcset", "data", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("data:", "#")), (tag, name)
+    source = (out / "report.html").read_text()
+    assert "@import" not in source
+    assert "url(" not in re.sub(r'src="data:[^"]*"', "", source)
+
+
+def test_pictures_come_light_and_dark_and_with_words(written):
+    report, page, _ = written
+    images = page.all("img")
+    assert [image["class"] for image in images] == ["on-light", "on-dark"] * len(report.drawn)
+    assert all(len(image["alt"] or "") > 40 for image in images)
+    papers = [base64.b64decode((image["src"] or "").split(",")[1]).decode() for image in images[:2]]
+    assert "#ffffff" in papers[0].lower()
+    assert "#14171c" in papers[1].lower()
+
+
+def test_the_header_tells_the_four_halting_numbers_apart(written):
+    report, page, _ = written
+    found = report.numbers
+    for value in (f"{found.iterations:.3f}", "75.0%", "50.0%", "2.90 x", f"{found.loss:.4f} nats per token"):
+        assert value in page.text, value
+    assert "runs/<b>made up</b>" in page.text
+    assert "invented & escaped" in page.text
+
+
+def test_a_token_that_spells_a_script_is_text(written):
+    _, page, out = written
+    assert len(page.all("script")) == 1
+    assert not page.all("b")
+    assert "<script>alert(1)</script>" in page.text
+    source = (out / "report.html").read_text()
+    assert "\x1b" not in source
+    policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv"))
+    script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in str(policy)
+
+
+def test_what_is_left_out_is_named_and_nothing_stale_remains(tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "gates.png").write_text("of another checkpoint")
+    (tmp_path / "figures" / "mine.png").write_text("not ours")
+    trace = made_up(60, halts=False, deepest=1)
+    report = write_report(trace, tmp_path)
+    page = Page(tmp_path / "report.html")
+    assert "ponder has no gates" in page.text
+    assert report.left_out["gates"] == "ponder has no gates"
+    left = sorted(path.name for path in (tmp_path / "figures").iterdir())
+    assert left == ["halting.png", "halting.svg", "mine.png"]
+    json.dumps(report.as_dict(trace), allow_nan=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """(method) -> folder of a tiny checkpoint with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def make(method: str) -> Path:
+        out = folder / method
+        if not out.exists():
+            tokenizer = train_bpe(300, [TEXT])
+            config = type(FAMILIES["gpt_neox"]).from_dict(FAMILIES["gpt_neox"].to_dict() | {"vocab_size": 300})
+            stock = AutoModelForCausalLM.from_config(config)
+            settings = {"gate_width": 0, "tau": 0.5, "gate_bias": 0.0} if method == "adaponder" else {}
+            model = AdaPonderForCausalLM.from_backbone(stock, method=method, iterations=3, **settings)
+            if method == "adaponder":
+                for gate in model.method.gates:
+                    gate.out.weight.data.normal_(0, 0.3)
+            model.save_pretrained(out)
+            tokenizer.save(str(out / "tokenizer.json"))
+        return out
+
+    return make
+
+
+def data(folder: Path, text: str) -> str:
+    (folder / "text.txt").write_text(text)
+    return str(folder / "text.txt")
+
+
+def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path):
+    # Longer than the backbone's 64 positions: read in windows.
+    asked = {"data": data(tmp_path, TEXT * 12), "only": ["active", "excerpts"], "json": tmp_path / "result.json"}
+    out = tmp_path / "out"
+    report = analyze.run(str(checkpoint("adaponder")), out=out, max_tokens=150, **asked)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["numbers"]["tokens"] == 150
+    assert result["captions"]["active"] == report.drawn[0].caption
+    assert result["about"]["windows"] == "disjoint windows of 64"
+    page = (out / "report.html").read_bytes()
+    (out / "report.html").unlink()
+    analyze.run(str(out), only=["active", "excerpts"])
+    assert (out / "report.html").read_bytes() == page
+    analyze.run(str(out / "trace.parquet"), out=tmp_path / "elsewhere", only=["excerpts"])
+    assert "Hardest" in Page(tmp_path / "elsewhere" / "report.html").text
+
+
+def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
+    report = analyze.run(str(checkpoint("loop")), data=data(tmp_path, "a"), out=tmp_path / "out", only=["halting"])
+    assert report.numbers.tokens == 2
+    assert "Every token was read 3 times" in report.drawn[0].caption
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "word"),
+    [
+        ("loop", {"only": ["gates"]}, "--only gates: loop has no gates"),
+        ("loop", {"text": ""}, "no text in it"),
+        ("loop", {"window": 65}, "--window 65: 65 positions are needed, the backbone has 64"),
+        ("loop", {"data": None}, "--data is needed"),
+        ("loop", {"out": None}, "--out is needed"),
+        ("loop", {"only": ["pie"]}, "--only pie"),
+        ("loop", {"tau": 0.1}, "loop reads every token equally often"),
+        ("loop", {"max_tokens": 0}, "--max-tokens 0"),
+        ("adaponder", {"max_iterations": 9}, "max_iterations=9: from 1 to 3"),
+        ("adaponder", {"batch_size": 0}, "--batch-size 0"),
+        ("adaponder", {"tokenizer": "nowhere/at/all"}, "--tokenizer nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_written(checkpoint, tmp_path, method, options, word):
+    asked = {"data": data(tmp_path, options.pop("text", "the cat sat on a mat")), "out": tmp_path / "out"} | options
+    with pytest.raises(AdaPonderError, match=re.escape(word)):
+        analyze.run(str(checkpoint(method)), **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trace_takes_no_option_that_it_would_ignore(tmp_path):
+    with pytest.raises(InputError, match="no such trace"):
+        analyze.run(str(tmp_path / "trace.parquet"))
+    (tmp_path / "trace.parquet").write_text("anything")
+    with pytest.raises(InputError, match=r"--data: .* is a trace, made already"):
+        analyze.run(str(tmp_path / "trace.parquet"), data="text.txt")
+    with pytest.raises(InputError, match=r"--tau: .* is a trace, made already"):
+        analyze.run(str(tmp_path), tau=0.1)
+    with pytest.raises(InputError, match="not a Parquet file"):
+        analyze.run(str(tmp_path))

@@ -1,0 +1,188 @@
+"""A trace says of every prediction what scoring says, at its own depth and at every forced one."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+
+from adaponder.analysis.spelling import token_texts
+from adaponder.analysis.trace import Trace, columns_of, read_trace, readings, record, write_trace
+from adaponder.data.tokenizers import train_bpe
+from adaponder.errors import InputError
+from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.text import Text, Vocabulary
+from adaponder.evaluation.windows import Windows
+from adaponder.policies import FixedDepth, LearnedGate
+from support import METHODS, VOCABULARY, tiny
+from trace_support import made_up
+
+WINDOWS = Windows(12)
+
+
+def text(predictions: int = 40, *, seed: int = 0) -> Text:
+    """Three documents of random words."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    stream = np.random.default_rng(seed).integers(VOCABULARY, size=predictions + 1)
+    starts = np.array([0, predictions // 4, predictions // 2])
+    return Text(stream, starts, ("a", "b", "a"), np.array([7, 8, 9]), Vocabulary(words, 0))
+
+
+def traced(model, *, windows: Windows = WINDOWS, how: Reading | None = None) -> Trace:
+    return record(model, text(), windows, checkpoint="tiny", data="random", how=how, batch_size=3)
+
+
+def forced(model, depth: int, windows: Windows = WINDOWS) -> np.ndarray:
+    how = Reading(policy=FixedDepth(depth)) if model.method.halts else Reading(max_iterations=depth)
+    return score(model, text(), windows, how=how).nll
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trace_says_what_scoring_says_at_every_depth(method):
+    model = tiny(method)
+    trace, alone = traced(model), score(model, text(), WINDOWS)
+    assert list(trace.frame.columns) == columns_of(trace.about)
+    assert len(trace) == text().predictions
+    np.testing.assert_array_equal(trace["depth"], alone.depth)
+    np.testing.assert_allclose(trace["nll"], alone.nll, rtol=0, atol=1e-12)
+    for depth in range(1, model.config.iterations):
+        np.testing.assert_allclose(trace[f"full_nll_{depth}"], forced(model, depth), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro"])
+def test_a_halted_token_stays_as_it_was(method):
+    trace = traced(tiny(method))
+    depth, losses = trace["depth"].astype(int), trace.by_iteration("nll")
+    assert len(np.unique(depth)) > 1
+    np.testing.assert_allclose(trace["nll"], losses[np.arange(len(trace)), depth - 1], rtol=1e-6)
+    np.testing.assert_allclose(trace["nll"], losses[:, -1], rtol=1e-6)
+
+
+def test_gates_and_thresholds_explain_the_depths():
+    trace = traced(tiny(), how=Reading(policy=LearnedGate((0.4, 0.6))))
+    gates, tau = trace.by_iteration("gate"), np.array(trace.about.tau)
+    assert trace.about.tau == (0.4, 0.6)
+    keeps = np.cumprod(gates >= tau, axis=1).sum(axis=1)
+    np.testing.assert_array_equal(trace["depth"], 1 + keeps)
+
+
+def test_entropy_is_that_of_the_distribution_behind_the_loss():
+    model = tiny("ponder")
+    trace = traced(model)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(text().stream[None, :12])).logits[0]
+    p = torch.softmax(logits, -1)
+    expected = -(p * p.log()).sum(-1).numpy()
+    np.testing.assert_allclose(trace[f"entropy_{model.config.iterations}"][:12], expected, rtol=1e-5)
+
+
+def test_places_counts_and_sources_are_those_of_the_text():
+    trace, given = traced(tiny(), windows=Windows(12, stride=5)), text()
+    np.testing.assert_array_equal(trace["token_id"], given.stream[:-1])
+    np.testing.assert_array_equal(trace["target_id"], given.stream[1:])
+    assert list(trace.frame["token"]) == [f"w{i}" for i in given.stream[:-1]]
+    assert list(trace.frame["target"]) == [f"w{i}" for i in given.stream[1:]]
+    np.testing.assert_array_equal(trace["document"], given.document)
+    np.testing.assert_array_equal(trace["position"], given.position)
+    assert list(trace.frame["source"]) == [given.sources[i] for i in given.document]
+    read = given.stream[:-1].tolist()
+    assert trace["count"].tolist() == [read.count(one) for one in read]
+    by_rank = trace.frame.drop_duplicates("token_id").sort_values("rank")
+    assert by_rank["rank"].tolist() == list(range(1, len(set(read)) + 1))
+    assert by_rank["count"].is_monotonic_decreasing
+    place = np.concatenate([np.arange(12)[batch.fresh[0]] for batch in Windows(12, stride=5).batches(given, 1)])
+    np.testing.assert_array_equal(trace["window_position"], place)
+
+
+def test_what_it_cost_is_counted_as_if_nobody_had_watched():
+    model = tiny()
+    alone, trace = score(model, text(), WINDOWS).spent.as_dict(), traced(model)
+    assert trace.about.spent == {k: v for k, v in alone.items() if k not in ("tokens_per_second", "seconds")}
+
+
+def test_fewer_iterations_than_the_model_has():
+    trace = traced(tiny(iterations=4), how=Reading(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2))
+    assert (trace.about.iterations, trace.about.deepest, trace.about.gates) == (4, 2, 1)
+    assert trace.about.tau == (0.5,)
+    assert trace["depth"].max() <= 2
+    assert "nll_3" not in trace.frame
+
+
+def test_each_reading_is_announced_so_that_progress_can_end():
+    for method, expected in (("adaponder", 2), ("loop", 1), ("pause", 3), ("vanilla", 1)):
+        model, seen = tiny(method), []
+        record(model, text(), WINDOWS, checkpoint="", data="", advance=seen.append)
+        assert len(readings(model, Reading())) == expected
+        assert sum(seen) == expected * text().predictions
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    trace = traced(tiny())
+    write_trace(trace, tmp_path / "trace.parquet")
+    again = read_trace(tmp_path / "trace.parquet")
+    assert again.about == trace.about
+    for column in trace.frame:
+        assert trace.frame[column].tolist() == again.frame[column].tolist(), column
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.parquet"]
+    assert pq.ParquetFile(tmp_path / "trace.parquet").metadata.row_group(0).column(0).compression == "ZSTD"
+
+
+def _spoilt(trace: Trace, **columns) -> Trace:
+    return Trace(trace.frame.assign(**columns), trace.about)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda t: Trace(t.frame.drop(columns=["gate_2", "rank"]), t.about), "rank, gate_2 are missing"),
+        (lambda t: _spoilt(t, depth=9), "depths from 9 to 9"),
+        (lambda t: _spoilt(t, depth=0), "possible are 1 to 4"),
+        (lambda t: _spoilt(t, full_nll_2=np.nan), "full_nll_2 is not finite for 20"),
+        (lambda t: Trace(t.frame.iloc[:0], t.about), "no prediction"),
+    ],
+)
+def test_a_table_that_cannot_be_a_trace_is_refused_by_name(tmp_path, spoil, word):
+    write_trace(spoil(made_up(20)), tmp_path / "trace.parquet")
+    with pytest.raises(InputError, match=word):
+        read_trace(tmp_path / "trace.parquet")
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_text("not Parquet")
+    with pytest.raises(InputError, match="not a Parquet file"):
+        read_trace(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match="not a trace"):
+        read_trace(tmp_path / "b.parquet")
+    table = pq.read_table(tmp_path / "b.parquet").replace_schema_metadata({b"adaponder.trace": b'{"tau": null}'})
+    pq.write_table(table, tmp_path / "c.parquet")
+    with pytest.raises(InputError, match="another version"):
+        read_trace(tmp_path / "c.parquet")
+
+
+def test_a_model_that_overflowed_is_told_so():
+    model = tiny("ponder")
+    with torch.no_grad():
+        next(iter(model.backbone.parameters())).fill_(float("nan"))
+    with pytest.raises(InputError, match="not finite for 40 predictions"):
+        traced(model)
+
+
+def test_bytes_that_are_no_character_alone_are_shown():
+    tokenizer = train_bpe(300, ["naïve café 中文 and some more text"])
+    ids = np.array(tokenizer.encode("a é中\n").ids)
+    spelled = token_texts(tokenizer, np.arange(tokenizer.get_vocab_size()))
+    assert len(spelled) == tokenizer.get_vocab_size()
+    assert spelled[0] == "<|endoftext|>"
+    assert {"\\xe4", "\\xff", " ", "\n", "a"} <= set(spelled)
+    joined = "".join(spelled[i] for i in ids)
+    assert joined.startswith("a ")
+    assert joined.endswith("\n")
+
+
+def test_sentence_pieces_keep_their_space_and_their_bytes():
+    vocabulary = {"<unk>": 0, "▁the": 1, "cat": 2, "<0xE2>": 3, "<0x41>": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1)])
+    assert token_texts(tokenizer, np.arange(6)) == ["<unk>", " the", "cat", "\\xe2", "A", "<5>"]
