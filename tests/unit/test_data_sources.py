@@ -194,3 +194,15 @@ def test_an_input_that_is_nothing_is_named(tmp_path):
     write_megatron(tmp_path / "m", [[1]])
     with pytest.raises(InputError, match="tokens, not text"):
         list(documents([str(tmp_path / "m.bin")]))
+
+
+def test_the_datasets_library_itself_reads_a_folder_of_parquet_by_name(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "mine" / "data").mkdir(parents=True)
+    for split, words in (("train", ["one", "two"]), ("validation", ["three"])):
+        table = pa.table({"text": words, "source": ["numbers"] * len(words)})
+        pq.write_table(table, tmp_path / "mine" / "data" / f"{split}-00000-of-00001.parquet")
+    assert list(documents([f"hf:{tmp_path}/mine"])) == [Document("one", "numbers"), Document("two", "numbers")]
+    assert list(documents([f"hf:{tmp_path}/mine:validation"])) == [Document("three", "numbers")]

@@ -75,7 +75,7 @@ def _kind(policy: str) -> str:
 
 
 def _curve(axis: Axes, rows: Sequence[Row], field: str, index: int, theme: Theme) -> None:
-    style = dict(series(index)) | {"linestyle": ("-", "--", "-.")[index % 3]}
+    style: dict[str, Any] = dict(series(index)) | {"linestyle": ("-", "--", "-.")[index % 3]}
     if not rows[0]["causal"]:
         style |= {"markerfacecolor": theme.paper, "linestyle": ":"}
     # The learned gate, first in every table, is drawn over the others.

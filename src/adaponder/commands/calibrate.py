@@ -117,6 +117,8 @@ def show(found: Calibration) -> None:
         there = (_number(row.tuning_depth, 3), _number(choice.tuning_loss, 4))
         rows.append((label, row.setting, *there, *_held_out(row)))
     console.print(table(f"\nMean depth {found.budget:g}", HEAD, rows))
+    if len(found.choices) > 1:
+        console.print("A tau per iteration is chosen where its loss there is told apart from one tau's.", style="dim")
     chosen = found.chosen
     assert chosen.depth is not None  # calibrate measured it
     console.print(f"\nOn text not used to calibrate: depth {chosen.depth:.3f}, {chosen.depth - found.budget:+.3f} off")

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -203,12 +203,12 @@ def _strings(column: pa.Array, name: str, where: Path) -> list[bytes | None]:
 def hub(leaf: Leaf, tally: Tally) -> Iterator[Document]:
     """``hf:NAME[:CONFIG][:SPLIT]`` through the ``datasets`` library; the split is train unless named."""
     try:
-        import datasets  # pyright: ignore[reportMissingImports]  # an extra
+        import datasets  # an extra
     except ImportError:
         raise InputError(f"{leaf.given} needs the datasets library: pip install datasets") from None
     name, config, split = parse_hub(leaf.given)
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        rows: Any = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise InputError(f"{leaf.given}: could not be loaded ({error})") from error
     _columns(rows.column_names, leaf.path)

@@ -1,7 +1,8 @@
 """The budget dial: the thresholds at which a checkpoint reads a text so often on average, and at what loss.
 
 One tau for all gates is found first. A tau for each iteration can spend the same depth elsewhere: losses of one
-full-depth run propose how, real runs on the tuning half decide whether that is better, and the held-out half verifies.
+full-depth run propose how, and it is chosen where real runs on the tuning half tell its loss apart from one tau's. The
+held-out half has no say: it verifies.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from adaponder.errors import InputError
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Trace, scaled_shares, threshold_at
 from adaponder.evaluation.lab import Lab, Row, check_budget
+from adaponder.evaluation.summary import paired_difference
+from adaponder.evaluation.text import Text
 from adaponder.evaluation.tuning import Tuned
 from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresholds_for
 
@@ -82,9 +85,27 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
 
 
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
-    """The ways to meet ``budget`` on the tuning half, best first: those that reach it, by their loss there."""
+    """The ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
-    return sorted((lab.tune(dial, budget) for dial in _dials(lab.seen, budget, rule)), key=_merit)
+    ways = [lab.tune(dial, budget) for dial in _dials(lab.seen, budget, rule)]
+    return ordered(ways, lab.halves.tuning.book, seed=lab.seed)
+
+
+def ordered(ways: Sequence[Tuned], book: Text, *, seed: int = 0) -> list[Tuned]:
+    """Those that reach the budget first. Among them the first way, the simplest, gives place only to a loss that is
+    lower and told apart from its own; the rest follow by their loss."""
+    simplest = ways[0]
+
+    def merit(way: Tuned) -> tuple[bool, int, float]:
+        if way.scores is None:
+            return True, 2, math.inf
+        rank = 1 if way is simplest else 2
+        if simplest.scores is not None and way is not simplest:
+            gain = paired_difference(book, simplest.scores.nll, way.scores.nll, seed=seed)
+            rank = 0 if gain.told_apart and gain.mean < 0 else 2
+        return way.missed is not None, rank, way.scores.loss
+
+    return sorted(ways, key=merit)
 
 
 def _dials(seen: Trace, budget: float, rule: str) -> list[Dial]:
@@ -93,11 +114,6 @@ def _dials(seen: Trace, budget: float, rule: str) -> list[Dial]:
     if rule not in RULES:
         raise InputError(f"--rule {rule}: one of gate, {', '.join(RULES)}")
     return [RULES[rule](seen)]
-
-
-def _merit(way: Tuned) -> tuple[bool, float]:
-    """Reaching the budget first, then the loss on the tuning half."""
-    return way.missed is not None, math.inf if way.scores is None else way.scores.loss
 
 
 def propose(seen: Trace, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:

@@ -130,7 +130,7 @@ class Dial:
 
 
 def gate_dial(seen: Trace, name: str = "learned gate") -> Dial:
-    return _threshold_dial(name, seen.signals["gate"], lambda tau: LearnedGate(max(tau, 0.0)), "tau")
+    return _threshold_dial(name, seen.signals["gate"], LearnedGate, "tau", lowest=0.0)
 
 
 def entropy_dial(seen: Trace) -> Dial:
@@ -250,10 +250,16 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 
 
 def _threshold_dial(
-    name: str, signal: np.ndarray, make: Callable[[float], Policy], unit: str, *, shallowest: float = 1.0
+    name: str,
+    signal: np.ndarray,
+    make: Callable[[float], Policy],
+    unit: str,
+    *,
+    shallowest: float = 1.0,
+    lowest: float = -math.inf,
 ) -> Dial:
     def at(depth: float) -> Setting:
-        threshold = threshold_at(signal, depth)
+        threshold = max(lowest, threshold_at(signal, depth))
         return Setting(f"{unit} {threshold:.4g}", make(threshold))
 
     return Dial(name, at, shallowest=shallowest)

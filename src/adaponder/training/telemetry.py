@@ -167,8 +167,10 @@ def view_of(metrics: dict[str, Any]) -> RenderableType:
 def _by_iteration(halted: list[float], gates: list[float]) -> Table:
     """Share of tokens that each iteration reads, as a bar, and the mean of the gate after it."""
     drawn = Table(box=None, pad_edge=False, header_style="dim")
-    for column, justify in (("iteration", "left"), ("tokens read", "left"), ("", "right"), ("gate after it", "right")):
-        drawn.add_column(column, justify=justify)
+    drawn.add_column("iteration")
+    drawn.add_column("tokens read")
+    drawn.add_column("", justify="right")
+    drawn.add_column("gate after it", justify="right")
     deepest = len(halted) + 1
     for index in range(deepest):
         active = 1.0 - (halted[index - 1] if index else 0.0)
