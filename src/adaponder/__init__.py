@@ -6,6 +6,8 @@ from adaponder.ledger import Ledger
 from adaponder.methods import Iteration, Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput, register
 from adaponder.policies import (
+    Change,
+    Divergence,
     Entropy,
     ExitThreshold,
     FixedDepth,
@@ -27,6 +29,8 @@ __all__ = [
     "AdaPonderError",
     "AdaPonderForCausalLM",
     "AdaPonderOutput",
+    "Change",
+    "Divergence",
     "Entropy",
     "ExitThreshold",
     "FixedDepth",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from adaponder.errors import InputError
 from adaponder.methods.base import Scorer, Trajectory
+from adaponder.ops.linear_cross_entropy import linear_cross_entropy
 
 
 def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
@@ -31,13 +30,16 @@ def within_documents(targets: Tensor, document: Tensor) -> Tensor:
 
 def scorer(
     seen: Trajectory,
-    logits: Tensor,
+    logits: Tensor | None,
     targets: Tensor,
     real: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: tuple[Tensor, Tensor | None],
     items: Tensor | int | None,
 ) -> Scorer:
-    """How a method's loss sees the targets; ``items`` is the count to average over, if it is more than this batch."""
+    """How a method's loss sees the targets; ``items`` is the count to average over, if it is more than this batch.
+
+    ``logits`` are those of the last hidden state where they exist anyway; any others are never held whole.
+    """
     # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
     counted = (targets != -100) & real
     share: Tensor | float = 1.0
@@ -47,8 +49,9 @@ def scorer(
         share = counted.sum() / items
 
     def nll(hidden: Tensor) -> Tensor:
-        scores = logits if hidden is seen.hidden else head(hidden)
-        scores = scores if scores.dtype == torch.float64 else scores.float()
+        if logits is None or hidden is not seen.hidden:
+            return linear_cross_entropy(hidden, head[0], targets, bias=head[1])
+        scores = logits if logits.dtype == torch.float64 else logits.float()
         flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
         return flat.view(targets.shape)
 

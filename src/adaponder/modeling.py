@@ -147,6 +147,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         execution: str | None = None,
         allow_mismatch: bool = False,
         objective: Objective | None = None,
+        output_logits: bool = True,
         output_gates: bool = True,
         output_iteration_logits: bool = False,
         on_iteration: Callable[[Iteration], None] | None = None,
@@ -172,6 +173,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             execution: ``dense`` or ``compact``; by default dense in training, compact where work can be skipped.
             allow_mismatch: skip halted tokens' work although ``reuse="kv"`` lets their hidden state move on.
             objective: the training loss around cross-entropy.
+            output_logits: return logits; without, training holds a chunk of them at a time.
             output_gates: return gates, those of halted tokens included (they read the frozen state).
             output_iteration_logits: return logits after each iteration.
             on_iteration: called with an :class:`Iteration` after each pass.
@@ -227,18 +229,20 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         seen.states = [iteration.hidden for iteration in states]
 
         kept = _kept(logits_to_keep)
-        # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
-        logits = self.wrapped.logits(seen.hidden if targets is not None else seen.hidden[:, kept])
+        logits = None
+        if output_logits:
+            # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
+            logits = self.wrapped.logits(seen.hidden if targets is not None else seen.hidden[:, kept])
         losses = None
         if targets is not None:
-            score = scorer(seen, logits, targets, tokens.real, self.wrapped.logits, kwargs.get("num_items_in_batch"))
+            score = scorer(seen, logits, targets, tokens.real, self.wrapped.head(), kwargs.get("num_items_in_batch"))
             losses = self.method.loss(seen, score, run, objective or Objective()) if trains else plain_loss(seen, score)
         by_iteration = None
         if output_iteration_logits:
             by_iteration = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
         output = AdaPonderOutput(
             loss=None if losses is None else losses.total,
-            logits=logits if losses is None else logits[:, kept],
+            logits=logits if losses is None or logits is None else logits[:, kept],
             past_key_values=ledger,
             depth=run.depth.unflatten(1, (input_ids.shape[1], -1)).sum(-1),
             gates=gate_probability(seen.gates) if output_gates and seen.gates is not None else None,

@@ -87,6 +87,8 @@ def test_the_public_door_is_this_wide():
         "AdaPonderError",
         "AdaPonderForCausalLM",
         "AdaPonderOutput",
+        "Change",
+        "Divergence",
         "Entropy",
         "ExitThreshold",
         "FixedDepth",

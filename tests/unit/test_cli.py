@@ -6,11 +6,13 @@ import sys
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import cli, terminal
 from adaponder.commands import demo
 from adaponder.commands.generate import pieces
+from adaponder.errors import AdaPonderError
 from stock_support import make_stock
 from training_support import corpus
 
@@ -41,7 +43,7 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_help_teaches_every_command():
     result = CliRunner().invoke(cli.app, ["--help"])
-    for name in ("convert", "prepare", "train", "recipes", "generate", "inspect", "doctor", "demo"):
+    for name in get_command(cli.app).commands:
         assert name in result.output
         one = CliRunner().invoke(cli.app, [name, "--help"])
         assert one.exit_code == 0
@@ -115,7 +117,7 @@ def test_doctor_says_what_is_there(tmp_path):
     found = json.loads(record.read_text())
     assert found["versions"]["torch"]
     assert found["devices"][0]["name"] == "cpu"
-    assert {kernel["op"] for kernel in found["kernels"]} == {"vocab_expectation"}
+    assert {kernel["op"] for kernel in found["kernels"]} == {"linear_cross_entropy", "vocab_expectation"}
 
 
 @pytest.mark.parametrize(
@@ -204,3 +206,44 @@ def test_depth_colours_grow_lighter_and_never_repeat():
         styles = [terminal.depth_style(depth, deepest) for depth in range(1, deepest + 1)]
         assert len(set(styles)) == deepest
     assert terminal.depth_style(0, 4) == "dim"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("policies", "{checkpoint}"), "--data: say on which text"),
+        (("calibrate", "{checkpoint}", "--budget", "2"), "--data: say on which text"),
+        (("calibrate", "{checkpoint}", "--data", "x"), "--budget: say which mean depth"),
+        (("analyze", "{checkpoint}"), "--data is needed"),
+        (("policies", "{checkpoint}", "--data", "x", "--budgets", "two"), "--budgets two: numbers"),
+        (("eval", "{checkpoint}", "--data", "x", "--tasks", "sciq"), "one of them"),
+        (("generate", "{checkpoint}", "--prompt", "x", "--profile", "none"), "none"),
+        (("policies", "nothing.json"), "not a result"),
+        (("sweep", "cpu/demo"), "--grid is missing"),
+    ],
+)
+def test_evaluation_commands_say_what_is_missing(checkpoint, arguments, says):
+    result = CliRunner().invoke(cli.app, [argument.format(checkpoint=checkpoint) for argument in arguments])
+    assert isinstance(result.exception, AdaPonderError), result.output
+    assert says in str(result.exception)
+
+
+def test_a_budget_found_on_one_half_is_a_profile_everywhere(checkpoint, tmp_path):
+    """calibrate, list, eval, generate, analyze: the way of a budget through the commands."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"def function_{i}(x): return x + {i * 37}" for i in range(120)))
+    common = ["--data", str(text), "--window", "64"]
+
+    def run(*arguments: str):
+        result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output + str(result.exception)
+        return result.output
+
+    run("calibrate", str(checkpoint), "--budget", "2.0", "--name", "half", *common)
+    assert "half" in run("calibrate", str(checkpoint), "--list")
+    run("eval", str(checkpoint), "--profile", "half", *common, "--json", str(tmp_path / "eval.json"))
+    (row,) = json.loads((tmp_path / "eval.json").read_text())["rows"]
+    assert row["cost"]["iterations"] == pytest.approx(2.0, abs=0.25)
+    run("generate", str(checkpoint), "--prompt", "def", "--max-new-tokens", "3", "--profile", "half")
+    run("analyze", str(checkpoint), *common, "--profile", "half", "--only", "active", "--out", str(tmp_path / "report"))
+    assert "Content-Security-Policy" in (tmp_path / "report" / "report.html").read_text()

@@ -395,7 +395,7 @@ def test_what_is_no_result_is_not_drawn(tmp_path):
     path = tmp_path / "other.json"
     for content in ("{", "[]", '{"rows": []}'):
         path.write_text(content)
-        with pytest.raises(AdaPonderError, match="--redraw"):
+        with pytest.raises(AdaPonderError, match="not a result of this command"):
             command.redraw(path, out=tmp_path)
 
 

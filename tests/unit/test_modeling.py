@@ -460,3 +460,22 @@ def test_the_trainer_predicts_logits_and_nothing_else(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
     found = Trainer(model=model, args=arguments).predict(rows)
     assert found.predictions.shape == (2, 9, VOCABULARY)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_loss_without_logits_is_the_loss(method):
+    tokens = ids(2, 9)
+    found = {}
+    for wanted in (True, False):
+        model = tiny(method).train()
+        output = model(
+            tokens, labels=tokens, objective=Objective(ponder_weight=0.5, ponder_fraction=0.5), output_logits=wanted
+        )
+        assert (output.logits is None) != wanted
+        output.loss.backward()
+        found[wanted] = output.loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    assert torch.allclose(found[True][0], found[False][0], atol=1e-12)
+    for name, gradient in found[True][1].items():
+        other = found[False][1][name]
+        assert (gradient is None) == (other is None), name
+        assert gradient is None or torch.allclose(gradient, other, atol=1e-12), name

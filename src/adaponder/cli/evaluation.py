@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from adaponder.cli.app import Checkpoint, Device, Dtype, Json, Seed, app
+from adaponder.cli.app import POLICIES, Checkpoint, Device, Dtype, Json, Seed, app
 from adaponder.errors import InputError
 
 Data = Annotated[
@@ -24,9 +24,7 @@ MaxTokens = Annotated[int | None, typer.Option(help="Only the first so many toke
 BatchSize = Annotated[int, typer.Option(help="Windows at a time; results do not depend on it.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or hub name; default: the checkpoint's own.")]
 Tau = Annotated[float | None, typer.Option(help="Another threshold for the learned gate.")]
-PolicyText = Annotated[
-    str | None, typer.Option("--policy", help="gate:0.01  gate:0.1,0.2,0.3  fixed:2  random:0.5  entropy:2.5  exit:0.9")
-]
+PolicyText = Annotated[str | None, typer.Option("--policy", help=POLICIES)]
 Profile = Annotated[str | None, typer.Option(help="A budget that adaponder calibrate stored.")]
 MaxIterations = Annotated[int | None, typer.Option(help="Read no token more often than this.")]
 
@@ -181,10 +179,15 @@ def compare(
 
 @app.command()
 def policies(
-    checkpoint: Checkpoint,
-    data: Data,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint; or a policies.json, to draw its figures again.")
+    ],
+    data: Annotated[str | None, typer.Option(metavar="TEXT", help="As for eval.")] = None,
     budgets: Annotated[
         str | None, typer.Option(metavar="1.5,2.5", help="Mean depths to compare at; default: the gate's own.")
+    ] = None,
+    rates: Annotated[
+        str | None, typer.Option(metavar="0.9,0.5", help="Rates of the geometric schedules; default 0.9,0.5.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Tables and figures go here.")] = None,
     split: Split = "validation",
@@ -205,9 +208,15 @@ def policies(
     """
     from adaponder.commands import policies as command
 
+    if checkpoint.endswith(".json"):
+        command.redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
+        return
+    if data is None:
+        raise InputError("--data: say on which text to compare them")
     command.run(
         checkpoint,
         data=data,
+        rates=decimals("--rates", rates) or command.RATES,
         split=split,
         window=window,
         stride=stride,
@@ -226,7 +235,9 @@ def policies(
 
 @app.command()
 def calibrate(
-    checkpoint: Checkpoint,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint; or a frontier.json, to draw its figure again.")
+    ],
     data: Annotated[
         str | None, typer.Option(metavar="TEXT", help="As for eval: one half finds the thresholds, the other tests.")
     ] = None,
@@ -259,6 +270,9 @@ def calibrate(
 
     if show:
         command.list_profiles(checkpoint, json=json)
+        return
+    if checkpoint.endswith(".json"):
+        command.redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
         return
     if data is None:
         raise InputError("--data: say on which text to calibrate")

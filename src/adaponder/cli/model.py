@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from adaponder.cli.app import Checkpoint, Device, Dtype, Json, Seed, app
+from adaponder.cli.app import POLICIES, Checkpoint, Device, Dtype, Json, Seed, app
 
 
 @app.command()
@@ -63,9 +63,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
     tau: Annotated[float | None, typer.Option(help="Another threshold for the learned gate.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="gate:0.01  gate:0.1,0.2,0.3  fixed:2  random:0.5  entropy:2.5  exit:0.9")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help=POLICIES)] = None,
     profile: Annotated[str | None, typer.Option(help="A budget that adaponder calibrate stored.")] = None,
     max_iterations: Annotated[int | None, typer.Option(help="Read no token more often than this.")] = None,
     depth_colours: Annotated[bool, typer.Option(help="Colour each token by how often it was read.")] = True,

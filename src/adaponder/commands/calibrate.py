@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,6 +147,11 @@ def _spread(interval: Interval | None, digits: int) -> str:
     return "" if interval is None else f"{interval.low:.{digits}f} … {interval.high:.{digits}f}"
 
 
+def _short(spec: str) -> str:
+    """A policy's line with as many digits as one wants to look at."""
+    return re.sub(r"\d+\.[\d.e-]+", lambda number: f"{float(number.group()):.4g}", spec)
+
+
 def save(result: dict[str, Any], out: Path) -> None:
     """The frontier as JSON, CSV and Parquet, and as a figure."""
     from adaponder.analysis.policies_figure import flat
@@ -182,18 +188,16 @@ def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any
         (
             name,
             f"{one['budget']:g}",
-            one["policy"],
+            _short(one["policy"]),
             _number(one["depth"], 3),
             _spread(None if one["depth_interval"] is None else Interval(*one["depth_interval"]), 3),
-            _number(one["loss"], 4),
-            one["data"],
-            one["made"][:10],
+            Path(one["data"]).name,
         )
         for name, one in found.items()
     ]
-    head = ("profile", "budget", "policy", "depth held out", "95 %", "loss", "text", "made")
+    head = ("profile", "budget", "policy", "depth", "95 %", "text")
     if rows:
-        console.print(table(f"Profiles of {checkpoint}", head, rows))
+        console.print(table(f"Profiles of {checkpoint}, depth as held out", head, rows))
     else:
         console.print(f"{checkpoint} has no profiles; adaponder calibrate makes them")
     write_json(json, {"checkpoint": checkpoint, "profiles": found})

@@ -177,9 +177,9 @@ def load_result(path: Path, *needed: str) -> dict[str, Any]:
     try:
         found = jsonlib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, jsonlib.JSONDecodeError) as error:
-        raise InputError(f"--redraw {path}: not a result of this command ({error})") from None
+        raise InputError(f"{path}: not a result of this command ({error})") from None
     if not isinstance(found, dict) or any(key not in found for key in needed):
-        raise InputError(f"--redraw {path}: not a result of this command; it must hold {' and '.join(needed)}")
+        raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)}")
     return found
 
 

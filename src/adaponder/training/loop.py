@@ -200,7 +200,11 @@ class Trainer:
         moved = {name: value.to(device, non_blocking=True) for name, value in part.items()}
         with self._precision():
             return self._called()(
-                **moved, objective=objective, num_items_in_batch=items, **({} if policy is None else {"policy": policy})
+                **moved,
+                objective=objective,
+                num_items_in_batch=items,
+                output_logits=False,
+                **({} if policy is None else {"policy": policy}),
             )
 
     def _precision(self) -> torch.autocast:
