@@ -46,7 +46,7 @@ def saved(folder: Path, model: AdaPonderForCausalLM) -> Path:
     return folder
 
 
-def written(path: Path, *, documents: int = 16, words: int = 31) -> Path:
+def written(path: Path, *, documents: int = 24, words: int = 31) -> Path:
     """A file of documents in those words."""
     numbers = np.random.default_rng(0).integers(2, support.VOCABULARY, (documents, words))
     texts = (" ".join(f"w{number}" for number in line) for line in numbers)

@@ -17,6 +17,11 @@ from adaponder.masks import Places, visible
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
 
 
+# BLOOM builds its masks from padding alone; GPT-Neo's local layers count rows instead of positions. Both can be read
+# whole, from the first token on, and no other way.
+_READ_WHOLE = ("bloom", "gpt_neo")
+
+
 class Reading(NamedTuple):
     """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it."""
 
@@ -122,6 +127,11 @@ class Backbone:
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The explicit attention mask, in the form this decoder takes it."""
+        if self.stock.config.model_type in _READ_WHOLE:
+            raise BackboneError(
+                f"{self.stock.config.model_type} takes no mask of ours: it can be read only whole, without padding, "
+                "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
+            )
         masks = {kind: self._as_attention(visible(query, key, window=w), dtype) for kind, w in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -164,6 +174,15 @@ class _Passing(IterationView):
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         self.written[layer] = (keys, values)
         return keys, values
+
+
+def refuse_halting(stock: PreTrainedModel, method: str) -> None:
+    """Raises if tokens of this family cannot be left out of a pass."""
+    if stock.config.model_type in _READ_WHOLE:
+        raise BackboneError(
+            f"{stock.config.model_type} cannot be a backbone of {method}: it can be read only whole, so a halted token "
+            "cannot be skipped; use vanilla, ponder or loop"
+        )
 
 
 def refuse_by_name(stock: PreTrainedModel) -> None:

@@ -26,7 +26,7 @@ from adaponder.errors import BackboneError, InputError
 
 Attention = Literal["causal", "square"]
 
-_HALTING = ("adaponder", "mor", "ouro")
+HALTING = ("adaponder", "mor", "ouro")
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def per_depth(
             config,
             shape=shape,
             past=context,
-            max_iterations=None if config.method in _HALTING else depth,
+            max_iterations=None if config.method in HALTING else depth,
             dtype=dtype,
             attention=attention,
         )
@@ -413,7 +413,7 @@ def _checked(depth: Tensor, past: int | Tensor, config: AdaPonderConfig, iterati
     past = past.detach().cpu().long()
     if past.ndim != 2 or past.shape[0] != depth.shape[0]:
         raise InputError(f"past has shape {tuple(past.shape)}: [{depth.shape[0]}, tokens] is needed")
-    halts = config.method in _HALTING
+    halts = config.method in HALTING
     possible = range(iterations + 1) if halts else (0, iterations)
     strange = [value for value in torch.cat([past, depth], dim=1).unique().tolist() if value not in possible]
     if strange:

@@ -27,3 +27,7 @@ class InputError(AdaPonderError):
 
 class TrainingError(AdaPonderError):
     """A run that cannot start or must not go on."""
+
+
+class EvaluationError(AdaPonderError):
+    """A measurement that contradicts itself and must not be quoted."""

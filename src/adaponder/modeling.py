@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from adaponder.backbone import Backbone
+from adaponder.backbone import Backbone, refuse_halting
 from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import BackboneError, InputError
@@ -89,6 +89,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         config.backbone_config = backbone.config
         self.backbone: PreTrainedModel = backbone
         self.method: Method = build_method(config)
+        if self.method.halts:
+            refuse_halting(backbone, config.method)
         self._wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
         self.post_init()

@@ -44,7 +44,7 @@ from lab_support import K, made_up, opinionated, saved, written
 
 @pytest.fixture(scope="module")
 def lab():
-    return Lab(opinionated(), halve(made_up([32] * 16), Windows(64)))
+    return Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
 
 
 def made_up_trace(*, late: bool, tokens: int = 400) -> Trace:
@@ -166,7 +166,7 @@ def test_other_rules_can_be_calibrated_too(lab, rule):
 
 @pytest.mark.parametrize("method", ["mor", "ouro"])
 def test_every_method_that_halts_has_a_dial(method):
-    lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 16), Windows(64)))
+    lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), Windows(64)))
     assert meet(lab, 1.7)[0].depth == pytest.approx(1.7, abs=REACHED)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from adaponder import FixedDepth, cli
+from adaponder import Entropy, FixedDepth, LearnedGate, cli
 from adaponder.compute import cost_of
 from adaponder.convert import convert
 from adaponder.data import DataError
@@ -194,11 +194,11 @@ def test_documents_alone_score_as_if_the_others_were_not_there():
 
 
 def test_a_window_that_does_not_fit_and_a_foreign_id_are_refused():
-    with pytest.raises(InputError, match="--window 65: 65 positions are needed, the backbone has 64"):
+    with pytest.raises(InputError, match="--window 65: the backbone has 64 positions"):
         score(tiny(), made_up(), Windows(65))
-    with pytest.raises(InputError, match="--window 22: 66 positions"):
-        score(tiny("pause"), made_up(), Windows(22))
-    assert default_length(tiny("pause")) == 21
+    # A pause stands at its token's position: it takes no context away.
+    assert default_length(tiny("pause")) == 64
+    assert score(tiny("pause"), made_up(), Windows(64)).loss > 0
     text = made_up()
     text.stream[5] = VOCABULARY
     with pytest.raises(InputError, match="the tokenizer is not this checkpoint's"):
@@ -236,10 +236,33 @@ def test_sliding_windows_pay_for_the_context_they_read_again():
     assert sliding.tokens == 16 * 13
 
 
+def test_what_context_costs_is_shown_per_scored_token():
+    model, text = tiny("vanilla"), made_up((64,))
+    disjoint, sliding = (score(model, text, windows).spent.as_dict() for windows in (Windows(16), Windows(16, 4)))
+    assert disjoint["tokens"] == sliding["tokens"] == 64
+    assert sliding["flops_per_token"] == pytest.approx(disjoint["flops_per_token"] * 16 * 13 / 64)
+
+
+def test_the_logits_a_policy_needs_to_decide_are_paid_for():
+    model, text = tiny(), made_up((64,))
+    plain = score(model, text, Windows(16), how=Reading(policy=FixedDepth(2))).spent.cost
+    asking = score(model, text, Windows(16), how=Reading(policy=Entropy((0.0, math.inf)))).spent.cost
+    # Everybody is asked after iterations 1 and 2.
+    assert asking.flops - plain.flops == 2 * 64 * 2 * VOCABULARY * 16
+
+
+def test_halting_numbers_know_how_far_a_run_could_go():
+    spent = score(tiny(), made_up((64,)), Windows(16), how=Reading(policy=FixedDepth(3), max_iterations=2)).spent
+    assert spent.halted == 0.0
+    assert spent.gates_closed == 0.0
+    assert score(tiny("ponder"), made_up((64,)), Windows(16)).spent.gates_closed is None
+
+
 def test_a_meter_of_nothing_divides_by_nothing():
     spent = Meter(tiny().config, dtype=torch.float32, device=torch.device("cpu")).spent()
     assert spent.iterations == 0
-    assert json.dumps(spent.as_dict()).count("NaN") == 1
+    assert spent.tokens_per_second is None
+    assert "NaN" not in json.dumps(spent.as_dict())
 
 
 def test_the_meter_agrees_with_torch_for_every_method():
@@ -312,6 +335,15 @@ def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
     assert found.unexplained is not None
     assert found.unexplained > found.flips / 2
     assert "not at a near tie" in str(found)
+    assert str(found).startswith("dense and skipping DISAGREE")
+    assert not found.holds
+
+
+def test_a_tau_per_gate_is_compared_gate_by_gate():
+    model = tiny(dtype=torch.float32)
+    assert agreement(model, made_up(), Windows(16), how=Reading(policy=LearnedGate((0.5, 0.4)))).holds
+    how = Reading(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2)
+    assert agreement(model, made_up(), Windows(16), how=how).holds
 
 
 # --- the commands -------------------------------------------------------------------------------------------------
@@ -357,7 +389,7 @@ def test_compare_pairs_the_tokens(stock, ada, records, tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(record.read_text())
     assert found["difference"]["mean"] == pytest.approx(found["rows"][1]["loss"] - found["rows"][0]["loss"])
-    assert "paired by document" in result.output
+    assert "too few documents for an interval (3 of 10)" in result.output
 
 
 @pytest.mark.parametrize(

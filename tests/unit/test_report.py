@@ -177,7 +177,7 @@ def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
     [
         ("loop", {"only": ["gates"]}, "--only gates: loop has no gates"),
         ("loop", {"text": ""}, "no text in it"),
-        ("loop", {"window": 65}, "--window 65: 65 positions are needed, the backbone has 64"),
+        ("loop", {"window": 65}, "--window 65: the backbone has 64 positions"),
         ("loop", {"data": None}, "--data is needed"),
         ("loop", {"out": None}, "--out is needed"),
         ("loop", {"only": ["pie"]}, "--only pie"),

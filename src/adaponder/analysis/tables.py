@@ -10,12 +10,10 @@ import pandas as pd
 
 from adaponder.analysis.trace import Trace
 from adaponder.errors import AdaPonderError
-from adaponder.evaluation.summary import Interval, bootstrap
+from adaponder.evaluation.summary import FEW, Interval, bootstrap
 
 # For a group of tokens: there are many groups, and the ends of an interval need no third digit.
 RESAMPLES = 500
-# Drawing fewer documents again gives their extremes, not an interval.
-FEW = 5
 
 
 class Numbers(NamedTuple):
@@ -55,7 +53,7 @@ def numbers(trace: Trace) -> Numbers:
         tokens=len(trace),
         documents=len(sums),
         loss=loss,
-        interval=bootstrap(sums[:, 0], counts[:, 0], seed=about.seed) if len(sums) >= FEW else None,
+        interval=bootstrap(sums[:, 0], counts[:, 0], seed=about.seed),
         perplexity=math.exp(loss) if loss < 700 else math.inf,
         bits_per_byte=float(nll.sum() / math.log(2) / about.utf8_bytes) if about.utf8_bytes else None,
         iterations=float(depth.mean()),

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import torch
 
 from adaponder.analysis.spelling import token_texts
-from adaponder.compute import cost_of
+from adaponder.compute import cost_of, shape_of
 from adaponder.errors import InputError
-from adaponder.evaluation.meter import Spent
+from adaponder.evaluation.meter import Spent, deciding_flops
 from adaponder.evaluation.scoring import Reading, Scores, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
@@ -222,7 +222,9 @@ def _spent(model: AdaPonderForCausalLM, spent: Spent, how: Reading) -> dict[str,
     """
     depths = torch.repeat_interleave(torch.arange(1, model.config.iterations + 1), torch.tensor(spent.histogram))
     asked = cost_of(depths[None], model.config, max_iterations=how.max_iterations, every_gate=how.execution == "dense")
-    unwatched = replace(spent, cost=replace(spent.cost, gates=asked.gates))
+    read = [sum(spent.histogram[i:]) for i in range(spent.deepest - 1)]
+    deciding = deciding_flops(how.policy, read, shape_of(model.config))
+    unwatched = replace(spent, cost=replace(spent.cost, gates=asked.gates + deciding))
     return {key: value for key, value in unwatched.as_dict().items() if key not in ("tokens_per_second", "seconds")}
 
 

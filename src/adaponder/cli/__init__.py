@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from rich.markup import escape
+
 from adaponder.cli import evaluation, model, training  # noqa: F401  (registers their commands)
 from adaponder.cli.app import app
 from adaponder.errors import AdaPonderError, ConfigError, InputError
@@ -17,7 +19,7 @@ def main() -> None:
     try:
         app()
     except AdaPonderError as error:
-        errors.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
     except KeyboardInterrupt:
         errors.print("interrupted")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from adaponder.errors import InputError
 from adaponder.terminal import quiet_libraries
 
 app = typer.Typer(
@@ -20,14 +22,30 @@ app = typer.Typer(
     add_completion=False,
 )
 
+
+def writable(path: Path | None) -> Path | None:
+    """Refuses a result's place before the work, not after it."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise InputError(f"--json {path} cannot be written to")
+        except OSError as error:
+            raise InputError(f"--json {path} cannot be written to: {error}") from None
+    return path
+
+
 POLICIES = (
     "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  random:0.5  exit:0.9  ranked-uniform:0.8"
 )
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CKPT", help="A model folder, a run folder, a step folder or a hub name.")
 ]
-Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the result here as JSON too.")]
-Seed = Annotated[int, typer.Option(help="Everything random follows this.")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="PATH", help="Write the result here as JSON too.", callback=writable),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Everything random follows this.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as saved.")]
 

@@ -37,6 +37,12 @@ def numbers(option: str, text: str | None) -> list[int]:
         raise InputError(f"{option} {text}: whole numbers with commas between them, as in 1,2,3") from None
 
 
+def refuse(beside: str, **options: object) -> None:
+    """Refuses options that would be ignored."""
+    if given := [name for name, value in options.items() if value]:
+        raise InputError(f"--{given[0].replace('_', '-')} means nothing beside {beside}: leave it out")
+
+
 def decimals(option: str, text: str | None) -> list[float]:
     """``1.5,2`` as a list."""
     try:
@@ -72,7 +78,9 @@ def evaluate(
         str | None, typer.Option(metavar="1,2,…", help="Also with every token read equally often.")
     ] = None,
     dense: Annotated[bool, typer.Option("--dense", help="Compute halted tokens too, and mask.")] = False,
-    check_tokens: Annotated[int, typer.Option(help="Compare skipping with dense on so many tokens; 0: do not.")] = 2048,
+    check_tokens: Annotated[
+        int, typer.Option(min=0, help="Compare skipping with dense on so many tokens; 0: do not.")
+    ] = 2048,
     policy: PolicyText = None,
     tau: Tau = None,
     profile: Profile = None,
@@ -96,6 +104,7 @@ def evaluate(
     if (data is None) == (tasks is None and suite is None):
         raise InputError("--data: say which text to score; or which --tasks, or --suite paper; one of them")
     if data is None:
+        refuse("--tasks", depths=depths, dense=dense, window=window, stride=stride, max_tokens=max_tokens)
         from adaponder.commands import tasks as task_command
 
         task_command.run(
@@ -117,6 +126,7 @@ def evaluate(
             json=json,
         )
         return
+    refuse("--data", fewshot=fewshot, limit=limit, task_data=task_data)
     command.run(
         checkpoint,
         data=data,
@@ -151,18 +161,28 @@ def compare(
     stride: Stride = None,
     across_documents: AcrossDocuments = True,
     max_tokens: MaxTokens = None,
+    policy_a: Annotated[str | None, typer.Option(help="Who halts in A; as --policy of eval.")] = None,
+    policy_b: Annotated[str | None, typer.Option(help="Who halts in B.")] = None,
+    profile_a: Annotated[str | None, typer.Option(help="A's budget, as adaponder calibrate stored it.")] = None,
+    profile_b: Annotated[str | None, typer.Option(help="B's budget.")] = None,
     batch_size: BatchSize = 8,
     seed: Seed = 0,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     json: Json = None,
 ) -> None:
-    """Two checkpoints on the same tokens: the paired difference of their losses, with its interval."""
+    """Two checkpoints, or one at two budgets, on the same tokens: the paired difference of their losses.
+
+    [dim]adaponder compare runs/demo runs/demo --profile-b budget-2.5 --data data/stdlib-train-bpe-2048[/]
+    """
     from adaponder.commands import evaluate as command
+    from adaponder.policies import parse_policy
 
     command.compare(
         first,
         second,
+        policies=[None if text is None else parse_policy(text) for text in (policy_a, policy_b)],
+        profiles=[profile_a, profile_b],
         data=data,
         split=split,
         window=window,
@@ -209,6 +229,7 @@ def policies(
     from adaponder.commands import policies as command
 
     if checkpoint.endswith(".json"):
+        refuse(checkpoint, data=data, budgets=budgets, rates=rates, max_tokens=max_tokens)
         command.redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
         return
     if data is None:
@@ -272,10 +293,15 @@ def calibrate(
         command.list_profiles(checkpoint, json=json)
         return
     if checkpoint.endswith(".json"):
+        refuse(checkpoint, data=data, budget=budget, frontier=frontier, max_tokens=max_tokens)
         command.redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
         return
     if data is None:
         raise InputError("--data: say on which text to calibrate")
+    if not frontier:
+        refuse("--budget without --frontier", out=out)
+    elif rule != "gate":
+        raise InputError(f"--rule {rule}: the frontier is the learned gate's; leave --rule or --frontier out")
     command.run(
         checkpoint,
         data=data,

@@ -50,6 +50,8 @@ def run(
         raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
     if name is not None and budget is None:
         raise InputError("--name: a profile is made for a --budget")
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out {out}: a file is in the way")
     subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
     require_halting(subject.model)
     most = subject.model.config.iterations
@@ -63,6 +65,7 @@ def run(
     windows = subject.windows(window, stride, across_documents=across_documents)
     halves = halve(text, windows)
     result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    result["command"] = "calibrate"
     found, rows = None, []
     with watching() as bars:
         bars.expect((budget is not None) + (len(steps) + most if frontier else 0))
@@ -122,7 +125,12 @@ def show(found: Calibration) -> None:
         console.print("A tau per iteration is chosen where its loss there is told apart from one tau's.", style="dim")
     chosen = found.chosen
     assert chosen.depth is not None  # calibrate measured it
-    console.print(f"\nOn text not used to calibrate: depth {chosen.depth:.3f}, {chosen.depth - found.budget:+.3f} off")
+    off = chosen.depth - found.budget
+    console.print(f"\nOn text not used to calibrate: depth {chosen.depth:.3f}, {off:+.3f} off")
+    if abs(off) > 0.05:
+        console.print(
+            "[bold yellow]warning:[/] more than 0.05 off: calibrate on more text, or on text like that to come"
+        )
 
 
 def show_frontier(rows: Sequence[Row]) -> None:
@@ -175,7 +183,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 def redraw(result: Path, *, out: Path) -> list[Path]:
     """The figure again, from ``frontier.json`` alone."""
-    found = load_result(result, "rows")
+    found = load_result(result, "calibrate", "rows")
     out.mkdir(parents=True, exist_ok=True)
     return draw(found, out)
 

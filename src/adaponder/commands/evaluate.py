@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from adaponder.commands.subject import Subject, open_subject
-from adaponder.errors import InputError
+from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.agreement import agreement
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import Reading, Scores, score
-from adaponder.evaluation.summary import Summary, by_source, paired_difference, summarise
+from adaponder.evaluation.summary import FEW, Summary, by_source, paired_difference, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.policies import FixedDepth, Policy
@@ -92,14 +93,21 @@ def run(
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "device": str(subject.model.device),
         "seed": seed,
+        "policy": own_policy(subject, how),
+        "max_iterations": max_iterations,
+        "execution": "dense" if dense else "compact" if subject.model.method.halts else "dense",
+        "max_tokens": max_tokens,
         "rows": [row.as_dict() for row in rows],
         "sources": {name: part.as_dict() for name, part in parts.items()},
     }
     if subject.model.method.halts and not dense and check_tokens:
         few = text.first(check_tokens)
         found = agreement(subject.model, few, windows, how=how, batch_size=batch_size)
-        console.print(f"\n{found}")
+        console.print(f"\n{found}", style=None if found.holds else "bold red")
         result["agreement"] = found.as_dict()
+        write_json(json, result)
+        if not found.holds:
+            raise EvaluationError(f"{found}; this is a bug in adaponder: please report it; --dense is the plain way")
     write_json(json, result)
     return result
 
@@ -113,7 +121,17 @@ def own_label(subject: Subject, how: Reading) -> str:
     if how.policy is not None:
         return getattr(how.policy, "fingerprint", "policy")
     most = how.max_iterations or subject.model.config.iterations
-    return "its own depths" if subject.model.method.halts else f"depth {most}"
+    if not subject.model.method.halts:
+        return f"depth {most}"
+    return "its own depths" if how.max_iterations is None else f"its own depths, at most {most}"
+
+
+def own_policy(subject: Subject, how: Reading) -> str | None:
+    """Who decided, as one would tell the command; ``None`` where nobody can."""
+    if not subject.model.method.halts:
+        return None
+    policy = how.policy if how.policy is not None else subject.model.method.default_policy(training=False)
+    return str(getattr(policy, "fingerprint", policy))
 
 
 def forced(subject: Subject, depths: list[int], how: Reading) -> dict[str, Reading]:
@@ -162,6 +180,8 @@ def compare(
     stride: int | None = None,
     across_documents: bool = True,
     max_tokens: int | None = None,
+    policies: Sequence[Policy | None] = (None, None),
+    profiles: Sequence[str | None] = (None, None),
     batch_size: int = 8,
     seed: int = 0,
     device: str = "cpu",
@@ -179,13 +199,24 @@ def compare(
     text = subjects[0].text(data, split=split, max_tokens=max_tokens)
     # The shorter context of the two, so that both see equally much of the text before a token.
     windows = min((one.windows(window, stride, across_documents=across_documents) for one in subjects), key=_length)
-    rows = [scored(one, text, windows, one.name, one.reading(seed=seed), batch_size) for one in subjects]
+    readings = [
+        one.reading(policy=policy, profile=profile, seed=seed)
+        for one, policy, profile in zip(subjects, policies, profiles, strict=True)
+    ]
+    labels = [f"{side}: {own_label(one, how)}" for side, one, how in zip("AB", subjects, readings, strict=True)]
+    rows = [
+        scored(one, text, windows, label, how, batch_size)
+        for one, label, how in zip(subjects, labels, readings, strict=True)
+    ]
     found = paired_difference(text, rows[0].scores.nll, rows[1].scores.nll, seed=seed)
     console.print(described(data, text, windows), soft_wrap=True)
-    show_rows("Two checkpoints", rows)
-    spread = "no interval (one document)" if found.interval is None else f"95 % {found.interval}"
-    verdict = "told apart" if found.told_apart else "not told apart"
-    console.print(f"\nB - A: {found.mean:+.4f} nats per token, {spread}, paired by document: {verdict} on this text")
+    show_rows(f"A {first}, B {second}", rows)
+    if found.interval is None:
+        words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
+    else:
+        verdict = "told apart" if found.told_apart else "not told apart"
+        words = f"95 % {found.interval}, paired by document: {verdict} on this text"
+    console.print(f"\nB - A: {found.mean:+.4f} nats per token; {words}")
     console.print(f"B finds {found.wins:.1%} of the tokens easier")
     result = {
         "data": data,

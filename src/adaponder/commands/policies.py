@@ -47,6 +47,8 @@ def run(
     dtype: str = "auto",
     json: Path | None = None,
 ) -> dict[str, Any]:
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out {out}: a file is in the way")
     subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
     require_halting(subject.model)
     text = subject.text(data, split=split, max_tokens=max_tokens)
@@ -63,7 +65,12 @@ def run(
             rows.append(row)
             bars.done()
     result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
-    result |= {"own_depth": own, "budgets": list(chosen), "rows": [row.as_dict() for row in rows]}
+    result |= {
+        "command": "policies",
+        "own_depth": own,
+        "budgets": list(chosen),
+        "rows": [row.as_dict() for row in rows],
+    }
     console.print(described(result))
     for budget in chosen:
         console.print(budget_table(rows, budget))
@@ -161,32 +168,39 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
         suffix = "" if len(result["budgets"]) == 1 else f"-{budget:g}"
         drawn += save_figure(figures.differences(result["rows"], budget), out / f"policies{suffix}")
         drawn += save_figure(figures.keep_probability(result["rows"], budget), out / f"keep-probability{suffix}")
-    console.print(f"\n{len(drawn)} figures, tables and {RESULT} are in [bold]{out}[/]")
+    console.print(f"\n{len(drawn)} figures are in [bold]{out}[/]")
     return drawn
 
 
 def redraw(result: Path, *, out: Path) -> list[Path]:
     """The figures again, from ``policies.json`` alone."""
-    found = load_result(result, "rows", "budgets")
+    found = load_result(result, "policies", "rows", "budgets")
     out.mkdir(parents=True, exist_ok=True)
     return draw(found, out)
 
 
-def load_result(path: Path, *needed: str) -> dict[str, Any]:
+def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
     """What a command wrote with ``--json`` or ``--out``, if it is that."""
     try:
         found = jsonlib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, jsonlib.JSONDecodeError) as error:
         raise InputError(f"{path}: not a result of this command ({error})") from None
-    if not isinstance(found, dict) or any(key not in found for key in needed):
-        raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)}")
+    if not isinstance(found, dict) or found.get("command") != command or any(key not in found for key in needed):
+        raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)} of {command}")
     return found
 
 
 @contextmanager
 def watching() -> Iterator[Bars]:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
         whole = progress.add_task("rows", total=None)
         part = progress.add_task("", total=None)
 

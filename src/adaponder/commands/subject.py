@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.markup import escape
+
 from adaponder.convert import load
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Reading, default_length
@@ -24,7 +26,7 @@ class Subject(NamedTuple):
     vocabulary: Vocabulary
 
     def text(self, data: str, *, split: str, max_tokens: int | None) -> Text:
-        with console.status(f"reading {data} …"):
+        with console.status(f"reading {escape(data)} …"):
             return open_text(data, self.vocabulary, whose=self.name, split=split, max_tokens=max_tokens)
 
     def windows(self, length: int | None, stride: int | None, *, across_documents: bool = True) -> Windows:
@@ -47,7 +49,7 @@ class Subject(NamedTuple):
 
 
 def open_subject(checkpoint: str, *, tokenizer: str | None = None, dtype: str = "auto", device: str = "cpu") -> Subject:
-    with console.status(f"loading {checkpoint} …"):
+    with console.status(f"loading {escape(checkpoint)} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
         return Subject(checkpoint, model, folder, open_vocabulary(tokenizer or str(folder)))
 

@@ -10,12 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from adaponder.evaluation.scoring import OWN, Reading, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
+
+# Of a mean loss, by precision; lower ones are judged by their flips.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Agreement:
         flips: predictions whose depth differs.
         unexplained: flips that are no near tie; ``None`` where a policy other than the learned gate decides, so that
             no threshold is known to be near.
-        gate_noise: the largest difference between the two executions' gates where depths agree.
+        gate_noise: the largest difference between the two executions' gates, before any flip could have spread.
+        tolerance: how far the mean losses may lie apart in this precision.
     """
 
     tokens: int
@@ -37,12 +42,18 @@ class Agreement:
     flips: int
     unexplained: int | None
     gate_noise: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return self.loss_difference <= self.tolerance and not self.unexplained
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"holds": self.holds}
 
     def __str__(self) -> str:
-        words = f"dense and skipping agree: loss differs by {self.loss_difference:.1e} on {self.tokens:,} tokens"
+        verdict = "agree" if self.holds else "DISAGREE"
+        words = f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {self.tokens:,} tokens"
         if self.flips:
             words += f", {self.flips} depths flipped"
             words += "" if self.unexplained is None else f" ({self.unexplained} not at a near tie)"
@@ -64,7 +75,7 @@ def agreement(
     same = ~flipped
     noise, unexplained = 0.0, None
     if dense.gates is not None and compact.gates is not None:
-        noise = float(np.abs(dense.gates - compact.gates)[same].max(initial=0.0))
+        noise = float(np.abs(dense.gates - compact.gates)[_untouched(flipped, windows)].max(initial=0.0))
         taus = _taus(model, how, dense.gates.shape[1])
         if taus is not None:
             # The gate that decided differently is the one behind the smaller depth.
@@ -79,11 +90,21 @@ def agreement(
         flips=int(flipped.sum()),
         unexplained=unexplained,
         gate_noise=noise,
+        tolerance=_TOLERANCE.get(model.dtype, 1e-2),
     )
+
+
+def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
+    """Predictions that no flip can have reached: those of windows without one, and those before the first of theirs."""
+    place = np.arange(len(flipped))
+    latest = np.maximum.accumulate(np.where(flipped, place, -1))
+    start = place // windows.length * windows.length if windows.stride is None else place - windows.length + 1
+    return latest < start
 
 
 def _taus(model: AdaPonderForCausalLM, how: Reading, gates: int) -> np.ndarray | None:
     policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
     if not isinstance(policy, LearnedGate):
         return None
-    return np.broadcast_to(np.asarray(policy.tau, np.float64), (gates,))
+    tau = np.asarray(policy.tau, np.float64)
+    return np.broadcast_to(tau if tau.ndim == 0 else tau[:gates], (gates,))

@@ -16,12 +16,12 @@ import numpy as np
 from adaponder.compute import Shape
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Reading, Scores, score
-from adaponder.evaluation.summary import Interval, Summary, bootstrap, per_document, summarise
+from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling import AdaPonderForCausalLM
 
-_ENOUGH_DOCUMENTS = 16
+_ENOUGH_DOCUMENTS = 2 * FEW
 _UNEQUAL = 0.1
 
 

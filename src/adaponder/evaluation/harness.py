@@ -168,7 +168,7 @@ class HarnessLM(TemplateLM):
             output = self.model(
                 ids, attention_mask=mask, logits_to_keep=kept, output_gates=False, **self.how.arguments()
             )
-        meter.add(output.depth, max_iterations=self.how.max_iterations, logits=sum(scored))
+        meter.add(output.depth, max_iterations=self.how.max_iterations, logits=sum(scored), policy=self.how.policy)
         logits = output.logits
         log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         target, real = _left_padded(continuations, 0, self.device)
@@ -278,10 +278,16 @@ class HarnessLM(TemplateLM):
         read = torch.arange(depth.shape[1]) < width - 1 + torch.tensor(lengths)[:, None]
         depth = torch.where(read, depth, 0)
         most = self.how.max_iterations
-        self._meter.add(depth[:, :width], max_iterations=most, logits=len(lengths))
+        self._meter.add(depth[:, :width], max_iterations=most, logits=len(lengths), policy=self.how.policy)
         for slot in range(width, depth.shape[1]):
             step = depth[:, slot : slot + 1]
-            self._meter.add(step, past=depth[:, :slot], max_iterations=most, logits=int((step > 0).sum()))
+            self._meter.add(
+                step,
+                past=depth[:, :slot],
+                max_iterations=most,
+                logits=int((step > 0).sum()),
+                policy=self.how.policy,
+            )
 
     # --- batches ------------------------------------------------------------------------------------------------
 

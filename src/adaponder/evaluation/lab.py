@@ -13,11 +13,12 @@ from adaponder.errors import InputError
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Setting, Trace, trace
 from adaponder.evaluation.halves import Half, Halves
+from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Reading, Scores
 from adaponder.evaluation.summary import Difference, Interval, paired_difference
 from adaponder.evaluation.tuning import Tuned, tune
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import Policy, as_policy, spec_of
+from adaponder.policies import Policy, spec_of
 
 RATES = (0.9, 0.5)
 LEARNED, TRAINED = "learned gate", "learned gate as trained"
@@ -170,14 +171,10 @@ class Lab:
         if learned is not None:
             difference = paired_difference(half.book, learned.nll, scores.nll, seed=self.seed)
         active = tuple(float((scores.depth > i).mean()) for i in range(self.iterations))
-        deciding = 0.0
-        if policy is not None:
-            # Asked after iteration i are those that were read then.
-            heads = [as_policy(policy).heads(i) for i in range(self.iterations - 1)]
-            head = 2 * self.shape.vocabulary * self.shape.hidden
-            deciding = head * sum(count * share for count, share in zip(heads, active[:-1], strict=True))
-        cost = scores.spent.cost
-        flops = cost.flops / cost.tokens + deciding
+        spent = scores.spent
+        # Asked after iteration i are those that were read then.
+        asked = [sum(spent.histogram[i:]) for i in range(self.iterations - 1)]
+        deciding = deciding_flops(policy, asked, self.shape) / spent.tokens
         return replace(
             row,
             depth=summary.depth,
@@ -186,9 +183,9 @@ class Lab:
             loss_interval=summary.interval,
             difference=difference,
             active=active,
-            mflops=flops / 1e6,
+            mflops=spent.cost.flops / spent.tokens / 1e6,
             deciding_mflops=deciding / 1e6,
-            flops_ratio=flops / (cost.vanilla / cost.tokens),
+            flops_ratio=spent.cost.ratio,
         )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adaponder.compute import Cost, Shape, cost_of, shape_of
+from adaponder.compute import HALTING, Cost, Shape, cost_of, shape_of
 from adaponder.config import AdaPonderConfig
+from adaponder.modeling import PolicyLike
+from adaponder.policies import as_policy
 
 COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s")
 
@@ -20,13 +23,22 @@ class Spent:
     """A cost and the seconds it took, of the model alone.
 
     Four halting numbers are never confused: ``iterations`` is the mean depth, ``halted`` the share of tokens that
-    stopped before K, ``gates_closed`` the share of (token, gate) pairs at which a token no longer reads on, and FLOPs
+    stopped before they had to, ``gates_closed`` the share of (token, gate) pairs that the token did not pass, and FLOPs
     are FLOPs.
+
+    Attributes:
+        histogram: tokens read once, twice, … K times.
+        deepest: the most iterations the run allowed.
+        halts: whether tokens could stop earlier.
+        scored: how many tokens the cost was for, where some were read only as context; else all that were read.
     """
 
     cost: Cost
     histogram: tuple[int, ...]
     seconds: float
+    deepest: int
+    halts: bool
+    scored: int | None = None
 
     @property
     def iterations(self) -> float:
@@ -34,37 +46,43 @@ class Spent:
 
     @property
     def halted(self) -> float:
-        """Share of tokens read fewer than K times."""
-        return sum(self.histogram[:-1]) / max(1, sum(self.histogram))
+        """Share of tokens read fewer times than the run allowed."""
+        return sum(self.histogram[: self.deepest - 1]) / max(1, sum(self.histogram))
 
     @property
     def gates_closed(self) -> float | None:
-        """Share of (token, gate) pairs behind a closed gate; ``None`` where there is no gate."""
-        gates = len(self.histogram) - 1
-        if gates == 0:
+        """Share of (token, gate) pairs that the token did not pass; ``None`` where there is nothing to decide."""
+        gates = self.deepest - 1
+        if gates == 0 or not self.halts:
             return None
-        closed = sum(count * (gates - depth) for depth, count in enumerate(self.histogram))
+        closed = sum(count * (gates - depth) for depth, count in enumerate(self.histogram[: self.deepest]))
         return closed / (gates * max(1, sum(self.histogram)))
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.cost.tokens / self.seconds if self.seconds else float("nan")
+    def tokens(self) -> int:
+        """What per-token numbers are divided by: never 0."""
+        return max(1, self.cost.tokens if self.scored is None else self.scored)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
 
     def cells(self) -> tuple[str, ...]:
         """This cost under :data:`COLUMNS`."""
-        tokens = max(1, self.cost.tokens)
+        tokens, speed = self.tokens, self.tokens_per_second
         return (
             f"{self.iterations:.3f}",
             f"{self.cost.flops / tokens / 1e6:,.2f}",
             f"{self.cost.ratio:.2f}",
             f"{self.cost.kv_bytes / tokens / 1024:,.1f}",
-            f"{self.tokens_per_second:,.0f}",
+            "" if speed is None else f"{speed:,.0f}",
         )
 
     def as_dict(self) -> dict[str, Any]:
-        tokens, cost = max(1, self.cost.tokens), self.cost
+        tokens, cost = self.tokens, self.cost
         return {
-            "tokens": cost.tokens,
+            "tokens": tokens,
+            "tokens_read": cost.tokens,
             "iterations": self.iterations,
             "tokens_by_depth": list(self.histogram),
             "tokens_halted_early": self.halted,
@@ -92,6 +110,7 @@ class Meter:
         self.cost = Cost(*[0] * 10)
         self.histogram = [0] * config.iterations
         self.seconds = 0.0
+        self.deepest = 0
 
     def __enter__(self) -> Meter:
         self._wait()
@@ -115,10 +134,12 @@ class Meter:
         logits: int | None = None,
         every_gate: bool = False,
         dense: bool = False,
+        policy: PolicyLike | None = None,
     ) -> None:
         """Counts one forward over tokens of these depths (see :func:`adaponder.compute.cost_of`).
 
-        ``dense`` execution skips nothing: its FLOPs are those of full depth, while iterations stay what they are.
+        ``dense`` execution skips nothing: its FLOPs are those of full depth, while iterations stay what they are. The
+        logits that a ``policy`` computes only to decide are counted with the gates.
         """
         asked: dict[str, Any] = {
             "shape": self.shape,
@@ -128,15 +149,28 @@ class Meter:
             "dtype": self.dtype,
         }
         depth = depth.detach().cpu()
-        counted = cost_of(depth, self.config, every_gate=every_gate, **asked)
+        deepest = self.config.iterations if max_iterations is None else max_iterations
+        counted, read = cost_of(depth, self.config, every_gate=every_gate, **asked), depth
         if dense:
-            deepest = self.config.iterations if max_iterations is None else max_iterations
-            full = cost_of((depth > 0) * deepest, self.config, every_gate=True, **asked)
+            read = (depth > 0) * deepest
+            full = cost_of(read, self.config, every_gate=True, **asked)
             parts = {part: getattr(full, part) for part in ("rows", "body", "attention", "expectation", "gates")}
             counted = Cost(**(vars(counted) | parts))
+        active = [int((read > i).sum()) for i in range(deepest - 1)]
+        counted = replace(counted, gates=counted.gates + deciding_flops(policy, active, self.shape))
+        self.deepest = max(self.deepest, deepest)
         self.cost = self.cost + counted
         found = torch.bincount(depth.flatten(), minlength=self.config.iterations + 1)[1:]
         self.histogram = [before + now for before, now in zip(self.histogram, found.tolist(), strict=True)]
 
-    def spent(self) -> Spent:
-        return Spent(self.cost, tuple(self.histogram), self.seconds)
+    def spent(self, scored: int | None = None) -> Spent:
+        halts = self.config.method in HALTING
+        return Spent(self.cost, tuple(self.histogram), self.seconds, max(1, self.deepest), halts, scored)
+
+
+def deciding_flops(policy: PolicyLike | None, active: Sequence[int], shape: Shape) -> int:
+    """FLOPs of the logits that a policy computes to decide, if ``active[i]`` tokens are asked after iteration i."""
+    if policy is None:
+        return 0
+    rule = as_policy(policy)
+    return 2 * shape.vocabulary * shape.hidden * sum(rule.heads(i) * count for i, count in enumerate(active))

@@ -52,7 +52,7 @@ class Scores:
     Attributes:
         nll: ``float64[n]``, nats.
         depth: ``int64[n]``: how often the token that predicts was read.
-        spent: what the forwards cost, context that was read again for sliding windows included.
+        spent: what the forwards cost, per scored token: context that sliding windows read again is paid for.
         gates: ``float32[n, gates]`` where asked for: what each gate said, of halted tokens too.
         nll_by_iteration: ``float64[n, passes]`` where asked for: the loss if the prediction were made there.
         entropy: ``float32[n, passes]`` where asked for: of the next-token distribution, nats.
@@ -71,9 +71,8 @@ class Scores:
 
 
 def default_length(model: AdaPonderForCausalLM) -> int:
-    """The longest window the backbone has positions for, at most 2,048; pause spends K positions per token."""
-    limit = model.config.max_position_embeddings or 2048
-    return max(1, min(2048, limit) // model.method.slots_per_token(model.config.iterations))
+    """The longest window the backbone has positions for, at most 2,048; a pause stands at its token's position."""
+    return min(2048, model.config.max_position_embeddings or 2048)
 
 
 @torch.inference_mode()
@@ -99,7 +98,7 @@ def score(
     nll = np.zeros(text.predictions)
     depth = np.zeros(text.predictions, np.int64)
     extra: dict[str, np.ndarray] = {}
-    dense = how.execution == "dense"
+    scored, dense = 0, how.execution == "dense"
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=shape)
     training = model.training
     model.eval()
@@ -111,23 +110,25 @@ def score(
             watch = _watcher(model, targets, passes) if detail else None
             with meter:
                 output = _forward(model, batch, how, detail, watch)
-            meter.add(output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense)
+            meter.add(
+                output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense, policy=how.policy
+            )
             nll[place] = _nll(output.logits, targets).cpu().numpy()[batch.fresh]
             depth[place] = output.depth.cpu().numpy()[batch.fresh]
             if detail:
                 _collect(extra, place, batch, passes, output.gates, text.predictions)
+            scored += len(place)
             advance(len(place))
     finally:
         model.train(training)
-    return Scores(nll, depth, meter.spent(), **extra)
+    return Scores(nll, depth, meter.spent(scored), **extra)
 
 
 def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> None:
     """Refuses windows longer than the backbone's positions, and ids that its embedding table does not have."""
     limit = model.config.max_position_embeddings
-    needed = windows.length * model.method.slots_per_token(model.config.iterations)
-    if limit is not None and needed > limit:
-        raise InputError(f"--window {windows.length}: {needed} positions are needed, the backbone has {limit}")
+    if limit is not None and windows.length > limit:
+        raise InputError(f"--window {windows.length}: the backbone has {limit} positions")
     highest = int(text.stream.max())
     if highest >= model.config.vocab_size:
         raise InputError(

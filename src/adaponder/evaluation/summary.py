@@ -15,6 +15,9 @@ from adaponder.errors import InputError
 from adaponder.evaluation.text import Text
 
 RESAMPLES = 2000
+# Drawing fewer documents again gives their extremes, not an interval: simulated with no difference at all, a paired
+# interval left out zero in 50 % of cases with 2 documents, in 15 % with 5, in 10 % with 8.
+FEW = 10
 LEVEL = 0.95
 
 
@@ -28,7 +31,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over the predictions of a text; ``interval`` is of the loss, ``None`` for fewer than two documents."""
+    """Means over the predictions of a text; ``interval`` is of the loss, ``None`` for too few documents."""
 
     loss: float
     interval: Interval | None
@@ -88,9 +91,12 @@ def per_document(text: Text, values: np.ndarray) -> np.ndarray:
 
 
 def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int = RESAMPLES) -> Interval | None:
-    """The percentile interval of ``sum(sums) / sum(counts)`` when documents are drawn again with replacement."""
+    """The percentile interval of ``sum(sums) / sum(counts)`` when documents are drawn again with replacement.
+
+    ``None`` for fewer than :data:`FEW` of them.
+    """
     documents = len(sums)
-    if documents < 2:
+    if documents < FEW:
         return None
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)

@@ -100,14 +100,17 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
     return nullcontext()
 
 
+# Never compiled: the fraction changes at every step of its warm-up, and each value would be a graph of its own.
+local_bottom_k_mean = torch.compiler.disable(bottom_k_mean)
+
+
 def global_bottom_k_mean(world: World) -> Any:
     """Bottom-K over the gates of all processes: exactly what one process with all rows would rank.
 
     Each process returns its own part of the mean, times the number of processes, because gradients are averaged.
     """
 
-    # Never compiled: the fraction changes at every step of its warm-up, and each value would be a graph of its own.
-    @torch.compiler.disable
+    @torch.compiler.disable  # see above
     def mean(values: Tensor, fraction: float) -> Tensor:
         if world.size == 1:
             return bottom_k_mean(values, fraction)

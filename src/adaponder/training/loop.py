@@ -29,7 +29,7 @@ from adaponder.training.checkpoint import (
     weights_of,
 )
 from adaponder.training.controller import DepthController
-from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
+from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, local_bottom_k_mean, wrap
 from adaponder.training.optim import build_optimizer, set_learning_rate
 from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
 from adaponder.training.telemetry import Telemetry
@@ -233,7 +233,7 @@ class Trainer:
         return controller
 
     def _scope(self) -> dict[str, Any]:
-        return {"bottom_k": self.bottom_k} if self.recipe.train.ponder_scope == "micro" else {}
+        return {"bottom_k": self.bottom_k if self.recipe.train.ponder_scope == "micro" else local_bottom_k_mean}
 
     # --- looking ------------------------------------------------------------------------------------------------
 
