@@ -82,6 +82,19 @@ def test_generate_shows_depth_and_can_be_told_how_deep(checkpoint, tmp_path):
     assert set(json.loads(record.read_text())["depths"][:-1]) == {1}
 
 
+def test_generate_says_what_prompt_and_tokens_cost(checkpoint, tmp_path):
+    record = tmp_path / "generated.json"
+    arguments = ["generate", str(checkpoint), "--prompt", "def f(x):", "--max-new-tokens", "5", "--policy", "fixed:2"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--json", str(record)], env={"COLUMNS": "120"})
+    assert "What it cost" in result.output
+    found = json.loads(record.read_text())
+    # The last token is never read.
+    assert found["prefill"]["tokens"] + found["decode"]["tokens"] == len(found["tokens"]) - 1
+    assert found["decode"]["iterations"] == found["prefill"]["iterations"] == 2.0
+    assert found["decode"]["tokens"] == 4
+    assert found["decode"]["flops"]["attention"] > found["prefill"]["flops"]["attention"]
+
+
 def test_generate_follows_the_seed(checkpoint, tmp_path):
     texts = []
     for seed in ("1", "1", "2"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from adaponder.commands.subject import choose_policy
 from adaponder.convert import load
 from adaponder.errors import InputError
+from adaponder.evaluation.meter import COLUMNS, Meter, Spent
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 from adaponder.terminal import by_depth, console, legend, table, write_json
@@ -26,6 +28,8 @@ class Generated:
     depths: list[int]
     prompt: int
     deepest: int
+    prefill: Spent
+    decode: Spent
 
     @property
     def mean_depth(self) -> float:
@@ -39,6 +43,8 @@ class Generated:
             "tokens": self.pieces,
             "depths": self.depths,
             "mean_depth": self.mean_depth,
+            "prefill": self.prefill.as_dict(),
+            "decode": self.decode.as_dict(),
         }
 
 
@@ -108,6 +114,7 @@ def generate(
         raise InputError("--prompt is empty: give at least one token")
     torch.manual_seed(seed)
     asked = {} if policy is None else {"policy": policy}
+    began = time.perf_counter()
     result = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -118,14 +125,32 @@ def generate(
         **asked,
         **settings,
     )
+    seconds = time.perf_counter() - began
     tokens = result.sequences[0].tolist()
     depths = result.past_key_values.depth[0].tolist()
+    prefill, decode = _cost(model, depths, ids.shape[1], policy=policy, max_iterations=max_iterations)
     return Generated(
         pieces=pieces(tokenizer, tokens),
         depths=depths + [0] * (len(tokens) - len(depths)),
         prompt=ids.shape[1],
         deepest=max_iterations or model.config.iterations,
+        prefill=prefill,
+        # The first reading of the prompt is in there too: what a user waits for.
+        decode=replace(decode, seconds=seconds),
     )
+
+
+def _cost(
+    model: AdaPonderForCausalLM, depths: list[int], prompt: int, *, policy: Policy | None, max_iterations: int | None
+) -> tuple[Spent, Spent]:
+    """What reading the prompt cost, and what each token after it did, at the length its attention really had."""
+    meters = [Meter(model.config, dtype=model.dtype, device=model.device) for _ in range(2)]
+    read = torch.tensor([depths])
+    asked: dict[str, Any] = {"max_iterations": max_iterations, "logits": 1, "policy": policy}
+    meters[0].add(read[:, :prompt], **asked)
+    for place in range(prompt, len(depths)):
+        meters[1].add(read[:, place : place + 1], past=read[:, :place], **asked)
+    return meters[0].spent(), meters[1].spent()
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
@@ -151,3 +176,5 @@ def show(done: Generated, *, colours: bool) -> None:
     total = sum(counts.values())
     rows = [(depth, counts[depth], f"{counts[depth] / total:.1%}") for depth in range(1, done.deepest + 1)]
     console.print(table(f"Mean depth {done.mean_depth:.2f} of {done.deepest}", ("read", "tokens", "share"), rows))
+    spent = [("the prompt", *done.prefill.cells()), ("each token after it", *done.decode.cells())]
+    console.print(table("\nWhat it cost", ("", *COLUMNS), spent))

@@ -30,7 +30,7 @@ class Measured(NamedTuple):
         random: mean gain from that depth on over all tokens, so of random ones.
         band: how far from it 95 % of draws of equally many tokens lie.
         halted: the whole bill per token of the text.
-        chance: the bill of the same depths dealt to random tokens: its mean and the ends of 95 % of deals.
+        chance: the bill of the same depths dealt at random within each document: its mean, the ends of 95 % of deals.
     """
 
     groups: Means
@@ -57,18 +57,31 @@ def measure(trace: Trace) -> Measured:
         band=band,
         deepest=deepest,
         halted=float(own.mean()),
-        chance=_dealt_at_random(gains, depth, seed=trace.about.seed),
+        chance=_dealt_at_random(gains, depth, trace["document"].astype(np.int64), seed=trace.about.seed),
     )
 
 
-def _dealt_at_random(gains: np.ndarray, depth: np.ndarray, *, seed: int) -> tuple[float, float, float]:
+def _dealt_at_random(
+    gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int
+) -> tuple[float, float, float]:
+    """(mean, low, high) of the bill when each document deals its depths out to its own tokens at random.
+
+    Within documents, because they differ: a hard document whose tokens halt less would else look like good judgement.
+    """
     generator, rows = np.random.default_rng(seed), np.arange(len(depth))
+    order = np.argsort(document, kind="stable")
+    gains, depth, document = gains[order], depth[order], document[order]
     deals = int(np.clip(2e7 / len(depth), 100, 1000))
-    bills = [float(gains[rows, generator.permutation(depth) - 1].mean()) for _ in range(deals)]
-    shares = np.bincount(depth - 1, minlength=gains.shape[1]) / len(depth)
+    bills = []
+    for _ in range(deals):
+        shuffled = np.lexsort((generator.random(len(depth)), document))
+        bills.append(float(gains[rows, depth[shuffled] - 1].mean()))
     low, high = np.quantile(bills, [0.025, 0.975])
-    # The mean over all deals is known exactly.
-    return float(shares @ gains.mean(axis=0)), float(low), float(high)
+    # The mean over all deals is known exactly: each document's shares of depths times its mean gains.
+    starts = np.nonzero(np.diff(document, prepend=document[0] - 1))[0]
+    counts = np.stack([np.add.reduceat(depth == d, starts) for d in range(1, gains.shape[1] + 1)], axis=1)
+    sizes = counts.sum(axis=1, keepdims=True)
+    return float((counts * np.add.reduceat(gains, starts) / sizes).sum() / len(depth)), float(low), float(high)
 
 
 def draw(found: Measured, theme: Theme) -> Figure:
@@ -125,6 +138,7 @@ def caption(found: Measured) -> str:
     return (
         f"By being read {times(found.deepest)}, halted tokens would have gained {'; '.join(parts)}. "
         f"Over the whole text halting forgoes {found.halted:+.4f} nats per token, the same depths dealt at random "
+        "within each document "
         f"{found.chance[0]:+.4f} [{found.chance[1]:+.4f}, {found.chance[2]:+.4f}]: {_verdict(found)}."
     )
 

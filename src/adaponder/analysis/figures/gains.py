@@ -112,10 +112,12 @@ def caption(found: Measured) -> str:
     if not found.halts or not len(compared):
         return whole
     less, more = halted.high < read.low, halted.low > read.high
+    unknown = np.isnan(halted.low) | np.isnan(read.low)
     kinds = (
+        ("there are too few documents to tell tokens that had halted from those that read on", unknown),
         ("tokens that had halted would gain less than those that read on", less),
         ("tokens that had halted would gain more than those that read on", more),
-        ("tokens that had halted and those that read on are not told apart", ~(less | more)),
+        ("tokens that had halted and those that read on are not told apart", ~(less | more | unknown)),
     )
     words = []
     for kind, chosen in kinds:
