@@ -108,7 +108,8 @@ def described(result: dict[str, Any]) -> str:
 
 
 FOOTNOTES = (
-    "to learned gate: loss minus the learned gate's at the same budget, paired; * told apart from it.\n"
+    "to learned gate: loss minus the learned gate's at the same budget, paired; * told apart from it. Held-out depths "
+    "differ a little: look at both.\n"
     "ranked: the lowest gates of each window are pruned, as in section 5.2 of the paper. Not causal: looks at later "
     "tokens (the oracle at the target itself), cannot generate.\n"
     "KL and hidden-state change compare two iterations: every token is read at least twice.\n"
