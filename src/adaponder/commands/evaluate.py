@@ -114,7 +114,8 @@ def run(
 
 def described(data: str, text: Text, windows: Windows) -> str:
     documents = f"{len(text.starts):,} documents" if len(text.starts) > 1 else "one document"
-    return f"{data}: {text.predictions:,} tokens of {documents}, {windows}"
+    few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
+    return f"{data}: {text.predictions:,} tokens of {documents}{few}, {windows}"
 
 
 def own_label(subject: Subject, how: Reading) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Group
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from adaponder.commands.subject import Subject, open_subject
@@ -17,6 +18,7 @@ from adaponder.evaluation.lab import RATES, Lab, Row, require_halting
 from adaponder.terminal import console, table, write_json
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
+TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
 RESULT = "policies.json"
 
 
@@ -118,9 +120,14 @@ FOOTNOTES = (
 
 
 def budget_table(rows: Sequence[Row], budget: float) -> Any:
-    """Rows of one budget, below the policy as trained."""
-    shown = [row for row in rows if row.budget in (None, budget)]
-    return table(f"\nMean depth {budget:.3f}", HEAD, [cells(row) for row in shown])
+    """Rows of one budget, below the policy as trained: how each was tuned, then what it came to."""
+    shown = [cells(row) for row in rows if row.budget in (None, budget)]
+    parts = []
+    # Two tables: one of nine columns would break words in a terminal of 80.
+    for title, columns in ((f"\nMean depth {budget:.3f}, tuned", TUNED), ("\nMeasured on the other half", MEASURED)):
+        head = [HEAD[column] for column in columns]
+        parts.append(table(title, head, [[line[column] for column in columns] for line in shown]))
+    return Group(*parts)
 
 
 def cells(row: Row) -> tuple[str, ...]:
