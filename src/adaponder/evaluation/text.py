@@ -90,18 +90,6 @@ class Text:
         """``int64[predictions]``: tokens of its document before the one predicted."""
         return np.arange(self.predictions) - self.starts[self.document]
 
-    def part(self, first: int, last: int) -> Text:
-        """Documents ``first … last - 1`` alone."""
-        ends = np.append(self.starts, self.predictions)
-        begin, stop = int(ends[first]), int(ends[last])
-        return Text(
-            stream=self.stream[begin : stop + 1],
-            starts=self.starts[first:last] - begin,
-            sources=self.sources[first:last],
-            utf8_bytes=self.utf8_bytes[first:last],
-            vocabulary=self.vocabulary,
-        )
-
     def first(self, predictions: int) -> Text:
         """The first ``predictions`` alone; a document cut short keeps its name, its bytes are no longer known: 0."""
         if predictions >= self.predictions:
