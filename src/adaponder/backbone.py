@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from adaponder.errors import BackboneError
-from adaponder.ledger import IterationView, KeysValues
+from adaponder.ledger import DenseView, IterationView, KeysValues
 from adaponder.masks import Places, visible
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
@@ -44,6 +44,15 @@ class Backbone:
         self.norm = _final_norm(self.body)
         self.layers: int = stock.config.num_hidden_layers
         self.windows = _windows(stock.config)
+        self._compiled: Callable[..., Reading] | None = None
+
+    def compile(self, **options: Any) -> None:
+        """Compiles the dense pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
+
+        The rest of a forward stays as it is: the products over the vocabulary are kernels already, and the ponder
+        term's size changes at every step of its warm-up.
+        """
+        self._compiled = torch.compile(self._one_pass, **options)
 
     # --- embedding and head -------------------------------------------------------------------------------------
 
@@ -90,40 +99,49 @@ class Backbone:
         *,
         position: Tensor,
         mask: Tensor | dict[str, Tensor] | None,
-        view: Callable[[], IterationView],
+        view: type[IterationView],
+        holding: dict[str, Any] | None = None,
         replay: bool = False,
         stream: bool = True,
     ) -> Reading:
-        """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that ``view()`` answers.
+        """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that a ``view`` answers.
 
         ``replay`` keeps no activations of the pass and computes them again in backward (non-reentrant
-        checkpointing). ``view`` makes a fresh view each time, so that the replay sees what the pass saw. Without
-        ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the hidden state.
+        checkpointing). A fresh view is made of what it is ``holding`` each time, so that the replay sees what the pass
+        saw. Without ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the
+        hidden state.
         """
+        one_pass = self._compiled if self._compiled is not None and view is DenseView else self._one_pass
+        arguments = (x, position, mask, view, holding or {}, stream)
+        return checkpoint(one_pass, *arguments, use_reentrant=False) if replay else one_pass(*arguments)
 
-        def one_pass(x: Tensor) -> Reading:
-            answers = view()
-            seen: list[Tensor] = []
-            hook = None
-            if stream and self.norm is not None:
-                hook = self.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-            try:
-                out = self.body(
-                    inputs_embeds=x,
-                    position_ids=position,
-                    attention_mask=mask,
-                    past_key_values=answers,
-                    use_cache=True,
-                )
-            finally:
-                if hook is not None:
-                    hook.remove()
-            hidden = out.last_hidden_state
-            return Reading(hidden, seen[0] if seen else hidden, answers.rows())
-
-        if not replay:
-            return one_pass(x)
-        return checkpoint(one_pass, x, use_reentrant=False)
+    def _one_pass(
+        self,
+        x: Tensor,
+        position: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        view: type[IterationView],
+        holding: dict[str, Any],
+        stream: bool,
+    ) -> Reading:
+        answers = view(self.layers, **holding)
+        seen: list[Tensor] = []
+        hook = None
+        if stream and self.norm is not None:
+            hook = self.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        try:
+            out = self.body(
+                inputs_embeds=x,
+                position_ids=position,
+                attention_mask=mask,
+                past_key_values=answers,
+                use_cache=True,
+            )
+        finally:
+            if hook is not None:
+                hook.remove()
+        hidden = out.last_hidden_state
+        return Reading(hidden, seen[0] if seen else hidden, answers.rows())
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The explicit attention mask, in the form this decoder takes it."""
@@ -157,7 +175,7 @@ class Backbone:
             position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
             embedded = self.embed(ids)
             _agree(self.stock, "the embedding table", self.table()[ids], embedded)
-            reading = self.read(embedded, position=position, mask=None, view=lambda: _Passing(self.layers))
+            reading = self.read(embedded, position=position, mask=None, view=_Passing)
             _agree(self.stock, "the final norm", self.final_norm(reading.stream), reading.hidden)
             head, bias = self.head()
             logits = nn.functional.linear(reading.hidden, head, bias)

@@ -36,7 +36,8 @@ class IterationView(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
         self.calls[layer_idx] += 1
-        return self.answer(key_states, value_states, layer_idx)
+        # Under autocast rotary angles widen keys to float32 and attention narrows them again: rows are kept narrow.
+        return self.answer(key_states.to(value_states.dtype), value_states, layer_idx)
 
     def rows(self) -> list[KeysValues]:
         """What the pass wrote, after checking the counted contract: every layer asked exactly once."""
@@ -74,16 +75,20 @@ class DenseView(IterationView):
     ``previous`` is what the iteration before left; ``None`` (the first iteration, or no reuse) passes rows through.
     """
 
-    def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor):
+    def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
         super().__init__(layers)
         self.previous = previous
-        self.active = active[:, None, :, None]
+        self.active = None if active is None else active[:, None, :, None]
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
-        if self.previous is not None:
+        if self.previous is not None and self.active is not None:
             old_keys, old_values = self.previous[layer]
             keys = torch.where(self.active, keys, old_keys)  # eq. 10
             values = torch.where(self.active, values, old_values)
+        elif torch.compiler.is_compiling():
+            # Some decoders' values are a slice of a wider product. Merged rows are not, and a compiler tells them apart:
+            # with one layout for all, the passes after the first are one graph.
+            values = values.clone()
         self.written[layer] = (keys, values)
         return keys, values
 

@@ -92,6 +92,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         if self.method.halts:
             refuse_halting(backbone, config.method)
         self._wrapped = Backbone(backbone)
+        self._compile_options: dict[str, Any] | None = None
         self.gradient_checkpointing = False
         self.post_init()
         self.wrapped.verify()
@@ -101,6 +102,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         """The backbone as the recurrence sees it."""
         if self._wrapped.stock is not self.backbone:
             self._wrapped = Backbone(self.backbone)
+            if self._compile_options is not None:
+                self._wrapped.compile(**self._compile_options)
         return self._wrapped
 
     @classmethod
@@ -321,6 +324,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             raise InputError(f"{field} reaches position {last}, the backbone's positions end at {limit - 1}")
 
     # --- training aids ------------------------------------------------------------------------------------------
+
+    def compile_passes(self, **options: Any) -> None:
+        """Compiles the pass over the backbone, once for all iterations; ``options`` are those of ``torch.compile``.
+
+        The model can be saved, loaded and changed as before. ``torch.compile(model)`` works too, and makes one graph of
+        all iterations: it takes K times as long to compile.
+        """
+        self._compile_options = options
+        self.wrapped.compile(**options)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -78,7 +78,7 @@ class TrainRecipe:
         warmup: linear warm-up; below 1 a share of the steps, else steps.
         weight_decay, betas, clip: AdamW's, and the gradient norm's bound (``None``: none).
         dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
-        compile: torch.compile the model.
+        compile: torch.compile the pass over the backbone; each shape and setting compiles once.
         gradient_checkpointing: replay each iteration in backward.
         parallel: ``ddp`` or ``fsdp``, when there are several processes.
         ponder_weight: the paper's lambda. k_max: the share of gates bottom-K averages, once warm.

@@ -120,13 +120,15 @@ class DenseRun(Run):
             self.mask = self.backbone.mask(places, places, x.dtype)
         mask = self.mask
         previous = self.previous if self.reuse in ("state", "kv") else None
-        active = self.active
-
-        def view() -> DenseView:
-            return DenseView(self.backbone.layers, previous=previous, active=active)
-
         reading = self.backbone.read(
-            x, position=tokens.position, mask=mask, view=view, replay=self.replay, stream=self.stream
+            x,
+            position=tokens.position,
+            mask=mask,
+            view=DenseView,
+            # A first pass reuses nothing, so it asks for no mask: one graph less to tell apart when compiled.
+            holding={"previous": previous, "active": None if previous is None else self.active},
+            replay=self.replay,
+            stream=self.stream,
         )
         self.previous = reading.rows
         return Pass(reading.hidden, reading.stream)
@@ -213,13 +215,14 @@ class CompactRun(Run):
             key = Places(*ledger.places(lanes), document=key_document, present=read >= 0)
             query = Places(tokens.slot[at], tokens.order[at], query_document)
             mask = self.backbone.mask(query, key, x.dtype)
-        stores = ledger.snapshot()
-
-        def view() -> RowView:
-            return RowView(self.backbone.layers, stores=stores, plan=plan)
-
         reading = self.backbone.read(
-            x, position=tokens.position[at], mask=mask, view=view, replay=self.replay, stream=self.stream
+            x,
+            position=tokens.position[at],
+            mask=mask,
+            view=RowView,
+            holding={"stores": ledger.snapshot(), "plan": plan},
+            replay=self.replay,
+            stream=self.stream,
         )
         ledger.append(reading.rows)
         return reading

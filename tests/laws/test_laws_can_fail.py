@@ -22,7 +22,7 @@ def test_an_inverted_merge_mask_is_caught(monkeypatch):
     original = DenseView.__init__
 
     def inverted(self, layers, *, previous, active):
-        original(self, layers, previous=previous, active=~active)
+        original(self, layers, previous=previous, active=None if active is None else ~active)
 
     monkeypatch.setattr(DenseView, "__init__", inverted)
     with pytest.raises(AssertionError, match="compact"):

@@ -408,6 +408,30 @@ def test_the_dense_forward_compiles_as_one_graph(method):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["adaponder", "ponder", "vanilla", "ouro", "loop", "mor", "pause"])
+def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(method):
+    model, iterations = tiny(method, iterations=4).train(), 1 if method in ("vanilla", "pause") else 4
+    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+    losses, gradients = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if compiled:
+            # The residual stream is read by a hook, around which the compiler breaks its graph in two.
+            model.compile_passes(backend="aot_eager", fullgraph=not model.method.needs_stream(iterations))
+        loss = model(ids(), **asked).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
+    # The first pass reuses nothing, later ones do; mor masks by presence instead, and its masks make two kinds as well.
+    parts = 2 if model.method.needs_stream(iterations) else 1
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations)
+
+
 def test_resizing_the_vocabulary_reaches_backbone_and_model(tmp_path):
     model = tiny(dtype=torch.float32)
     model.resize_token_embeddings(70)

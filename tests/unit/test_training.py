@@ -220,8 +220,8 @@ def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards,
         torch._dynamo.utils.counters.clear()
         train(recipe, out=tmp_path / compiled, quiet=True)
     assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=1e-12)
-    # One per stage and what lies around the ponder term: not one for every step of k's warm-up.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
+    # The first pass and the later ones, in training and in evaluation: not one for every step of k's warm-up.
+    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 @pytest.mark.parametrize("target", [1.5, 2.5, 3.5])

@@ -68,8 +68,8 @@ def join(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def wrap(model: nn.Module, world: World, *, parallel: str, compile: bool) -> nn.Module:
-    """The model as it is called in training: compiled if wished, replicated or sharded where there are several."""
+def wrap(model: nn.Module, world: World, *, parallel: str) -> nn.Module:
+    """The model as it is called in training: replicated or sharded where there are several processes."""
     if world.size > 1 and parallel == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
@@ -77,12 +77,11 @@ def wrap(model: nn.Module, world: World, *, parallel: str, compile: bool) -> nn.
         for layer in decoder_layers(model):
             fully_shard(layer)
         fully_shard(model)
-    called: Any = torch.compile(model) if compile else model
     if world.size > 1 and parallel == "ddp":
         return nn.parallel.DistributedDataParallel(
-            called, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=False
+            model, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=False
         )
-    return called
+    return model
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -100,17 +99,12 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
     return nullcontext()
 
 
-# Never compiled: the fraction changes at every step of its warm-up, and each value would be a graph of its own.
-local_bottom_k_mean = torch.compiler.disable(bottom_k_mean)
-
-
 def global_bottom_k_mean(world: World) -> Any:
     """Bottom-K over the gates of all processes: exactly what one process with all rows would rank.
 
     Each process returns its own part of the mean, times the number of processes, because gradients are averaged.
     """
 
-    @torch.compiler.disable  # see above
     def mean(values: Tensor, fraction: float) -> Tensor:
         if world.size == 1:
             return bottom_k_mean(values, fraction)

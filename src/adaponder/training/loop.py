@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adaponder.compute import Shape, cost_of, shape_of
 from adaponder.data import Sampler, Shards
 from adaponder.errors import TrainingError
+from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipe import Recipe
@@ -29,7 +30,7 @@ from adaponder.training.checkpoint import (
     weights_of,
 )
 from adaponder.training.controller import DepthController
-from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, local_bottom_k_mean, wrap
+from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
 from adaponder.training.optim import build_optimizer, set_learning_rate
 from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
 from adaponder.training.telemetry import Telemetry
@@ -88,6 +89,8 @@ class Trainer:
         nn.Module.to(self.model, self.world.device)
         if self.recipe.train.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
+        if self.recipe.train.compile:
+            self.model.compile_passes()
         self.shape: Shape = shape_of(self.model.config)
         self.rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
         self.micro = min(self.recipe.train.micro_batch or self.rows[1], self.rows[1])
@@ -128,7 +131,7 @@ class Trainer:
         train = self.recipe.train
         if self.called is None or train.parallel == "ddp":
             # FSDP shards in place, once, and follows requires_grad; DDP looks at it when it is made.
-            self.called = wrap(self.model, self.world, parallel=train.parallel, compile=train.compile)
+            self.called = wrap(self.model, self.world, parallel=train.parallel)
         self.optimizer = build_optimizer(self.model, train)
         # Moments belong to the phase they were made in: at its first step a new optimizer is right.
         if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
@@ -233,7 +236,7 @@ class Trainer:
         return controller
 
     def _scope(self) -> dict[str, Any]:
-        return {"bottom_k": self.bottom_k if self.recipe.train.ponder_scope == "micro" else local_bottom_k_mean}
+        return {"bottom_k": self.bottom_k if self.recipe.train.ponder_scope == "micro" else bottom_k_mean}
 
     # --- looking ------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,20 @@
 """The loss of each token without the logits of all."""
 
-from adaponder.ops.linear_cross_entropy.torch import linear_cross_entropy, plain_linear_cross_entropy
+from torch import Tensor
+
+from adaponder.ops.fused import runs_fused
+from adaponder.ops.linear_cross_entropy import torch as reference
+from adaponder.ops.linear_cross_entropy.torch import plain_linear_cross_entropy
 
 __all__ = ["linear_cross_entropy", "plain_linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None
+) -> Tensor:
+    """The torch version, or its Triton kernels where they run."""
+    if runs_fused(hidden):
+        from adaponder.ops.linear_cross_entropy.triton import linear_cross_entropy as fused
+
+        return fused(hidden, weight, targets, bias=bias, chunk=chunk)
+    return reference.linear_cross_entropy(hidden, weight, targets, bias=bias, chunk=chunk)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from adaponder.ops.fused import add_product_, compute_dtype, rows_per_chunk
 
 # Elements of tokens x vocabulary held at once: 2^25 float32 values are 128 MiB.
 CHUNK_ELEMENTS = 1 << 25
@@ -38,21 +41,52 @@ def linear_cross_entropy(
         bias: ``[vocabulary]``, the head's bias.
         chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
     """
+    return chunked_cross_entropy(hidden, weight, targets, bias, chunk, Pointwise(_losses, _slopes, CHUNK_ELEMENTS))
+
+
+class Pointwise(NamedTuple):
+    """What happens to a chunk of logits ``[n, vocabulary]`` between the products.
+
+    Attributes:
+        losses: (logits, targets) -> ``[n]`` in at least float32.
+        slopes: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
+        elements: how many logits to hold at once.
+    """
+
+    losses: Callable[[Tensor, Tensor], Tensor]
+    slopes: Callable[[Tensor, Tensor, Tensor], Tensor]
+    elements: int
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk: int | None, pointwise: Pointwise
+) -> Tensor:
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets has shape {tuple(targets.shape)}, hidden {tuple(hidden.shape)}: they must agree")
-    if torch.is_autocast_enabled(hidden.device.type):
-        # Autocast is off inside a custom Function's backward, so the precision is chosen here, once, for both.
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        chunk = rows_per_chunk(rows.shape[0], weight.shape[0], pointwise.elements)
     elif chunk < 1:
         raise ValueError(f"chunk={chunk}: at least one token at a time")
-    rows = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(hidden.device.type, enabled=False):
-        losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.flatten(), chunk)
+        losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.flatten(), chunk, pointwise)
     return losses.view(targets.shape)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(_wide(logits), targets, ignore_index=IGNORE, reduction="none")
+
+
+def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """d loss / d logits = softmax - one-hot, and nothing where the target is ignored."""
+    slope = _wide(logits).softmax(-1)
+    hit = targets.clamp_min(0)[:, None]
+    slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))
+    return slope.mul_((grad * (targets != IGNORE))[:, None]).to(logits.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -60,27 +94,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     Saving a normaliser per token would spare a reduction and cost precision: measured in float32, gradients built from
     ``exp(z - normaliser)`` were twice as far from float64's as those of a softmax.
+
+    ``rows`` come in the precision to compute in; weight and bias in their own, and so do their gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        pointwise: Pointwise,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias, targets)
+        ctx.chunk, ctx.pointwise = chunk, pointwise
+        weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         losses = torch.empty(rows.shape[0], dtype=wide, device=rows.device)
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = torch.nn.functional.linear(rows[part], weight, bias).to(wide)
-            losses[part] = torch.nn.functional.cross_entropy(
-                logits, targets[part], ignore_index=IGNORE, reduction="none"
-            )
-        ctx.save_for_backward(rows, weight, bias, targets)
-        ctx.chunk = chunk
+            losses[part] = pointwise.losses(torch.nn.functional.linear(rows[part], weight, bias), targets[part])
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets = ctx.saved_tensors
+        rows, held_weight, held_bias, targets = ctx.saved_tensors
         need_rows, need_weight, need_bias = ctx.needs_input_grad[:3]
+        weight, bias = held_weight.to(rows.dtype), None if held_bias is None else held_bias.to(rows.dtype)
         # Sums over many chunks are kept wide: bf16 would lose the small ones.
         wide = grad.dtype
         grad_rows = torch.empty_like(rows) if need_rows else None
@@ -88,17 +131,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and need_bias else None
         for start in range(0, rows.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            # d loss / d logits = softmax - one-hot, and nothing where the target is ignored.
-            slope = torch.nn.functional.linear(rows[part], weight, bias).to(wide).softmax(-1)
-            hit = targets[part].clamp_min(0)[:, None]
-            slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=wide))
-            slope = slope.mul_((grad[part] * (targets[part] != IGNORE))[:, None]).to(rows.dtype)
+            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            slope = ctx.pointwise.slopes(logits, targets[part], grad[part])
             if grad_rows is not None:
                 grad_rows[part] = slope @ weight
             if grad_weight is not None:
-                grad_weight += slope.t() @ rows[part]
+                add_product_(grad_weight, slope.t(), rows[part])
             if grad_bias is not None:
                 grad_bias += slope.sum(0, dtype=wide)
-        narrow_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        narrow_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_rows, narrow_weight, narrow_bias, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(held_weight.dtype)
+        grad_bias = None if grad_bias is None or held_bias is None else grad_bias.to(held_bias.dtype)
+        return grad_rows, grad_weight, grad_bias, None, None, None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from adaponder.ops.fused import add_product_, compute_dtype, rows_per_chunk
 
 # Elements of tokens x vocabulary held at once: 2^25 float32 values are 128 MiB.
 CHUNK_ELEMENTS = 1 << 25
@@ -47,26 +50,41 @@ def vocab_expectation(
         top_k: mix the k likeliest only.
         chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
     """
+    plain = Pointwise(lambda z: _probability(z, top_k).to(z.dtype), lambda z, dp: _slopes(z, dp, top_k), CHUNK_ELEMENTS)
+    return chunked_expectation(hidden, weight, table, bias, chunk, plain)
+
+
+class Pointwise(NamedTuple):
+    """What happens to a chunk of logits ``[n, vocabulary]`` between the products, all in the logits' precision.
+
+    Attributes:
+        softmax: logits -> probabilities; may overwrite its argument.
+        slopes: (logits, d probabilities) -> (probabilities, d logits); may overwrite its arguments.
+        elements: how many logits to hold at once.
+    """
+
+    softmax: Callable[[Tensor], Tensor]
+    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    elements: int
+
+
+def chunked_expectation(
+    hidden: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, chunk: int | None, pointwise: Pointwise
+) -> Tensor:
     if not hidden.device == weight.device == table.device:
         raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
-    if torch.is_autocast_enabled(hidden.device.type):
-        # Autocast is off inside a custom Function's backward, so the precision is chosen here, once, for both.
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, table = hidden.to(dtype), weight.to(dtype), table.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        chunk = rows_per_chunk(rows.shape[0], weight.shape[0], pointwise.elements)
     elif chunk < 1:
         raise ValueError(f"chunk={chunk}: at least one token at a time")
-    rows = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(hidden.device.type, enabled=False):
-        mixed = _VocabExpectation.apply(rows, weight, table, bias, top_k, chunk)
+        mixed = _VocabExpectation.apply(rows, weight, table, bias, chunk, pointwise)
     return mixed.reshape(*hidden.shape[:-1], table.shape[-1])
 
 
-def _probability(rows: Tensor, weight: Tensor, bias: Tensor | None, top_k: int | None) -> Tensor:
+def _probability(logits: Tensor, top_k: int | None) -> Tensor:
     """``[rows, vocabulary]`` in at least float32; with ``top_k`` zero outside the k largest."""
-    logits = torch.nn.functional.linear(rows, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if top_k is None:
         return logits.softmax(-1)
@@ -74,11 +92,22 @@ def _probability(rows: Tensor, weight: Tensor, bias: Tensor | None, top_k: int |
     return torch.zeros_like(logits).scatter_(-1, index, best.softmax(-1))
 
 
+def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
+    """Softmax backward: dz = p * (dp - <p, dp>). Outside the top k, p is zero and so is dz."""
+    probability = _probability(logits, top_k)
+    slope = grad_probability.to(probability.dtype)
+    slope = slope - (probability * slope).sum(-1, keepdim=True)
+    return probability.to(logits.dtype), slope.mul_(probability).to(logits.dtype)
+
+
 class _VocabExpectation(torch.autograd.Function):
     """Saves nothing but its inputs and computes each chunk's probabilities again in backward.
 
     Saving the normaliser, or the mixture for ``<p, dp> = <mixture, d mixture>``, would spare a little work and cost
     precision: where one token is nearly certain, the two large terms of the softmax's gradient no longer cancel.
+
+    ``rows`` come in the precision to compute in; weight, table and bias in their own, and so do their gradients:
+    the sums over chunks, kept wide, are never rounded to the narrow one.
     """
 
     @staticmethod
@@ -88,15 +117,17 @@ class _VocabExpectation(torch.autograd.Function):
         weight: Tensor,
         table: Tensor,
         bias: Tensor | None,
-        top_k: int | None,
         chunk: int,
+        pointwise: Pointwise,
     ) -> Tensor:
+        ctx.save_for_backward(rows, weight, table, bias)
+        ctx.chunk, ctx.pointwise = chunk, pointwise
+        weight, table, bias = _narrow(rows.dtype, weight, table, bias)
         mixed = table.new_empty(rows.shape[0], table.shape[1])
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
-            mixed[part] = _probability(rows[part], weight, bias, top_k).to(table.dtype) @ table
-        ctx.save_for_backward(rows, weight, table, bias)
-        ctx.top_k, ctx.chunk = top_k, chunk
+            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            mixed[part] = pointwise.softmax(logits) @ table
         return mixed
 
     @staticmethod
@@ -110,23 +141,30 @@ class _VocabExpectation(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         grad_table = torch.zeros_like(table, dtype=wide) if need_table else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and need_bias else None
+        held = weight, table, bias
+        weight, table, bias = _narrow(rows.dtype, *held)
+        grad = grad.contiguous()
         for start in range(0, rows.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            probability = _probability(rows[part], weight, bias, ctx.top_k)
+            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            probability, slope = ctx.pointwise.slopes(logits, grad[part] @ table.t())
             if grad_table is not None:
-                grad_table += probability.to(table.dtype).t() @ grad[part]
-            # Softmax backward: dz = p * (dp - <p, dp>). Outside the top k, p is zero and so is dz.
-            grad_logits = (grad[part] @ table.t()).to(wide)
-            grad_logits -= (probability * grad_logits).sum(-1, keepdim=True)
-            grad_logits = grad_logits.mul_(probability).to(rows.dtype)
+                add_product_(grad_table, probability.t(), grad[part])
             if grad_rows is not None:
-                grad_rows[part] = grad_logits @ weight
+                grad_rows[part] = slope @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.t() @ rows[part]
+                add_product_(grad_weight, slope.t(), rows[part])
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=wide)
+                grad_bias += slope.sum(0, dtype=wide)
+        totals = zip((grad_weight, grad_table, grad_bias), held, strict=True)
+        return (
+            grad_rows,
+            *(None if total is None or like is None else total.to(like.dtype) for total, like in totals),
+            None,
+            None,
+        )
 
-        def narrow(value: Tensor | None, like: Tensor | None) -> Tensor | None:
-            return None if value is None or like is None else value.to(like.dtype)
 
-        return grad_rows, narrow(grad_weight, weight), narrow(grad_table, table), narrow(grad_bias, bias), None, None
+def _narrow(dtype: torch.dtype, weight: Tensor, table: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    narrow_bias: Any = None if bias is None else bias.to(dtype)
+    return weight.to(dtype), table.to(dtype), narrow_bias

@@ -1,0 +1,44 @@
+"""When an operation runs its Triton kernels, and the one product that every chunked operation shares."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def runs_fused(like: Tensor) -> bool:
+    """Kernels run on CUDA in float32 and below; under ``torch.compile`` the compiler fuses the torch version."""
+    return like.is_cuda and HAS_TRITON and like.dtype in _FUSED_DTYPES and not torch.compiler.is_compiling()
+
+
+def compute_dtype(like: Tensor) -> torch.dtype:
+    """What autocast would compute a product of ``like`` in.
+
+    Autocast is off inside a custom Function's backward, so an operation chooses its precision once, for both.
+    """
+    kind = like.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+
+
+def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
+    """Even chunks of at most about ``elements`` logits; whole tiles of 128 rows where there are that many."""
+    most = max(1, elements // vocabulary)
+    if rows <= most or most < 128:
+        return most
+    even = -(-rows // -(-rows // most))
+    return min(most, -(-even // 128) * 128)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, the sum kept in ``total``'s own, wider precision from start to end on CUDA."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -1,0 +1,104 @@
+"""The expectation's pointwise work on a GPU: one kernel per chunk forward, one backward, in place.
+
+A program owns one row of the vocabulary. It walks the row twice; the second walk finds the row in the L2 cache, because
+few programs of many warps are under way at once. So device memory sees each logit read once and written once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adaponder.ops.vocab_expectation.torch import Pointwise, chunked_expectation
+
+# Elements of tokens x vocabulary held at once, backward twice: 2^29 bf16 values are 1 GiB.
+CHUNK_ELEMENTS = 1 << 29
+BLOCK = 8192
+WARPS = 32
+
+
+def vocab_expectation(
+    hidden: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    *,
+    bias: Tensor | None = None,
+    top_k: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`; the whole vocabulary only."""
+    if top_k is not None:
+        raise ValueError(f"top_k={top_k}: the kernels mix the whole vocabulary; use the torch version")
+    return chunked_expectation(hidden, weight, table, bias, chunk, Pointwise(softmax_, slopes_, CHUNK_ELEMENTS))
+
+
+def softmax_(logits: Tensor) -> Tensor:
+    """Turns each row of ``logits [n, vocabulary]`` into probabilities, in place."""
+    rows, vocabulary = logits.shape
+    if rows:
+        _softmax_kernel[(rows,)](logits, vocabulary, logits.stride(0), BLOCK=_block(vocabulary), num_warps=WARPS)
+    return logits
+
+
+def slopes_(logits: Tensor, grad_probability: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, dp) -> (p, dz = p * (dp - <p, dp>)), each in the place of its argument."""
+    rows, vocabulary = logits.shape
+    if rows:
+        _slopes_kernel[(rows,)](
+            logits,
+            grad_probability,
+            vocabulary,
+            logits.stride(0),
+            grad_probability.stride(0),
+            BLOCK=_block(vocabulary),
+            num_warps=WARPS,
+        )
+    return logits, grad_probability
+
+
+def _block(vocabulary: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(vocabulary))
+
+
+@triton.jit
+def _softmax_kernel(logits, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+    row = logits + tl.program_id(0).to(tl.int64) * stride
+    column = tl.arange(0, BLOCK)
+    # One walk for the maximum and the sum of exponentials: the sum is rescaled whenever the maximum moves.
+    top, total = -float("inf"), 0.0
+    for start in range(0, vocabulary, BLOCK):
+        at = start + column
+        z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
+        top = higher
+    for start in range(0, vocabulary, BLOCK):
+        at = start + column
+        z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        tl.store(row + at, tl.exp(z - top) / total, mask=at < vocabulary)
+
+
+@triton.jit
+def _slopes_kernel(logits, grads, vocabulary, logit_stride, grad_stride, BLOCK: tl.constexpr):  # noqa: N803
+    index = tl.program_id(0).to(tl.int64)
+    row, grad_row = logits + index * logit_stride, grads + index * grad_stride
+    column = tl.arange(0, BLOCK)
+    top, total, along = -float("inf"), 0.0, 0.0
+    for start in range(0, vocabulary, BLOCK):
+        at = start + column
+        z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        dp = tl.load(grad_row + at, mask=at < vocabulary, other=0.0).to(tl.float32)
+        higher = tl.maximum(top, tl.max(z, 0))
+        old, new = tl.exp(top - higher), tl.exp(z - higher)
+        total = total * old + tl.sum(new, 0)
+        along = along * old + tl.sum(new * dp, 0)
+        top = higher
+    along = along / total  # <p, dp>
+    for start in range(0, vocabulary, BLOCK):
+        at = start + column
+        z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        dp = tl.load(grad_row + at, mask=at < vocabulary, other=0.0).to(tl.float32)
+        p = tl.exp(z - top) / total
+        tl.store(row + at, p, mask=at < vocabulary)
+        tl.store(grad_row + at, p * (dp - along), mask=at < vocabulary)
