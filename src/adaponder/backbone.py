@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from adaponder import attention
 from adaponder.errors import BackboneError
 from adaponder.ledger import DenseView, IterationView, KeysValues
 from adaponder.masks import Places, visible
@@ -52,6 +53,7 @@ class Backbone:
         The rest of a forward stays as it is: the products over the vocabulary are kernels already, and the ponder
         term's size changes at every step of its warm-up.
         """
+        attention.use(self.stock)
         self._compiled = torch.compile(self._one_pass, **options)
 
     # --- embedding and head -------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class TrainRecipe:
         ponder_start, ponder_full: S0 and S1: stage 2 begins, and k has reached k_max.
         ponder_on: probabilities or logits. ponder_scope: rank gates over all processes of a micro-step (``micro``) or
             each process for itself (``process``).
+        gate_start: what the method adds is not updated before this step; gates then stay as open as they began.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         target_depth: steer ponder_weight and k_max, once k is warm, towards this mean depth (``None``: do not).
         target_gain, target_every: how fast, and after how many steps each time; see training/controller.py.
@@ -115,6 +116,7 @@ class TrainRecipe:
     ponder_full: int = 0
     ponder_on: Literal["probabilities", "logits"] = "probabilities"
     ponder_scope: Literal["micro", "process"] = "micro"
+    gate_start: int = 0
     halt_before_ponder: bool = True
     target_depth: float | None = None
     target_gain: float = 0.5
@@ -143,6 +145,11 @@ class TrainRecipe:
         require(
             0 <= self.ponder_start <= self.ponder_full,
             f"ponder_full={self.ponder_full} lies before ponder_start={self.ponder_start}",
+        )
+        require(
+            0 <= self.gate_start <= self.steps and (not self.gate_start or not self.freeze_backbone_steps),
+            f"gate_start={self.gate_start}: lies between 0 and steps={self.steps}, and is 0 where "
+            f"freeze_backbone_steps={self.freeze_backbone_steps} trains gates alone first",
         )
         require(
             0 <= self.freeze_backbone_steps <= self.steps,

@@ -197,6 +197,19 @@ def test_two_processes_train_like_one_across_a_change_of_phase(shards, tmp_path,
     assert terms[0] == pytest.approx(terms[1], rel=1e-5)
 
 
+def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path):
+    moved = {}
+    for steps in (3, 4):
+        recipe = small(shards, "train.gate_start=3", f"train.steps={steps}", "train.ponder_start=0")
+        model = train(recipe, out=tmp_path / str(steps), quiet=True).trainer.model
+        start = build_model(recipe, model.config.vocab_size)
+        pairs = zip(start.named_parameters(), model.named_parameters(), strict=True)
+        moved[steps] = {name for (name, old), (_, new) in pairs if not torch.equal(old, new)}
+    assert not any(name.startswith("method.") for name in moved[3])
+    assert any(name.startswith("backbone.") for name in moved[3])
+    assert any(name.startswith("method.") for name in moved[4])
+
+
 def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, capsys, monkeypatch):
     """As seen in a real run: the second gate closes for every token, so the model is a shallower one in disguise."""
     recipe = small(shards, "model.tau=0.9", "train.ponder_start=0", "train.ponder_full=0", "train.steps=2")

@@ -10,7 +10,7 @@ from adaponder.training.schedule import learning_rate_factor
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Trainable parameters by group, each with names, peak rate and decay. Vectors (biases, norms) do not decay."""
+    """Trainable parameters by group: names, peak rate, decay, first step. Vectors (biases, norms) do not decay."""
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
     groups = {
         ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
@@ -18,8 +18,8 @@ def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
         ("method", True): {"peak": gate_lr, "weight_decay": train.weight_decay},
         ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
     }
-    for group in groups.values():
-        group |= {"params": [], "names": []}
+    for (part, _), group in groups.items():
+        group |= {"params": [], "names": [], "start": train.gate_start if part == "method" else 0}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = groups[("method" if name.startswith("method.") else "backbone", parameter.ndim >= 2)]
@@ -35,8 +35,8 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets every group to its peak times the schedule; returns the backbone's rate."""
+    """Sets every group to its peak times the schedule, or to 0 before its start; returns the backbone's rate."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
-        group["lr"] = group["peak"] * factor
+        group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0
     return train.lr * factor

@@ -1,0 +1,73 @@
+"""Timing: warm up, time each repetition by itself, keep the median; and what the device can do at best."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per repetition, and the most memory that was allocated meanwhile (``None`` where nobody counts)."""
+
+    seconds: list[float]
+    peak_bytes: int | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """How far apart repetitions are, relative to the median: differences below it say nothing."""
+        return (max(self.seconds) - min(self.seconds)) / self.median
+
+
+def measure(step: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Timing:
+    for _ in range(warmup):
+        step()
+    seconds = []
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(repeats):
+        if on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+    return Timing(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+
+
+def forget(device: torch.device) -> None:
+    """Gives memory of what was measured before back, so that the next starts as the first did."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def matmul_rate(device: torch.device) -> float:
+    """FLOP/s of a large product of random matrices, in the precision that training uses there."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / measure(lambda: torch.mm(left, right, out=out), device, warmup=3, repeats=10).median
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes."""
+    source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device).random_(0, 256)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / measure(lambda: target.copy_(source), device, warmup=3, repeats=10).median
