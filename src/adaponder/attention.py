@@ -1,13 +1,14 @@
-"""Attention as a compiled pass wants it: torch's own, told that it is causal, on rows laid out as they are used.
+"""The attention that decoders are given in the place of ``sdpa``, whose results it has.
 
-Hugging Face looks this up by name (``attn_implementation="adaponder"``); it computes what ``sdpa`` computes. Two things
-are different. A plain causal pass is given no mask while compiling either: with one, attention does twice the work.
-And the queries are laid out token by token, so that the result is too, and need not be copied to be multiplied on.
+Hugging Face looks it up by name (``attn_implementation="adaponder"``). Three things are different. A pass over
+scattered rows, packed into one lane, attends to the keys of every sequence (:class:`Lane`). A plain causal pass is
+given no mask while compiling either: with one, attention does twice the work. And compiled queries are laid out token
+by token, so that the result is too, and need not be copied to be multiplied on.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,44 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from adaponder.errors import BackboneError
+from adaponder.ops.compact_attention import Rows, compact_attention
+
 NAME = "adaponder"
 
 
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any):
+class Lane(NamedTuple):
+    """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``."""
+
+    rows: Rows
+    windows: list[int | None]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    lane: Lane | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if lane is not None:
+        mixed = compact_attention(
+            query[0].transpose(0, 1).to(value.dtype),
+            key,
+            value,
+            lane.rows,
+            window=lane.windows[module.layer_idx],
+            scale=kwargs.get("scaling"),
+            dropout=kwargs.get("dropout", 0.0),
+        )
+        return mixed[None], None
+    if query.shape[0] != key.shape[0]:
+        raise BackboneError(
+            f"{type(module).__name__} does not hand its keyword arguments on to its attention: rows cannot be packed; "
+            "load it with attn_implementation='eager'"
+        )
     if torch.compiler.is_compiling():
         # Under autocast rotary angles have widened the queries; attention would narrow them anyway.
         query = query.to(value.dtype).transpose(1, 2).contiguous().transpose(1, 2)
@@ -49,10 +84,11 @@ def mask(
     )
 
 
-def use(stock: PreTrainedModel) -> None:
-    """Gives a decoder that attends by ``sdpa`` this attention; any other keeps its own."""
-    if stock.config._attn_implementation == "sdpa":
+def use(stock: PreTrainedModel) -> bool:
+    """Gives a decoder that attends by ``sdpa`` this attention; any other keeps its own. True if it has this one now."""
+    if stock.config._attn_implementation == "sdpa" and stock._can_set_attn_implementation():
         stock.set_attn_implementation(NAME)
+    return stock.config._attn_implementation == NAME
 
 
 AttentionInterface.register(NAME, attend)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from adaponder import attention
-from adaponder.errors import BackboneError
+from adaponder.attention import Lane
+from adaponder.errors import BackboneError, ConfigError
 from adaponder.ledger import DenseView, IterationView, KeysValues
 from adaponder.masks import Places, visible
 
@@ -45,16 +47,28 @@ class Backbone:
         self.norm = _final_norm(self.body)
         self.layers: int = stock.config.num_hidden_layers
         self.windows = _windows(stock.config)
+        kinds = getattr(stock.config, "layer_types", None) or ["every_layer"] * self.layers
+        self.layer_windows = [self.windows[kind] for kind in kinds]
         self._compiled: Callable[..., Reading] | None = None
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, *, memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles the dense pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
 
         The rest of a forward stays as it is: the products over the vocabulary are kernels already, and the ponder
-        term's size changes at every step of its warm-up.
+        term's size changes at every step of its warm-up. ``memory_budget`` is the share of a pass's activations that
+        may be kept; the compiler chooses what is cheapest to compute again.
         """
+        if not 0 < memory_budget <= 1:
+            raise ConfigError(f"memory_budget={memory_budget}: a share above 0, and 1 to keep everything")
         attention.use(self.stock)
-        self._compiled = torch.compile(self._one_pass, **options)
+        compiled = torch.compile(self._one_pass, **options)
+
+        def within_budget(*arguments: Any) -> Reading:
+            # The compiler reads the budget when it splits a graph into forward and backward.
+            with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+                return compiled(*arguments)
+
+        self._compiled = compiled if memory_budget == 1 else within_budget
 
     # --- embedding and head -------------------------------------------------------------------------------------
 
@@ -103,10 +117,13 @@ class Backbone:
         mask: Tensor | dict[str, Tensor] | None,
         view: type[IterationView],
         holding: dict[str, Any] | None = None,
+        lane: Lane | None = None,
         replay: bool = False,
         stream: bool = True,
     ) -> Reading:
         """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that a ``view`` answers.
+
+        With a ``lane`` the queries are rows of several sequences, packed, and there is no ``mask``.
 
         ``replay`` keeps no activations of the pass and computes them again in backward (non-reentrant
         checkpointing). A fresh view is made of what it is ``holding`` each time, so that the replay sees what the pass
@@ -114,7 +131,7 @@ class Backbone:
         hidden state.
         """
         one_pass = self._compiled if self._compiled is not None and view is DenseView else self._one_pass
-        arguments = (x, position, mask, view, holding or {}, stream)
+        arguments = (x, position, mask, view, holding or {}, stream, lane)
         return checkpoint(one_pass, *arguments, use_reentrant=False) if replay else one_pass(*arguments)
 
     def _one_pass(
@@ -125,6 +142,7 @@ class Backbone:
         view: type[IterationView],
         holding: dict[str, Any],
         stream: bool,
+        lane: Lane | None,
     ) -> Reading:
         answers = view(self.layers, **holding)
         seen: list[Tensor] = []
@@ -138,6 +156,7 @@ class Backbone:
                 attention_mask=mask,
                 past_key_values=answers,
                 use_cache=True,
+                **({} if lane is None else {"lane": lane}),
             )
         finally:
             if hook is not None:

@@ -86,11 +86,53 @@ class DenseView(IterationView):
             keys = torch.where(self.active, keys, old_keys)  # eq. 10
             values = torch.where(self.active, values, old_values)
         elif torch.compiler.is_compiling():
-            # Some decoders' values are a slice of a wider product. Merged rows are not, and a compiler tells them apart:
-            # with one layout for all, the passes after the first are one graph.
+            # Some decoders' values are a slice of a wider product. Merged rows are not, and a compiler tells them
+            # apart: with one layout for all, the passes after the first are one graph.
             values = values.clone()
         self.written[layer] = (keys, values)
         return keys, values
+
+
+class GridView(IterationView):
+    """Answers a pass over some rows of a batch with the rows of all its tokens, kept as grids between passes.
+
+    Args:
+        grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
+        shape: (batch, slots).
+        sequence, slot: ``[stored]``, where each row that is stored stands.
+        kept: ``[stored]``, which rows of the pass those are; ``None`` for all.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        *,
+        grids: list[KeysValues] | None,
+        shape: tuple[int, int],
+        sequence: Tensor,
+        slot: Tensor,
+        kept: Tensor | None,
+    ):
+        super().__init__(layers)
+        self.grids, self.shape = grids, shape
+        self.sequence, self.slot, self.kept = sequence, slot, kept
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]
+        self.written[layer] = (self._put(keys, old_keys), self._put(values, old_values))
+        return self.written[layer]
+
+    def _put(self, new: Tensor, grid: Tensor | None) -> Tensor:
+        rows = new[0].transpose(0, 1)
+        if self.kept is not None:
+            rows = rows[self.kept]
+        if grid is None:
+            batch, slots = self.shape
+            grid = new.new_zeros(batch, new.shape[1], slots, new.shape[3])
+        elif torch.is_grad_enabled() and (grid.requires_grad or rows.requires_grad):
+            grid = grid.clone()  # autograd keeps the old one
+        grid[self.sequence, :, self.slot] = rows
+        return grid
 
 
 @dataclass(frozen=True)

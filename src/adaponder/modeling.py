@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from adaponder import attention
 from adaponder.backbone import Backbone, refuse_halting
 from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
@@ -24,7 +25,7 @@ from adaponder.losses import as_targets, scorer, within_documents
 from adaponder.methods import Iteration, Method, Objective, build_method
 from adaponder.methods.base import Ask, Trajectory, plain_loss
 from adaponder.policies import Policy, PolicyInput, as_policy
-from adaponder.runs import CompactRun, DenseRun, Run
+from adaponder.runs import CompactRun, DenseRun, PackedRun, Run
 from adaponder.tokens import Tokens, arrange_tokens
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
@@ -309,6 +310,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         stream = self.method.needs_stream(iterations)
         arranged = self.method.arrange(tokens, iterations)
         if execution == "compact" or ledger is not None or (execution is None and skips):
+            if ledger is None and attention.use(self.backbone):
+                return PackedRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
             ledger = self.new_ledger(iterations) if ledger is None else ledger
             return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay, stream=stream)
         return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
@@ -328,8 +331,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def compile_passes(self, **options: Any) -> None:
         """Compiles the pass over the backbone, once for all iterations; ``options`` are those of ``torch.compile``.
 
-        The model can be saved, loaded and changed as before. ``torch.compile(model)`` works too, and makes one graph of
-        all iterations: it takes K times as long to compile.
+        ``memory_budget=0.5`` keeps half of a pass's activations for backward and computes the rest again. The model
+        can be saved, loaded and changed as before. ``torch.compile(model)`` works too, and makes one graph of all
+        iterations: it takes K times as long to compile.
         """
         self._compile_options = options
         self.wrapped.compile(**options)

@@ -79,6 +79,7 @@ class TrainRecipe:
         weight_decay, betas, clip: AdamW's, and the gradient norm's bound (``None``: none).
         dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
         compile: torch.compile the pass over the backbone; each shape and setting compiles once.
+        memory_budget: compiled, the share of activations kept for backward; the rest is computed again.
         gradient_checkpointing: replay each iteration in backward.
         parallel: ``ddp`` or ``fsdp``, when there are several processes.
         ponder_weight: the paper's lambda. k_max: the share of gates bottom-K averages, once warm.
@@ -108,6 +109,7 @@ class TrainRecipe:
     clip: float | None = 1.0
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     compile: bool = False
+    memory_budget: float = 1.0
     gradient_checkpointing: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     ponder_weight: float = 0.1
@@ -161,6 +163,10 @@ class TrainRecipe:
         )
         require(self.target_gain > 0, f"target_gain={self.target_gain}: must be positive")
         require(self.target_every >= 1, f"target_every={self.target_every}: at least one step")
+        require(
+            0 < self.memory_budget <= 1 and (self.compile or self.memory_budget == 1),
+            f"memory_budget={self.memory_budget}: a share above 0 and up to 1, and below 1 only with compile=true",
+        )
         micro = self.micro_batch
         require(micro is None or micro >= 1, f"micro_batch={micro}: at least one row is needed")
 

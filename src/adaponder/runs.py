@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from adaponder.attention import Lane
 from adaponder.backbone import Backbone, Reading
-from adaponder.ledger import DenseView, KeysValues, Ledger, RowPlan, RowView
+from adaponder.ledger import DenseView, GridView, KeysValues, Ledger, RowPlan, RowView
 from adaponder.masks import Places
+from adaponder.ops.compact_attention import Rows
 from adaponder.policies import Policy, PolicyInput
 from adaponder.tokens import Tokens
 
@@ -143,7 +145,105 @@ class DenseRun(Run):
         return rows
 
 
-class CompactRun(Run):
+class SparseRun(Run):
+    """What both ways of computing only what must be have in common: rows are gathered, computed and put back."""
+
+    def computed(self) -> Tensor:
+        """Whom a pass computes."""
+        return self.active if self.reuse in ("state", "absent") else self.tokens.real
+
+    def stored(self) -> Tensor:
+        """Whose rows of a pass others see."""
+        return self.tokens.real if self.reuse == "none" else self.active
+
+    def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
+        chosen = self.tokens.real if everyone else self.active
+        place = chosen.flatten().nonzero().squeeze(1)
+        rows = function(grid.flatten(0, 1)[place])
+        return rows.new_zeros(chosen.numel(), *rows.shape[1:]).index_copy(0, place, rows).unflatten(0, chosen.shape)
+
+    def rows(self, grid: Tensor) -> Tensor:
+        return grid[self.active]
+
+    def _grid(self, rows: Tensor) -> Tensor:
+        grid = torch.zeros_like(self.active)
+        grid[self.active] = rows
+        return grid
+
+
+class PackedRun(SparseRun):
+    """All rows that a pass computes in one lane, whatever sequence they are of; keys and values of all tokens in grids.
+
+    Products see no padding and attention finds each row's sequence (:class:`adaponder.attention.Lane`). Nothing is left
+    to go on from: with a ledger, see :class:`CompactRun`.
+    """
+
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool = False, stream: bool = True):
+        super().__init__(backbone, tokens, reuse=reuse, replay=replay, stream=stream)
+        self.grids: list[KeysValues] | None = None
+
+    def _pass(self, x: Tensor) -> Pass:
+        if self.iteration == 0 and self.tokens.plain:
+            return self._first_pass(x)
+        tokens, time = self.tokens, x.shape[1]
+        place = self.computed().flatten().nonzero().squeeze(1)
+        if not place.numel():
+            return Pass(torch.zeros_like(x), torch.zeros_like(x))
+
+        def lane(grid: Tensor) -> Tensor:
+            return grid.flatten(0, 1)[place][None]
+
+        kept = None
+        if self.reuse == "kv":
+            kept = lane(self.stored())[0].nonzero().squeeze(1)
+        stored = place if kept is None else place[kept]
+        document = None if tokens.document is None else lane(tokens.document)
+        # Halted tokens of mor are absent; padding always is.
+        present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
+        rows = Rows(
+            sequence=place // time,
+            query=Places(lane(tokens.slot), lane(tokens.order), document),
+            key=Places(tokens.slot, tokens.order, tokens.document, present),
+        )
+        reading = self.backbone.read(
+            lane(x),
+            position=lane(tokens.position),
+            mask=None,
+            view=GridView,
+            holding={
+                "grids": self.grids,
+                "shape": tuple(x.shape[:2]),
+                "sequence": stored // time,
+                "slot": stored % time,
+                "kept": kept,
+            },
+            lane=Lane(rows, self.backbone.layer_windows),
+            replay=self.replay,
+            stream=self.stream,
+        )
+        self.grids = reading.rows
+
+        def grid(found: Tensor) -> Tensor:
+            return torch.zeros_like(x, dtype=found.dtype).flatten(0, 1).index_copy(0, place, found[0]).view(x.shape)
+
+        return Pass(grid(reading.hidden), grid(reading.stream))
+
+    def _first_pass(self, x: Tensor) -> Pass:
+        """Every token is read and nothing is there to be reused: an ordinary causal pass."""
+        reading = self.backbone.read(
+            x,
+            position=self.tokens.position,
+            mask=None,
+            view=DenseView,
+            holding={"previous": None, "active": None},
+            replay=self.replay,
+            stream=self.stream,
+        )
+        self.grids = reading.rows
+        return Pass(reading.hidden, reading.stream)
+
+
+class CompactRun(SparseRun):
     """A pass computes exactly the rows it must: as many as the tokens' depths add up to, over all passes.
 
     Sequences with equally many rows to compute share a pass as lanes of one rectangle, so no row is padding.
@@ -170,8 +270,7 @@ class CompactRun(Run):
         return seen
 
     def _pass(self, x: Tensor) -> Pass:
-        computed = self.active if self.reuse in ("state", "absent") else self.tokens.real
-        stored = self.tokens.real if self.reuse == "none" else self.active
+        computed, stored = self.computed(), self.stored()
         if self.iteration and self.reuse != "absent":
             self.ledger.carry_over(self.past, self.iteration)
         batch, time, size = x.shape
@@ -226,17 +325,3 @@ class CompactRun(Run):
         )
         ledger.append(reading.rows)
         return reading
-
-    def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
-        chosen = self.tokens.real if everyone else self.active
-        place = chosen.flatten().nonzero().squeeze(1)
-        rows = function(grid.flatten(0, 1)[place])
-        return rows.new_zeros(chosen.numel(), *rows.shape[1:]).index_copy(0, place, rows).unflatten(0, chosen.shape)
-
-    def rows(self, grid: Tensor) -> Tensor:
-        return grid[self.active]
-
-    def _grid(self, rows: Tensor) -> Tensor:
-        grid = torch.zeros_like(self.active)
-        grid[self.active] = rows
-        return grid

@@ -6,7 +6,7 @@ from test_against_the_paper import test_values_and_gradients_equal_the_plain_ref
 from test_work import test_compact_prefill_computes_exactly_the_sum_of_depths as prefill_work
 
 from adaponder import runs
-from adaponder.ledger import DenseView, Ledger, RowView
+from adaponder.ledger import DenseView, GridView, Ledger
 from adaponder.methods.adaponder import AdaPonder
 from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import tiny
@@ -60,9 +60,9 @@ def test_a_ledger_read_one_iteration_late_is_caught(monkeypatch):
 
 
 def test_detached_rows_are_caught(monkeypatch):
-    original = RowView._answer_one
+    original = GridView._put
     monkeypatch.setattr(
-        RowView, "_answer_one", lambda self, new, old: original(self, new, None if old is None else old.detach())
+        GridView, "_put", lambda self, new, old: original(self, new, None if old is None else old.detach())
     )
     with pytest.raises(AssertionError, match="gradient"):
         against_the_paper(0, "none", "compact")
@@ -92,10 +92,6 @@ def test_looking_ahead_is_caught():
 
 
 def test_computing_a_halted_row_is_caught(monkeypatch):
-    def every_row(self, computed):
-        real = self.tokens.real
-        yield torch.arange(real.shape[0]), torch.arange(real.shape[1]).expand(real.shape)
-
-    monkeypatch.setattr(runs.CompactRun, "_rectangles", every_row)
+    monkeypatch.setattr(runs.PackedRun, "computed", lambda self: self.tokens.real)
     with pytest.raises(AssertionError):
         prefill_work("gpt_neox", "ragged")

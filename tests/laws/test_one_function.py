@@ -1,6 +1,7 @@
 """Law 2: dense-masked, compact and cached execution are one function, for any halt pattern."""
 
 from functools import lru_cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,6 +47,15 @@ def test_learned_gates_decide_alike_however_the_model_is_run(family, drawn, chun
     iterations, case = drawn
     model = cached_tiny("adaponder", family, iterations=iterations)
     assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma3"])
+@given(drawn=cases(longest=20, deepest=4), chunks=chunkings)
+def test_an_attention_that_is_not_ours_gives_the_same_function(family, drawn, chunks):
+    """Rows are then not packed into one lane: sequences with equally many share a rectangle."""
+    iterations, case = drawn
+    with patch("adaponder.attention.use", return_value=False):
+        assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,8 +14,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
+from adaponder.masks import Places
+from adaponder.ops import compact_attention as attention_op
 from adaponder.ops import linear_cross_entropy as loss_op
 from adaponder.ops import vocab_expectation as expectation_op
+from adaponder.ops.compact_attention import Rows
+from adaponder.ops.compact_attention import triton as attention_kernel
 from adaponder.ops.linear_cross_entropy import triton as loss_kernels
 from adaponder.ops.vocab_expectation import triton as expectation_kernels
 
@@ -31,6 +35,8 @@ def _small_blocks(request, monkeypatch):
     if "large" not in request.keywords:
         monkeypatch.setattr(loss_kernels, "BLOCK", 32)
         monkeypatch.setattr(expectation_kernels, "BLOCK", 32)
+        monkeypatch.setattr(attention_kernel, "BLOCK_ROWS", 16)
+        monkeypatch.setattr(attention_kernel, "BLOCK_KEYS", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +181,78 @@ def test_the_kernels_mix_the_whole_vocabulary_only():
     hidden, weight, table, _ = expectation_case((7, 5, 33, 3), dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match="top_k=2"):
         expectation_kernels.vocab_expectation(hidden, weight, table, top_k=2)
+
+
+def scattered(active: Tensor, *, holes: bool, device: str) -> Rows:
+    """Rows at the active slots of each sequence; with holes, some keys are absent."""
+    sequences, slots = active.shape
+    place = active.flatten().nonzero().squeeze(1).to(device)
+    slot = torch.arange(slots, device=device).expand(sequences, -1)
+    present = None
+    if holes:
+        present = torch.rand(sequences, slots, generator=torch.Generator().manual_seed(3)).to(device) < 0.7
+    here = (place % slots)[None]
+    return Rows(place // slots, Places(here, here), Places(slot, slot, present=present))
+
+
+def patterns() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ragged = torch.rand(4, 37, generator=generator) < torch.tensor([0.9, 0.05, 0.5, 0.3])[:, None]
+    empty = ragged.clone()
+    empty[1:3] = False
+    one = torch.zeros(3, 20, dtype=torch.bool)
+    one[1, 19] = True
+    return {
+        "all": torch.ones(2, 33, dtype=torch.bool),
+        "ragged": ragged,
+        "gaps": empty,
+        "one": one,
+        "none": one & False,
+    }
+
+
+@pytest.mark.parametrize("holes", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(2, 2, 16), (4, 2, 8), (3, 1, 20)], ids=str)
+@pytest.mark.parametrize("pattern", list(patterns()))
+@pytest.mark.parametrize("device", PLACES)
+def test_attention_of_scattered_rows_is_no_worse_than_the_reference(device, pattern, heads, key_heads, size, holes):
+    active = patterns()[pattern]
+    rows = scattered(active, holes=holes, device=device)
+    if pattern == "none":
+        query = torch.zeros(0, heads, size, device=device)
+        keys = torch.zeros(3, key_heads, 20, size, device=device)
+        assert attention_kernel.compact_attention(query, keys, keys, rows).shape == (0, heads, size)
+        return
+    for dtype in precisions(device):
+        make = {"dtype": dtype, "device": device}
+        query = draw(int(active.sum()), heads, size, seed=1, **make)
+        keys, values = (draw(active.shape[0], key_heads, active.shape[1], size, seed=seed, **make) for seed in (2, 3))
+        truth = attention_op.reference.compact_attention(query.double(), keys.double(), values.double(), rows)
+        plain = attention_op.reference.compact_attention(query, keys, values, rows)
+        # Laid out as a decoder hands them over: token by token.
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values)]
+        ours = attention_kernel.compact_attention(query, *strided, rows)
+        (mine,), (theirs,) = lost([ours], [truth]), lost([plain], [truth])
+        assert mine <= 1.1 * theirs + SLACK[dtype] * torch.finfo(dtype).eps, (dtype, mine, theirs)
+
+
+def test_scattered_rows_equal_the_same_rows_of_full_attention():
+    active = patterns()["ragged"]
+    rows = scattered(active, holes=False, device="cpu")
+    query, keys, values = (draw(4, 2, 37, 8, seed=seed, dtype=torch.float64, device="cpu") for seed in (1, 2, 3))
+    full = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    found = attention_op.compact_attention(query.transpose(1, 2)[active], keys, values, rows)
+    assert torch.allclose(found, full.transpose(1, 2)[active], rtol=0, atol=1e-14)
+
+
+def test_the_kernel_refuses_what_it_does_not_know():
+    rows = scattered(patterns()["ragged"], holes=False, device="cpu")
+    query = torch.randn(len(rows.sequence), 2, 16)
+    keys = torch.randn(4, 2, 37, 16)
+    with pytest.raises(ValueError, match="windows"):
+        attention_kernel.compact_attention(query, keys, keys, rows, window=4)
+    with pytest.raises(ValueError, match="gradients"):
+        attention_kernel.compact_attention(query.requires_grad_(), keys, keys, rows)
 
 
 @pytest.mark.gpu

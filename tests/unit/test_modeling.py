@@ -20,6 +20,7 @@ from adaponder import (
     modeling,
     runs,
 )
+from adaponder.errors import ConfigError
 from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
 
 
@@ -173,7 +174,7 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
 
         return build
 
-    for kind in (runs.DenseRun, runs.CompactRun):
+    for kind in (runs.DenseRun, runs.CompactRun, runs.PackedRun):
         monkeypatch.setattr(modeling, kind.__name__, watched(kind))
     model = tiny()
     model(ids())
@@ -181,7 +182,10 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     tiny("ponder")(ids())
     tiny("ponder")(ids(), use_cache=True)
     tiny(reuse="kv")(ids())
-    assert kinds == ["CompactRun", "DenseRun", "DenseRun", "CompactRun", "DenseRun"]
+    eager = tiny()
+    eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
+    eager(ids())
+    assert kinds == ["PackedRun", "DenseRun", "DenseRun", "CompactRun", "DenseRun", "CompactRun"]
 
 
 def test_shared_and_linear_gates_have_the_parameters_they_say():
@@ -430,6 +434,33 @@ def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(metho
     # The first pass reuses nothing, later ones do; mor masks by presence instead, and its masks make two kinds as well.
     parts = 2 if model.method.needs_stream(iterations) else 1
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations)
+
+
+def test_a_memory_budget_keeps_fewer_activations_and_changes_nothing():
+    model = tiny(iterations=3).train()
+    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+    kept, gradients = [], []
+    for budget in (1.0, 0.2):
+        torch._dynamo.reset()
+        model.compile_passes(backend="aot_eager_decomp_partition", memory_budget=budget)
+        saved = 0
+
+        def count(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(ids(), **asked).loss
+        loss.backward()
+        kept.append(saved)
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    assert kept[1] < 0.7 * kept[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ConfigError, match="memory_budget=0"):
+        model.compile_passes(memory_budget=0)
 
 
 def test_resizing_the_vocabulary_reaches_backbone_and_model(tmp_path):

@@ -90,7 +90,7 @@ class Trainer:
         if self.recipe.train.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         if self.recipe.train.compile:
-            self.model.compile_passes()
+            self.model.compile_passes(memory_budget=self.recipe.train.memory_budget)
         self.shape: Shape = shape_of(self.model.config)
         self.rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
         self.micro = min(self.recipe.train.micro_batch or self.rows[1], self.rows[1])
