@@ -44,7 +44,7 @@ def attend(
             key,
             value,
             lane.rows,
-            window=lane.windows[module.layer_idx],
+            window=lane.windows[int(module.layer_idx)],
             scale=kwargs.get("scaling"),
             dropout=kwargs.get("dropout", 0.0),
         )

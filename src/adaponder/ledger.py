@@ -119,8 +119,9 @@ class GridView(IterationView):
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]
-        self.written[layer] = (self._put(keys, old_keys), self._put(values, old_values))
-        return self.written[layer]
+        rows = self._put(keys, old_keys), self._put(values, old_values)
+        self.written[layer] = rows
+        return rows
 
     def _put(self, new: Tensor, grid: Tensor | None) -> Tensor:
         rows = new[0].transpose(0, 1)
@@ -137,7 +138,7 @@ class GridView(IterationView):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows one pass reads and writes, in ``lanes`` sequences side by side.
+    """Which rows one pass reads and writes, of ``lanes`` sequences side by side, or packed into one lane.
 
     Attributes:
         read: ``[lanes, slots]`` ledger row behind each slot; -1 where there is none.
@@ -171,12 +172,12 @@ class RowView(IterationView):
     def _answer_one(self, new: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (rows to store ``[new, heads, size]``, rows to attend to ``[lanes, heads, slots, size]``)."""
         plan = self.plan
-        lanes, heads, queries, size = new.shape
-        rows = new.transpose(1, 2).reshape(lanes * queries, heads, size)
+        lanes, slots = plan.read.shape
+        heads, size = new.shape[1], new.shape[3]
+        rows = new.transpose(1, 2).reshape(-1, heads, size)
         if plan.fresh:
             return rows, new
         rows = rows.index_select(0, plan.stored)
-        slots = plan.read.shape[1]
         if old is None:
             table = new.new_zeros(lanes * slots, heads, size)
         elif old.dtype != new.dtype:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from adaponder import attention
 from adaponder.attention import Lane
 from adaponder.backbone import Backbone, Reading
-from adaponder.ledger import DenseView, GridView, KeysValues, Ledger, RowPlan, RowView
+from adaponder.ledger import DenseView, GridView, IterationView, KeysValues, Ledger, RowPlan, RowView
 from adaponder.masks import Places
 from adaponder.ops.compact_attention import Rows
 from adaponder.policies import Policy, PolicyInput
@@ -156,6 +157,28 @@ class SparseRun(Run):
         """Whose rows of a pass others see."""
         return self.tokens.real if self.reuse == "none" else self.active
 
+    def _read_lane(
+        self, x: Tensor, place: Tensor, *, key: Places, view: type[IterationView], holding: dict[str, Any]
+    ) -> Reading:
+        """One pass over the rows at ``place`` of the flattened grid, of whatever sequences, packed into one lane."""
+        tokens = self.tokens
+
+        def lane(grid: Tensor) -> Tensor:
+            return grid.flatten(0, 1)[place][None]
+
+        document = None if tokens.document is None else lane(tokens.document)
+        rows = Rows(place // x.shape[1], Places(lane(tokens.slot), lane(tokens.order), document), key)
+        return self.backbone.read(
+            lane(x),
+            position=lane(tokens.position),
+            mask=None,
+            view=view,
+            holding=holding,
+            lane=Lane(rows, self.backbone.layer_windows),
+            replay=self.replay,
+            stream=self.stream,
+        )
+
     def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
         chosen = self.tokens.real if everyone else self.active
         place = chosen.flatten().nonzero().squeeze(1)
@@ -189,38 +212,16 @@ class PackedRun(SparseRun):
         place = self.computed().flatten().nonzero().squeeze(1)
         if not place.numel():
             return Pass(torch.zeros_like(x), torch.zeros_like(x))
-
-        def lane(grid: Tensor) -> Tensor:
-            return grid.flatten(0, 1)[place][None]
-
         kept = None
         if self.reuse == "kv":
-            kept = lane(self.stored())[0].nonzero().squeeze(1)
+            kept = self.stored().flatten()[place].nonzero().squeeze(1)
         stored = place if kept is None else place[kept]
-        document = None if tokens.document is None else lane(tokens.document)
         # Halted tokens of mor are absent; padding always is.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
-        rows = Rows(
-            sequence=place // time,
-            query=Places(lane(tokens.slot), lane(tokens.order), document),
-            key=Places(tokens.slot, tokens.order, tokens.document, present),
-        )
-        reading = self.backbone.read(
-            lane(x),
-            position=lane(tokens.position),
-            mask=None,
-            view=GridView,
-            holding={
-                "grids": self.grids,
-                "shape": tuple(x.shape[:2]),
-                "sequence": stored // time,
-                "slot": stored % time,
-                "kept": kept,
-            },
-            lane=Lane(rows, self.backbone.layer_windows),
-            replay=self.replay,
-            stream=self.stream,
-        )
+        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "kept": kept}
+        holding |= {"sequence": stored // time, "slot": stored % time}
+        key = Places(tokens.slot, tokens.order, tokens.document, present)
+        reading = self._read_lane(x, place, key=key, view=GridView, holding=holding)
         self.grids = reading.rows
 
         def grid(found: Tensor) -> Tensor:
@@ -246,7 +247,8 @@ class PackedRun(SparseRun):
 class CompactRun(SparseRun):
     """A pass computes exactly the rows it must: as many as the tokens' depths add up to, over all passes.
 
-    Sequences with equally many rows to compute share a pass as lanes of one rectangle, so no row is padding.
+    Sequences with equally many rows to compute are lanes of one rectangle; otherwise the rows are packed into one lane,
+    or, where the attention is not ours, there is a rectangle for each count. No row is padding.
     """
 
     def __init__(
@@ -275,9 +277,8 @@ class CompactRun(SparseRun):
             self.ledger.carry_over(self.past, self.iteration)
         batch, time, size = x.shape
         places, hidden, stream = [], [], []
-        for lanes, when in self._rectangles(computed):
-            reading = self._read_lanes(x[lanes[:, None], when], lanes, when, stored[lanes[:, None], when])
-            places.append((lanes[:, None] * time + when).flatten())
+        for place, reading in self._readings(x, computed, stored):
+            places.append(place)
             hidden.append(reading.hidden.flatten(0, 1))
             stream.append(reading.stream.flatten(0, 1))
         if not places:
@@ -289,13 +290,32 @@ class CompactRun(SparseRun):
 
         return Pass(grid(hidden), grid(stream))
 
-    def _rectangles(self, computed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(``[lanes]`` sequences, ``[lanes, rows]`` time index) with equally many rows in each lane."""
+    def _readings(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Reading]]:
+        """(where in the flattened grid, what was read there): one rectangle or lane, if the attention can do it."""
         counts = computed.sum(1)
-        for count in counts.unique().tolist():
-            if count:
-                lanes = (counts == count).nonzero().squeeze(1)
-                yield lanes, computed[lanes].nonzero()[:, 1].view(-1, count)
+        lengths = [count for count in counts.unique().tolist() if count]
+        if len(lengths) > 1 and attention.use(self.backbone.stock):
+            place = computed.flatten().nonzero().squeeze(1)
+            yield place, self._read_packed(x, place, stored.flatten()[place])
+            return
+        for count in lengths:
+            lanes = (counts == count).nonzero().squeeze(1)
+            when = computed[lanes].nonzero()[:, 1].view(-1, count)
+            at = (lanes[:, None], when)
+            yield (lanes[:, None] * x.shape[1] + when).flatten(), self._read_lanes(x[at], lanes, when, stored[at])
+
+    def _read_packed(self, x: Tensor, place: Tensor, stored: Tensor) -> Reading:
+        """One pass over rows at ``place``, of whatever sequences, of which those ``stored`` leave a row."""
+        ledger, time = self.ledger, x.shape[1]
+        everyone = torch.arange(x.shape[0], device=x.device)
+        kept = stored.nonzero().squeeze(1)
+        sequence, slot = place[kept] // time, self.past + place[kept] % time
+        read = ledger.write(sequence, slot, everyone, self.iteration)
+        plan = RowPlan(read=read, stored=kept, place=sequence * ledger.slots + slot)
+        key = Places(*ledger.places(everyone), document=self.tokens.document, present=read >= 0)
+        reading = self._read_lane(x, place, key=key, view=RowView, holding={"stores": ledger.snapshot(), "plan": plan})
+        ledger.append(reading.rows)
+        return reading
 
     def _read_lanes(self, x: Tensor, lanes: Tensor, when: Tensor, stored: Tensor) -> Reading:
         tokens, ledger = self.tokens, self.ledger

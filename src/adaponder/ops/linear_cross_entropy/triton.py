@@ -12,7 +12,7 @@ from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise, chunked_
 # Elements of tokens x vocabulary held at once: 2^29 bf16 values are 1 GiB.
 CHUNK_ELEMENTS = 1 << 29
 BLOCK = 8192
-WARPS = 32
+WARPS = 16
 
 
 def linear_cross_entropy(

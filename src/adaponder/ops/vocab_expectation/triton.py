@@ -15,7 +15,7 @@ from adaponder.ops.vocab_expectation.torch import Pointwise, chunked_expectation
 # Elements of tokens x vocabulary held at once, backward twice: 2^29 bf16 values are 1 GiB.
 CHUNK_ELEMENTS = 1 << 29
 BLOCK = 8192
-WARPS = 32
+WARPS = 16
 
 
 def vocab_expectation(
