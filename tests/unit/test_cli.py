@@ -10,7 +10,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import cli, terminal
-from adaponder.commands import demo
+from adaponder.commands import demo, doctor
 from adaponder.commands.generate import pieces
 from adaponder.errors import AdaPonderError
 from stock_support import make_stock
@@ -123,14 +123,20 @@ def test_inspect_counts_parameters_and_cost(checkpoint, tmp_path):
     assert [round(depth["ratio"]) for depth in found["depths"]] == [1, 2, 3]
 
 
-def test_doctor_says_what_is_there(tmp_path):
+def test_doctor_says_what_is_there(tmp_path, monkeypatch):
     record = tmp_path / "doctor.json"
     result = CliRunner().invoke(cli.app, ["doctor", "--json", str(record)])
     assert result.exit_code == 0
     found = json.loads(record.read_text())
     assert found["versions"]["torch"]
     assert found["devices"][0]["name"] == "cpu"
-    assert {kernel["op"] for kernel in found["kernels"]} == {"linear_cross_entropy", "vocab_expectation"}
+    ops = {"compact_attention", "linear_cross_entropy", "vocab_expectation"}
+    assert {kernel["op"] for kernel in found["kernels"]} == ops
+    assert {doctor.would_run(op, "cpu") for op in ops} == {"torch (reference)"}
+    monkeypatch.setattr(doctor, "HAS_TRITON", True)
+    assert all("Triton kernels" in doctor.would_run(op, "cuda:0") for op in ops)
+    monkeypatch.setattr(doctor, "HAS_TRITON", False)
+    assert all("not installed" in doctor.would_run(op, "cuda:0") for op in ops)
 
 
 @pytest.mark.parametrize(

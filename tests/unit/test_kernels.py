@@ -102,7 +102,7 @@ def lost(found: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 
 # What a kernel may lose beyond the plain version: a quarter of a rounding, because sums run in another order; in
-# float32 two, because a GPU's fast exponential is that far off.
+# float32, in which no GPU runs them, two.
 SLACK = {torch.float32: 2.0, torch.float16: 0.25, torch.bfloat16: 0.25}
 SEEDS = range(0, 60, 10)
 
@@ -121,8 +121,8 @@ def assert_no_worse(make_case, ours, plain, dtype: torch.dtype, seeds=SEEDS) -> 
 
 
 def precisions(device: str) -> list[torch.dtype]:
-    # The interpreter computes bf16 wrongly, and no cast is added to please it.
-    return [torch.float32, torch.float16] + ([torch.bfloat16] if device == "cuda" else [])
+    # The interpreter computes bf16 wrongly, and no cast is added to please it. A GPU runs kernels in half precision.
+    return [torch.float16, torch.bfloat16 if device == "cuda" else torch.float32]
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 10.0])
@@ -227,13 +227,13 @@ def test_attention_of_scattered_rows_is_no_worse_than_the_reference(device, patt
         make = {"dtype": dtype, "device": device}
         query = draw(int(active.sum()), heads, size, seed=1, **make)
         keys, values = (draw(active.shape[0], key_heads, active.shape[1], size, seed=seed, **make) for seed in (2, 3))
-        truth = attention_op.reference.compact_attention(query.double(), keys.double(), values.double(), rows)
-        plain = attention_op.reference.compact_attention(query, keys, values, rows)
         # Laid out as a decoder hands them over: token by token.
-        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values)]
-        ours = attention_kernel.compact_attention(query, *strided, rows)
-        (mine,), (theirs,) = lost([ours], [truth]), lost([plain], [truth])
-        assert mine <= 1.1 * theirs + SLACK[dtype] * torch.finfo(dtype).eps, (dtype, mine, theirs)
+        given = [query, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))]
+        plain = partial(attention_op.reference.compact_attention, rows=rows)
+        truth = differentiate(plain, [x.double() for x in given])
+        ours = lost(differentiate(partial(attention_kernel.compact_attention, rows=rows), given), truth)
+        for index, (mine, theirs) in enumerate(zip(ours, lost(differentiate(plain, given), truth), strict=True)):
+            assert mine <= 1.1 * theirs + SLACK[dtype] * torch.finfo(dtype).eps, (dtype, index, mine, theirs)
 
 
 def test_scattered_rows_equal_the_same_rows_of_full_attention():
@@ -251,14 +251,14 @@ def test_the_kernel_refuses_what_it_does_not_know():
     keys = torch.randn(4, 2, 37, 16)
     with pytest.raises(ValueError, match="windows"):
         attention_kernel.compact_attention(query, keys, keys, rows, window=4)
-    with pytest.raises(ValueError, match="gradients"):
-        attention_kernel.compact_attention(query.requires_grad_(), keys, keys, rows)
+    with pytest.raises(ValueError, match="another size"):
+        attention_kernel.compact_attention(query, keys, keys[..., :8], rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("shape", [(300, 64, 50304, 64), (77, 128, 16384, 96), (130, 64, 50257, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_real_vocabularies_on_a_gpu(dtype, shape):
     device = "cuda"
     targets = targets_for(shape[0], shape[2], device)

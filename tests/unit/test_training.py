@@ -197,6 +197,30 @@ def test_two_processes_train_like_one_across_a_change_of_phase(shards, tmp_path,
     assert terms[0] == pytest.approx(terms[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("checkpointing", ["false", "true"], ids=["kept", "replayed"])
+def test_compact_training_equals_dense_training(shards, tmp_path, checkpointing, monkeypatch):
+    """Halting tokens are skipped, and nothing else changes: half of them halt early here."""
+    original = Trainer.__post_init__
+
+    def with_gates_that_disagree(self):
+        original(self)
+        generator = torch.Generator().manual_seed(0)
+        for gate in self.model.method.gates:
+            gate.out.weight.data.normal_(std=20.0, generator=generator)
+
+    monkeypatch.setattr(Trainer, "__post_init__", with_gates_that_disagree)
+    same = ["train.dtype=float64", "model.tau=0.5", "train.halt_before_ponder=true", "model.gate_bias=0.0"]
+    same += [f"train.gradient_checkpointing={checkpointing}", "train.ponder_start=2", "train.ponder_full=3"]
+    for execution in ("dense", "compact"):
+        train(small(shards, f"train.execution={execution}", *same), out=tmp_path / execution, quiet=True)
+    found = [metrics(tmp_path / execution) for execution in ("dense", "compact")]
+    halted = [line["mean_depth"] for line in found[0] if "mean_depth" in line]
+    assert min(halted) < 2.9
+    assert losses(tmp_path / "compact") == pytest.approx(losses(tmp_path / "dense"), abs=1e-10)
+    ours, theirs = weights(tmp_path / "compact" / "final"), weights(tmp_path / "dense" / "final")
+    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-9) for name in theirs)
+
+
 def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path):
     moved = {}
     for steps in (3, 4):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from adaponder.evaluation.flops import check_all
+from adaponder.ops.fused import HAS_TRITON
 from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
@@ -54,7 +55,9 @@ def examine() -> dict[str, Any]:
         about = torch.cuda.get_device_properties(index)
         devices.append({"name": f"cuda:{index}", "what": f"{about.name}, {about.total_memory / 2**30:.0f} GiB"})
     kernels = [
-        {"op": op, "device": device["name"], "runs": "torch (reference)"} for device in devices for op in operations()
+        {"op": op, "device": device["name"], "runs": would_run(op, device["name"])}
+        for device in devices
+        for op in operations()
     ]
     checks = [check._asdict() | {"ratio": check.ratio} for check in check_all()]
     if wrong := [str(check["method"]) for check in checks if abs(check["ratio"] - 1) > 0.01]:
@@ -68,6 +71,14 @@ def operations() -> list[str]:
     folders = spec.submodule_search_locations if spec is not None else None
     folder = Path(next(iter(folders or [])))
     return sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+
+
+def would_run(op: str, device: str) -> str:
+    """Which implementation of an operation a device gets."""
+    written = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
+    if device == "cpu" or not written:
+        return "torch (reference)"
+    return "Triton kernels in bf16 and fp16, torch in float32" if HAS_TRITON else "torch: Triton is not installed"
 
 
 def _version(name: str) -> str | None:

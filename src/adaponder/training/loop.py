@@ -207,6 +207,7 @@ class Trainer:
                 objective=objective,
                 num_items_in_batch=items,
                 output_logits=False,
+                execution=self.recipe.train.execution,
                 **({} if policy is None else {"policy": policy}),
             )
 

@@ -1,17 +1,21 @@
-"""Attention of scattered rows as one kernel: online softmax over the keys up to the last slot that a block asks from.
+"""Attention of scattered rows as kernels: online softmax over the keys up to the last slot that a block asks from.
 
 A program owns a block of rows and one head. Rows are packed without padding, so a block may hold the end of one
-sequence and the beginning of the next: it walks the keys of each sequence it holds rows of, usually one.
+sequence and the beginning of the next: it walks the keys of each sequence it holds rows of, usually one. Backward, the
+same walk gives the gradient of the queries; for keys and values a program owns a block of keys and walks the rows that
+see it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from adaponder.ops.compact_attention.torch import Rows
 
@@ -30,58 +34,132 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention`, forward only, for what :func:`fits`."""
+    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention`, for what :func:`fits`."""
     if not fits(query, keys, values, rows, window=window, dropout=dropout):
-        raise ValueError("the kernel knows no documents, windows, dropout, gradients, or values of another size")
-    count, heads, size = query.shape
-    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-    present = rows.key.present
-    grid = (triton.cdiv(count, BLOCK_ROWS), heads)
-    if count:
-        _attention_kernel[grid](
-            query,
-            keys,
-            values,
-            mixed,
-            rows.sequence,
-            rows.query.slot,
-            rows.sequence if present is None else present,
-            count,
-            (1.0 / math.sqrt(size) if scale is None else scale) / math.log(2.0),
-            *query.stride()[:2],
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            *mixed.stride()[:2],
-            0 if present is None else present.stride(0),
-            GROUPS=heads // keys.shape[1],
-            SIZE=size,
-            PADDED=max(16, triton.next_power_of_2(size)),
-            HOLES=present is not None,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            ROWS=BLOCK_ROWS,
-            KEYS=BLOCK_KEYS,
-            num_warps=WARPS,
-        )
-    return mixed
+        raise ValueError("the kernels know no documents, windows, dropout, or values of another size than keys")
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
 def fits(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, window: int | None, dropout: float) -> bool:
-    """Whether the kernel can do it; the torch version does everything."""
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
+    """Whether the kernels can do it; the torch version does everything."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
-    return plain and packed and not wants_gradient and keys.shape[-1] == values.shape[-1] and query.shape[-1] <= 256
+    return plain and packed and keys.shape[-1] == values.shape[-1] and query.shape[-1] <= 256
+
+
+class _CompactAttention(torch.autograd.Function):
+    """Saves its inputs, its result and one normaliser per row and head; weights are computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float) -> Tensor:
+        count, heads, _ = query.shape
+        mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+        normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
+        if count:
+            _forward_kernel[(triton.cdiv(count, BLOCK_ROWS), heads)](
+                query,
+                keys,
+                values,
+                mixed,
+                normaliser,
+                *_where(rows),
+                count,
+                scale / math.log(2.0),
+                *query.stride()[:2],
+                *keys.stride()[:3],
+                *values.stride()[:3],
+                *mixed.stride()[:2],
+                **_constants(query, keys, rows),
+            )
+        ctx.save_for_backward(query, keys, values, mixed, normaliser)
+        ctx.rows, ctx.scale = rows, scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, mixed, normaliser = ctx.saved_tensors
+        rows, scale = ctx.rows, ctx.scale
+        count, heads, _ = query.shape
+        grad = grad.contiguous()
+        grad_query = torch.empty_like(mixed)
+        grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
+        if count:
+            # <weights, d weights> of each row equals <result, d result>.
+            along = (mixed.float() * grad.float()).sum(-1)
+            given = (query, keys, values, grad, normaliser, along)
+            strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *mixed.stride()[:2])
+            constants = _constants(query, keys, rows)
+            _query_kernel[(triton.cdiv(count, BLOCK_ROWS), heads)](
+                *given, grad_query, *_where(rows), count, scale, *strides, **constants
+            )
+            sequences, slots = rows.key.slot.shape
+            blocks = triton.cdiv(slots, BLOCK_KEYS)
+            # The first row of each sequence that sees a block of keys: rows are in the order of sequences and slots.
+            place = rows.sequence * slots + rows.query.slot[0]
+            edges = torch.arange(sequences, device=place.device)[:, None] * slots
+            edges = (edges + torch.arange(blocks, device=place.device) * BLOCK_KEYS).flatten()
+            first = torch.searchsorted(place, edges)
+            last = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
+            _key_kernel[(sequences * blocks, keys.shape[1])](
+                *given,
+                grad_keys,
+                grad_values,
+                first,
+                last,
+                *_where(rows),
+                slots,
+                scale,
+                *strides,
+                *grad_keys.stride()[:3],
+                **constants,
+            )
+        return grad_query, grad_keys, grad_values, None, None
+
+
+def _where(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Sequence and slot of each row; which keys are present (any tensor where all are), and its stride."""
+    present = rows.key.present
+    if present is None:
+        return rows.sequence, rows.query.slot, rows.sequence, 0
+    return rows.sequence, rows.query.slot, present, present.stride(0)
+
+
+def _constants(query: Tensor, keys: Tensor, rows: Rows) -> dict[str, Any]:
+    return {
+        "HEADS": query.shape[1],
+        "GROUPS": query.shape[1] // keys.shape[1],
+        "SIZE": query.shape[2],
+        "PADDED": max(16, triton.next_power_of_2(query.shape[2])),
+        "HOLES": rows.key.present is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "ROWS": BLOCK_ROWS,
+        "KEYS": BLOCK_KEYS,
+        "num_warps": WARPS,
+    }
 
 
 @triton.jit
-def _attention_kernel(
+def _visible(column, slot, mine, present, HOLES: tl.constexpr):  # noqa: N803
+    """Who sees whom in a block ``[rows, keys]``: slots up to the row's own that are there, and always itself."""
+    seen = column[None, :] <= slot[:, None]
+    if HOLES:
+        seen = seen & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
+    return seen & mine[:, None]
+
+
+@triton.jit
+def _forward_kernel(
     query,
     keys,
     values,
     mixed,
+    normaliser,
     sequences,
     slots,
     present,
+    present_sequence,
     count,
     scale,  # of the scores, in base-2 exponents
     query_row,
@@ -94,7 +172,7 @@ def _attention_kernel(
     value_slot,
     mixed_row,
     mixed_head,
-    present_sequence,
+    HEADS: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     PADDED: tl.constexpr,  # noqa: N803
@@ -128,12 +206,8 @@ def _attention_kernel(
             k = tl.load(key_base + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
             v = tl.load(value_base + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            visible = column[None, :] <= slot[:, None]
-            if HOLES:
-                hole = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) == 0
-                # Every row sees its own slot, so that no softmax runs over nothing.
-                visible = visible & ((hole[None, :] == 0) | (column[None, :] == slot[:, None]))
-            scores = tl.where(visible & mine[:, None], scores, -float("inf"))
+            here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
+            scores = tl.where(_visible(column, slot, mine, here, HOLES), scores, -float("inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             # Rows of another sequence have seen nothing yet: no infinity may be taken from itself.
             floor = tl.where(higher == -float("inf"), 0.0, higher)
@@ -142,5 +216,156 @@ def _attention_kernel(
             total = total * fading + tl.sum(weight, 1)
             sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
             top = higher
+    total = tl.where(exists, total, 1.0)
     out = mixed + row.to(tl.int64)[:, None] * mixed_row + head * mixed_head + part[None, :]
-    tl.store(out, sums / tl.where(exists, total, 1.0)[:, None], mask=exists[:, None] & inside[None, :])
+    tl.store(out, sums / total[:, None], mask=exists[:, None] & inside[None, :])
+    tl.store(normaliser + row.to(tl.int64) * HEADS + head, top + tl.log2(total), mask=exists)
+
+
+@triton.jit
+def _query_kernel(
+    query,
+    keys,
+    values,
+    grads,
+    normaliser,
+    alongs,
+    grad_query,
+    sequences,
+    slots,
+    present,
+    present_sequence,
+    count,
+    scale,
+    query_row,
+    query_head,
+    key_sequence,
+    key_head,
+    key_slot,
+    value_sequence,
+    value_head,
+    value_slot,
+    grad_row,
+    grad_head,
+    HEADS: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    HOLES: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+):
+    begin = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    row = begin + tl.arange(0, ROWS)
+    part = tl.arange(0, PADDED)
+    exists, inside = row < count, part < SIZE
+    whole = exists[:, None] & inside[None, :]
+    sequence = tl.load(sequences + row, mask=exists, other=-1)
+    slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
+    wide = row.to(tl.int64)
+    q = tl.load(query + wide[:, None] * query_row + head * query_head + part[None, :], mask=whole, other=0.0)
+    g = tl.load(grads + wide[:, None] * grad_row + head * grad_head + part[None, :], mask=whole, other=0.0)
+    level = tl.load(normaliser + wide * HEADS + head, mask=exists, other=0.0)
+    along = tl.load(alongs + wide * HEADS + head, mask=exists, other=0.0)
+    sums = tl.zeros([ROWS, PADDED], tl.float32)
+    first = tl.load(sequences + begin)
+    last = tl.load(sequences + tl.minimum(begin + ROWS, count) - 1)
+    for which in range(first, last + 1):
+        mine = sequence == which
+        seen = tl.max(tl.where(mine, slot, -1), 0) + 1
+        key_base = keys + which * key_sequence + (head // GROUPS) * key_head
+        value_base = values + which * value_sequence + (head // GROUPS) * value_head
+        for start in range(0, seen, KEYS):
+            column = start + tl.arange(0, KEYS)
+            there = (column < seen)[:, None] & inside[None, :]
+            k = tl.load(key_base + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
+            v = tl.load(value_base + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+            here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
+            weight = tl.where(_visible(column, slot, mine, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
+            grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            slope = weight * (grad_weight - along[:, None])
+            sums += tl.dot(slope.to(k.dtype), k, input_precision=PRECISION)
+    out = grad_query + wide[:, None] * grad_row + head * grad_head + part[None, :]
+    tl.store(out, sums * scale, mask=whole)
+
+
+@triton.jit
+def _key_kernel(
+    query,
+    keys,
+    values,
+    grads,
+    normaliser,
+    alongs,
+    grad_keys,
+    grad_values,
+    first_row,
+    end_row,
+    sequences,
+    slots,
+    present,
+    present_sequence,
+    length,  # slots of a sequence
+    scale,
+    query_row,
+    query_head,
+    key_sequence,
+    key_head,
+    key_slot,
+    value_sequence,
+    value_head,
+    value_slot,
+    grad_row,
+    grad_head,
+    into_sequence,
+    into_head,
+    into_slot,
+    HEADS: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    HOLES: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+):
+    block = tl.program_id(0)
+    key_group = tl.program_id(1)
+    blocks = tl.cdiv(length, KEYS)
+    which = (block // blocks).to(tl.int64)
+    column = (block % blocks) * KEYS + tl.arange(0, KEYS)
+    part = tl.arange(0, PADDED)
+    inside = part < SIZE
+    there = (column < length)[:, None] & inside[None, :]
+    key_at = keys + which * key_sequence + key_group * key_head
+    value_at = values + which * value_sequence + key_group * value_head
+    k = tl.load(key_at + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
+    v = tl.load(value_at + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
+    here = tl.load(present + which * present_sequence + column, mask=column < length, other=0) if HOLES else 0
+    key_sums = tl.zeros([KEYS, PADDED], tl.float32)
+    value_sums = tl.zeros([KEYS, PADDED], tl.float32)
+    first, end = tl.load(first_row + block), tl.load(end_row + which)
+    for group in range(GROUPS):
+        head = key_group * GROUPS + group
+        for begin in range(first, end, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            exists = row < end
+            whole = exists[:, None] & inside[None, :]
+            slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
+            wide = row.to(tl.int64)
+            q = tl.load(query + wide[:, None] * query_row + head * query_head + part[None, :], mask=whole, other=0.0)
+            g = tl.load(grads + wide[:, None] * grad_row + head * grad_head + part[None, :], mask=whole, other=0.0)
+            level = tl.load(normaliser + wide * HEADS + head, mask=exists, other=0.0)
+            along = tl.load(alongs + wide * HEADS + head, mask=exists, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+            weight = tl.where(_visible(column, slot, exists, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
+            value_sums += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision=PRECISION)
+            grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            slope = weight * (grad_weight - along[:, None])
+            key_sums += tl.dot(tl.trans(slope.to(q.dtype)), q, input_precision=PRECISION)
+    into = which * into_sequence + key_group * into_head + column[:, None] * into_slot + part[None, :]
+    tl.store(grad_keys + into, key_sums * scale, mask=there)
+    tl.store(grad_values + into, value_sums, mask=there)

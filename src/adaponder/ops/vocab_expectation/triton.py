@@ -1,7 +1,7 @@
 """The expectation's pointwise work on a GPU: one kernel per chunk forward, one backward, in place.
 
-A program owns one row of the vocabulary. It walks the row twice; the second walk finds the row in the L2 cache, because
-few programs of many warps are under way at once. So device memory sees each logit read once and written once.
+A program owns one row of the vocabulary and walks it twice: once for the sums, once to write. No logit is widened or
+copied in memory.
 """
 
 from __future__ import annotations
