@@ -28,4 +28,5 @@ class PlainPonder(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         logits = self.stock.get_output_embeddings()(self.hidden(ids))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -30,7 +30,7 @@ class Lane(NamedTuple):
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,7 +44,7 @@ def attend(
             key,
             value,
             lane.rows,
-            window=lane.windows[int(module.layer_idx)],
+            window=lane.windows[module.layer_idx],
             scale=kwargs.get("scaling"),
             dropout=kwargs.get("dropout", 0.0),
         )

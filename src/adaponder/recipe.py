@@ -78,8 +78,8 @@ class TrainRecipe:
         warmup: linear warm-up; below 1 a share of the steps, else steps.
         weight_decay, betas, clip: AdamW's, and the gradient norm's bound (``None``: none).
         dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
-        execution: ``dense`` computes every token and masks; ``compact`` computes active rows only, with the same gradients:
-            cheaper once many tokens halt.
+        execution: ``dense`` computes every token and masks; ``compact`` computes active rows only, with the same
+            gradients: cheaper once many tokens halt.
         compile: torch.compile the pass over the backbone; each shape and setting compiles once.
         memory_budget: compiled, the share of activations kept for backward; the rest is computed again.
         gradient_checkpointing: replay each iteration in backward.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,35 +14,79 @@ from typing import Any
 import torch
 
 from adaponder.bench.timing import copy_rate, matmul_rate
+from adaponder.errors import InputError
+from adaponder.recipe import Recipe
 from adaponder.version import __version__
 
+# What a commit must hold for its name to say what was measured.
+_MEASURED = ("src", "benchmarks/plain.py")
+# Words of a recipe's or a device's name that tell nothing apart.
+_COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
-def conditions(device: torch.device, *, commit: str | None) -> dict[str, Any]:
+
+def conditions(device: torch.device, *, commit: str) -> dict[str, Any]:
     """Hardware with its measured ceilings, versions, commit and date."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()}, {torch.get_num_threads()} threads"
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit or _commit(),
-        "hardware": {"device": name, "matmul_flops": matmul_rate(device), "copy_bytes": copy_rate(device)},
+        "commit": commit,
+        "hardware": {
+            "device": device_name(device),
+            "matmul_flops": matmul_rate(device),
+            "copy_bytes": copy_rate(device),
+        },
         "versions": {"adaponder": __version__, "python": platform.python_version()}
         | {package: _version(package) for package in ("torch", "transformers", "triton")},
     }
 
 
+def about(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
+    """The recipe as a record names it."""
+    return {"name": recipe.name, "hash": recipe.fingerprint, "set": list(overrides)}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def checkout() -> Path:
-    """The folder that holds ``benchmarks/``: the plain versions live there, outside the package."""
+    """The folder that holds ``benchmarks/`` and ``tests/``: both live outside the package."""
     return Path(__file__).parents[3]
 
 
-def _commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True, cwd=checkout()
-        )
-    except (OSError, subprocess.CalledProcessError):
+def record_path(kind: str, device: torch.device, recipe: Recipe | None = None) -> Path:
+    """``benchmarks/records/train-70m-h200.json`` and the like, named after what is told apart by name."""
+    place = checkout() / "benchmarks" / "records"
+    if not place.parent.is_dir():
+        raise InputError("--record: records are kept in a checkout's benchmarks/records; use --no-record and --json")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    words = [kind, *_words("" if recipe is None else recipe.name), *(_words(hardware) if hardware else [device.type])]
+    return place / ("-".join(words) + ".json")
+
+
+def commit_of(given: str | None, *, needed: bool) -> str:
+    """The commit that is measured, ``…-dirty`` if the sources differ from it; as told, where there is no git."""
+    if given is not None:
+        return given
+    found = _git("rev-parse", "--short=12", "HEAD")
+    if found is None or found.returncode != 0:
+        if needed:
+            raise InputError("--commit: there is no git here to ask; say which commit is measured, or --no-record")
         return "unknown"
-    return found.stdout.strip()
+    changed = _git("diff", "--quiet", "HEAD", "--", *_MEASURED)
+    return found.stdout.strip() + ("" if changed is not None and changed.returncode == 0 else "-dirty")
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and word not in _COMMON]
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=checkout())
+    except OSError:
+        return None
 
 
 def _version(package: str) -> str | None:

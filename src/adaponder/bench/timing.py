@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -51,11 +53,22 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
     return Timing(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
 
 
-def forget(device: torch.device) -> None:
-    """Gives memory of what was measured before back, so that the next starts as the first did."""
+def forget(device: torch.device, *, graphs: bool = True) -> None:
+    """Gives memory of what was measured before back, so that the next starts as the first did.
+
+    Compiled graphs go too, unless the next model is known to fit them: the compiler counts those of all models
+    together, and past its limit it would run the next model uncompiled, or compile it for shapes that vary.
+    """
+    if graphs:
+        torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory did not suffice: torch has an error of its own for it, the libraries below only words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
 
 
 def matmul_rate(device: torch.device) -> float:

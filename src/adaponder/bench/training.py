@@ -2,152 +2,199 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adaponder.bench.record import checkout
-from adaponder.bench.timing import Timing, forget, measure
+from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, config_of
+from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
-from adaponder.errors import InputError
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import Recipe
-from adaponder.training.build import build_model
 from adaponder.training.optim import build_optimizer
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation: ``plain``, or a method of ours, compiled or not, checkpointed or not."""
+    """One implementation: ``plain``, or a method of ours.
+
+    Attributes:
+        method: ``plain``, ``ponder`` or ``adaponder``.
+        compile: compile the pass over the backbone; ``plain`` never is.
+        checkpointing: keep one pass's activations at a time and compute the others' again.
+        memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.
+    """
 
     method: str
     compile: bool = True
     checkpointing: bool = False
+    memory_budget: float = 1.0
 
     @property
     def name(self) -> str:
-        if self.method == "plain":
-            return "plain"
-        return self.method + ("" if self.compile else ", eager") + (", checkpointed" if self.checkpointing else "")
+        if self.method == PLAIN:
+            return PLAIN
+        words = [self.method, "compiled" if self.compile else "eager"]
+        words += [f"memory budget {self.memory_budget:g}"] if self.memory_budget != 1 else []
+        words += ["checkpointed"] if self.checkpointing else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Result:
+    """One variant's steps; without a ``timing``, memory did not suffice for them."""
+
     variant: Variant
     batch: int
     sequence: int
-    timing: Timing
-    loss: float
+    timing: Timing | None = None
+    loss: float | None = None
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.batch * self.sequence / self.timing.median
+    def tokens_per_second(self) -> float | None:
+        return None if self.timing is None else self.batch * self.sequence / self.timing.median
+
+
+def variants(device: torch.device, *, compiles: bool = True) -> list[Variant]:
+    """What ``adaponder bench train`` compares, the plain version first, what shares its graphs together."""
+    ours = [Variant("adaponder", compile=False)] if compiles else []
+    ours += [Variant("ponder", compiles), Variant("adaponder", compiles)]
+    ours += [Variant("adaponder", compiles, checkpointing=True)]
+    if compiles and device.type == "cuda":
+        ours.append(Variant("adaponder", memory_budget=0.5))
+    return [Variant(PLAIN, compile=False), *ours]
+
+
+def compare(
+    recipe: Recipe, chosen: Iterable[Variant], *, batch: int, device: torch.device, warmup: int, repeats: int
+) -> Iterator[Result]:
+    """Each variant's result as soon as it is there, one model in memory at a time."""
+    before: Variant | None = None
+    for variant in chosen:
+        # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
+        shared = before is not None and before.memory_budget == variant.memory_budget
+        settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
+        yield _if_it_fits(recipe, variant, batch=batch, **settings)
+        before = variant
 
 
 def measure_training(
-    recipe: Recipe, variant: Variant, *, batch: int, device: torch.device, warmup: int, repeats: int
+    recipe: Recipe,
+    variant: Variant,
+    *,
+    batch: int,
+    device: torch.device,
+    warmup: int,
+    repeats: int,
+    keep_graphs: bool = False,
 ) -> Result:
     """Times one variant of a recipe's model; raises torch's own error if memory does not suffice."""
-    forget(device)
-    sequence = recipe.data.sequence
-    model = _model(recipe, variant, device)
-    optimizer = _optimizer(model, recipe)
+    forget(device, graphs=not keep_graphs)
+    model = build(recipe, variant, device)
     last: list[Tensor] = []
-    draws = _batches(vocabulary_of(recipe), batch, sequence, device)
-    step = _step(model, variant, optimizer, draws, recipe, last)
+    step = training_step(model, recipe, batches(recipe, batch, device), last)
     timing = measure(step, device, warmup=warmup, repeats=repeats)
-    return Result(variant, batch, sequence, timing, float(last[0]))
+    return Result(variant, batch, recipe.data.sequence, timing, float(last[0]))
 
 
-def largest_batch(recipe: Recipe, variant: Variant, *, start: int, device: torch.device) -> int:
-    """The largest multiple of ``start`` whose step fits into memory; 0 if not even ``start`` does."""
-    fits = 0
-    for batch in itertools.count(start, start):
-        try:
-            measure_training(recipe, variant, batch=batch, device=device, warmup=1, repeats=1)
-        except torch.cuda.OutOfMemoryError:
-            return fits
-        fits = batch
-    return fits
+def largest_batch(
+    recipe: Recipe, variant: Variant, *, start: int, device: torch.device, tried: Callable[[int, bool], object]
+) -> int:
+    """The largest multiple of ``start`` whose step fits into memory; 0 if not even ``start`` does.
+
+    Doubles until it no longer fits, then halves the gap: few trials, since each builds and compiles anew. ``tried`` is
+    told each batch and whether it fitted.
+    """
+
+    def fits(multiple: int) -> bool:
+        # The second step is the first that holds the optimizer's moments from its beginning.
+        done = _if_it_fits(recipe, variant, batch=multiple * start, device=device, warmup=1, repeats=1)
+        tried(multiple * start, done.timing is not None)
+        return done.timing is not None
+
+    below, above = 0, 1
+    while fits(above):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below * start
 
 
 def flops_per_token(recipe: Recipe, method: str) -> float:
     """Matrix FLOPs of a training step per token: three times the forward's, nothing computed twice counted."""
-    model_recipe = replace(recipe.model, method="ponder" if method == "plain" else method)
-    with torch.device("meta"):
-        config = build_model(replace(recipe, model=model_recipe), vocabulary_of(recipe)).config
+    config = config_of(recipe, method)
     depth = torch.full((1, recipe.data.sequence), config.iterations)
     return 3 * cost_of(depth, config, every_gate=True).flops / recipe.data.sequence
 
 
-def vocabulary_of(recipe: Recipe) -> int:
-    if not isinstance(recipe.model.backbone, dict) or "vocab_size" not in recipe.model.backbone:
-        raise InputError("bench: a recipe that states model.backbone.vocab_size is needed, as paper/adaponder-70m does")
-    return recipe.model.backbone["vocab_size"]
+def as_row(result: Result, plain: Result | None, *, flops: float, matmul_rate: float) -> dict[str, Any]:
+    """A result beside the plain one of the same run; ``flops`` per token."""
+    row: dict[str, Any] = {
+        "variant": result.variant.name,
+        "batch": result.batch,
+        "fits": result.timing is not None,
+        "tokens_per_second": result.tokens_per_second,
+        "spread": None,
+        "seconds": [],
+        "peak_bytes": None,
+        "loss": result.loss,
+        "times_plain": _ratio(result.tokens_per_second, plain and plain.tokens_per_second),
+        "memory_of_plain": None,
+        "matmul_share": _ratio(result.tokens_per_second and result.tokens_per_second * flops, matmul_rate),
+    }
+    if result.timing is not None:
+        reference = plain.timing.peak_bytes if plain is not None and plain.timing is not None else None
+        peak = result.timing.peak_bytes
+        row |= {"spread": result.timing.spread, "seconds": result.timing.seconds, "peak_bytes": peak}
+        row |= {"memory_of_plain": _ratio(peak, reference)}
+    return row
 
 
-def _model(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
-    if variant.method == "plain":
-        ours = replace(recipe, model=replace(recipe.model, method="ponder"))
-        with torch.device("meta"):
-            config = build_model(ours, vocabulary_of(recipe)).config
-        plain = _load_plain().PlainPonder(
-            config.backbone_config, iterations=config.iterations, scale=config.embedding_scale
-        )
-        return plain.to(device).train()
-    chosen = replace(recipe.model, method=variant.method)
-    model = build_model(replace(recipe, model=chosen), vocabulary_of(recipe)).to(device)
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below
+
+
+def _if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settings: Any) -> Result:
+    try:
+        return measure_training(recipe, variant, batch=batch, **settings)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    return Result(variant, batch, recipe.data.sequence)
+
+
+def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
+    """The variant's model on its device, ready to train."""
+    if variant.method == PLAIN:
+        return build_plain(recipe).to(device)
+    model = build_ours(recipe, variant.method)
+    nn.Module.to(model, device)
     if variant.compile:
-        model.compile_passes()
+        options = {} if variant.memory_budget == 1 else {"memory_budget": variant.memory_budget}
+        model.compile_passes(**options)
     if variant.checkpointing:
         model.gradient_checkpointing_enable()
     return model
 
 
-def _load_plain() -> Any:
-    path = checkout() / "benchmarks" / "plain.py"
-    spec = importlib.util.spec_from_file_location("adaponder_benchmarks_plain", path)
-    if not path.exists() or spec is None or spec.loader is None:
-        raise InputError(f"{path} is not there: the plain version is part of a checkout, not of an installed package")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    return build_optimizer(model, recipe.train)
-
-
-def _batches(vocabulary: int, batch: int, sequence: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Four batches in turn, so that no step finds its own data in a cache."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(vocabulary, (batch, sequence + 1), generator=generator).to(device) for _ in range(4)]
-    return itertools.cycle([(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn])
-
-
-def _step(
-    model: nn.Module,
-    variant: Variant,
-    optimizer: torch.optim.Optimizer,
-    draws: Iterator[tuple[Tensor, Tensor]],
-    recipe: Recipe,
-    last: list[Tensor],
+def training_step(
+    model: nn.Module, recipe: Recipe, draws: Iterator[tuple[Tensor, Tensor]], last: list[Tensor]
 ) -> Callable[[], None]:
+    """A step of the recipe's optimizer, the loss left in ``last``; as in stage 2, where AdaPonder has most to do."""
     train = recipe.train
-    # As in stage 2, where AdaPonder has most to do.
+    optimizer = build_optimizer(model, train)
     objective = Objective(ponder_weight=train.ponder_weight, ponder_fraction=train.k_max)
 
     def step() -> None:
         ids, targets = next(draws)
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
+        with autocast(recipe, ids.device):
             if isinstance(model, AdaPonderForCausalLM):
-                output = model(input_ids=ids, targets=targets, objective=objective, output_logits=False)
+                output: Any = model(input_ids=ids, targets=targets, objective=objective, output_logits=False)
                 loss = output.loss
             else:
                 loss = model(ids, targets)

@@ -6,7 +6,7 @@ import sys
 
 from rich.markup import escape
 
-from adaponder.cli import evaluation, model, training  # noqa: F401  (registers their commands)
+from adaponder.cli import bench, evaluation, model, training  # noqa: F401  (registers their commands)
 from adaponder.cli.app import app
 from adaponder.errors import AdaPonderError, ConfigError, InputError
 from adaponder.terminal import errors

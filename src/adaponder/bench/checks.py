@@ -1,0 +1,40 @@
+"""No figure of an operation that is wrong: its tests run first, and a failure ends the measurement."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from adaponder.bench.record import checkout
+from adaponder.errors import EvaluationError, InputError
+
+TESTS = tuple(f"tests/unit/test_{name}.py" for name in ("kernels", "vocab_expectation", "linear_cross_entropy"))
+TAIL = 30
+
+
+def require_tests(device: torch.device) -> None:
+    """Raises with the tail of what pytest said unless every test of the operations passes on this device."""
+    root = checkout()
+    if missing := [test for test in TESTS if not (root / test).is_file()]:
+        raise InputError(f"{missing[0]} is not there: bench runs from a checkout; --trust measures untested operations")
+    arguments = [sys.executable, "-m", "pytest", "-q", *TESTS]
+    if device.type == "cuda":
+        arguments += ["-m", "gpu or not gpu"]
+    code, said = run_tests(arguments)
+    if code != 0:
+        tail = "\n".join(said.rstrip().splitlines()[-TAIL:])
+        raise EvaluationError(f"{tail}\nthe operations' tests fail (above): nothing is measured")
+
+
+def run_tests(arguments: list[str]) -> tuple[int, str]:
+    """(exit code, what it said) of a command in the checkout, with the checkout's own sources."""
+    root = checkout()
+    paths = [str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    done = subprocess.run(
+        arguments, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout

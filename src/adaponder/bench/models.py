@@ -1,0 +1,102 @@
+"""The models that are compared: ours as a recipe builds it, and the plain one with the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaponder.bench.record import checkout
+from adaponder.config import AdaPonderConfig
+from adaponder.data.tokenizers import TRAIN
+from adaponder.errors import InputError
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.recipe import Recipe
+from adaponder.training.build import build_model
+
+PLAIN = "plain"
+
+
+def vocabulary_of(recipe: Recipe) -> int:
+    """The vocabulary that the recipe states, or the one that it asks its tokenizer to learn."""
+    if not isinstance(recipe.model.backbone, dict):
+        raise InputError(
+            f"--recipe {recipe.name} goes on from a checkpoint; bench builds its models from scratch: choose a recipe "
+            "with a shape under model.backbone, as paper/adaponder-70m"
+        )
+    stated = recipe.model.backbone.get("vocab_size")
+    if stated is not None:
+        return int(stated)
+    learned = recipe.data.tokenizer.removeprefix(TRAIN)
+    if learned == recipe.data.tokenizer or not learned.isdecimal():
+        raise InputError(
+            f"--recipe {recipe.name} states no vocabulary, and bench opens no tokenizer: "
+            "add --set model.backbone.vocab_size=50304"
+        )
+    return int(learned)
+
+
+def build_ours(recipe: Recipe, method: str) -> AdaPonderForCausalLM:
+    """The recipe's model with that method, on the CPU, in training mode."""
+    return build_model(replace(recipe, model=replace(recipe.model, method=_ours(method))), vocabulary_of(recipe))
+
+
+def build_plain(recipe: Recipe) -> Any:
+    """The plain PonderLM with the weights of our ``ponder``: the same function, so that only speed can differ."""
+    ours = build_ours(recipe, PLAIN)
+    config = ours.config
+    if config.input_scale != config.table_scale:
+        raise InputError(f"--set model.initial_multiplier={config.initial_multiplier}: the plain version knows only 1")
+    plain = _plain_module().PlainPonder(
+        config.backbone_config, iterations=config.iterations, scale=config.embedding_scale
+    )
+    plain.to(ours.dtype)
+    plain.stock.load_state_dict(ours.backbone.state_dict())
+    return plain.train()
+
+
+def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
+    """The config alone: no weight is allocated."""
+    with torch.device("meta"):
+        return build_ours(recipe, method).config
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """The precision that training would use: bfloat16 is for GPUs, a CPU computes in the weights' own."""
+    low = recipe.train.dtype == "bfloat16" and device.type == "cuda"
+    return torch.autocast(device.type, torch.bfloat16, enabled=low)
+
+
+def precision(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """What :func:`autocast` makes products be computed in."""
+    if recipe.train.dtype == "float64":
+        return torch.float64
+    return torch.bfloat16 if recipe.train.dtype == "bfloat16" and device.type == "cuda" else torch.float32
+
+
+def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens, targets): four random batches in turn, so that no step finds its own data in a cache."""
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    shape = (batch, recipe.data.sequence + 1)
+    drawn = [torch.randint(vocabulary_of(recipe), shape, generator=generator).to(device) for _ in range(4)]
+    return itertools.cycle([(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn])
+
+
+def _ours(method: str) -> str:
+    """The method of ours that computes what ``plain`` computes is ``ponder``."""
+    return "ponder" if method == PLAIN else method
+
+
+def _plain_module() -> Any:
+    path = checkout() / "benchmarks" / "plain.py"
+    spec = importlib.util.spec_from_file_location("adaponder_benchmarks_plain", path)
+    if not path.exists() or spec is None or spec.loader is None:
+        raise InputError("benchmarks/plain.py is not there: bench runs from a checkout, not from an installed package")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

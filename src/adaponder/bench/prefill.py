@@ -1,0 +1,184 @@
+"""One forward over a prompt when a share of its tokens halts: what skipping their work saves, and what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.backbone import relative_difference, rounding_bound
+from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, config_of, precision
+from adaponder.bench.timing import Timing, forget, measure, out_of_memory
+from adaponder.compute import cost_of
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import EvaluationError, InputError
+from adaponder.methods import Iteration
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import ForcedDepths
+from adaponder.recipe import Recipe
+
+METHOD = "adaponder"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``plain``, or ours: ``dense`` (every token in every pass) or ``compact`` (halted tokens are skipped)."""
+
+    execution: str
+    compile: bool = False
+
+    @property
+    def name(self) -> str:
+        return PLAIN if self.execution == PLAIN else f"{self.execution}, {'compiled' if self.compile else 'eager'}"
+
+
+EAGER = (Variant(PLAIN), Variant("dense"), Variant("compact"))
+# Of a compact forward the first pass, which reads everything, is compiled; later ones have other shapes every time.
+COMPILED = (Variant("dense", compile=True), Variant("compact", compile=True))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant's forwards; without a ``timing``, memory did not suffice for them. ``flops`` are of one forward."""
+
+    variant: Variant
+    tokens: int
+    flops: int
+    timing: Timing | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.timing is None else self.tokens / self.timing.median
+
+
+def check_keep(keep: Sequence[float], iterations: int) -> None:
+    """Refuses shares that no halting can have."""
+    said = "--keep " + ",".join(f"{share:g}" for share in keep)
+    if len(keep) != iterations:
+        raise InputError(f"{said}: {iterations} shares are needed, one per iteration of the recipe")
+    if keep[0] != 1:
+        raise InputError(f"{said}: the first share is 1, every token is read once")
+    if any(not 0 <= later <= earlier for earlier, later in pairwise(keep)):
+        raise InputError(f"{said}: shares of all tokens, each at most the one before: nobody comes back")
+
+
+def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) -> Tensor:
+    """``[batch, sequence]``: in each sequence, random tokens of exactly these shares, to the nearest token."""
+    generator = torch.Generator().manual_seed(seed)
+    rank = torch.rand(batch, sequence, generator=generator).argsort(dim=1).argsort(dim=1)
+    return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
+
+
+def flops_of(variant: Variant, depths: Tensor, recipe: Recipe) -> int:
+    """What one forward has to compute, the last position's logits included: dense skips nothing."""
+    config = config_of(recipe, PLAIN if variant.execution == PLAIN else METHOD)
+    read = depths if variant.execution == "compact" else torch.full_like(depths, config.iterations)
+    return cost_of(read, config, logits=depths.shape[0]).flops
+
+
+def prefill_config(recipe: Recipe) -> AdaPonderConfig:
+    return config_of(recipe, METHOD)
+
+
+@torch.no_grad()
+def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> float:
+    """The largest difference between dense and compact final hidden states, relative to the largest state.
+
+    Raises if it is more than rounding: a forward that computes something else is not a faster one.
+    """
+    forget(device)
+    batch = depths.shape[0]
+    ids, _ = next(batches(recipe, batch, device))
+    model = nn.Module.to(build_ours(recipe, METHOD), device).eval()
+    policy = ForcedDepths(depths.to(device))
+    states: dict[str, Tensor] = {}
+    for execution in ("dense", "compact"):
+
+        def keep_last(iteration: Iteration, execution: str = execution) -> None:
+            states[execution] = iteration.hidden
+
+        with autocast(recipe, device):
+            output: Any = model(
+                ids, execution=execution, policy=policy, logits_to_keep=1, output_gates=False, on_iteration=keep_last
+            )
+        if not torch.equal(output.depth.cpu(), depths):
+            raise EvaluationError(f"{execution} execution read tokens less or more often than told: nothing is timed")
+    error = relative_difference(states["compact"], states["dense"])
+    bound = rounding_bound(precision(recipe, device))
+    if not error <= bound:
+        raise EvaluationError(
+            f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e}): nothing is timed"
+        )
+    return error
+
+
+def compare(
+    recipe: Recipe, chosen: Iterable[Variant], depths: Tensor, *, device: torch.device, warmup: int, repeats: int
+) -> Iterator[Result]:
+    """Each variant's result as soon as it is there, one model in memory at a time."""
+    for variant in chosen:
+        tokens, flops = depths.numel(), flops_of(variant, depths, recipe)
+        try:
+            timing = measure_prefill(recipe, variant, depths, device=device, warmup=warmup, repeats=repeats)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            timing = None
+        yield Result(variant, tokens, flops, timing)
+
+
+def measure_prefill(
+    recipe: Recipe, variant: Variant, depths: Tensor, *, device: torch.device, warmup: int, repeats: int
+) -> Timing:
+    """Times one variant's forward; raises torch's own error if memory does not suffice."""
+    forget(device)
+    draws = batches(recipe, depths.shape[0], device)
+    model: Any = build_plain(recipe) if variant.execution == PLAIN else build_ours(recipe, METHOD)
+    model.to(device).eval()
+    if variant.compile:
+        model.compile_passes()
+    forward = _plain_forward(model) if variant.execution == PLAIN else _our_forward(model, variant, depths.to(device))
+
+    @torch.no_grad()
+    def step() -> None:
+        with autocast(recipe, device):
+            forward(next(draws)[0])
+
+    return measure(step, device, warmup=warmup, repeats=repeats)
+
+
+def _plain_forward(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda ids: model.stock.get_output_embeddings()(model.hidden(ids)[:, -1:])
+
+
+def _our_forward(model: AdaPonderForCausalLM, variant: Variant, depths: Tensor) -> Callable[[Tensor], Tensor]:
+    policy = ForcedDepths(depths)
+    how: dict[str, Any] = {"execution": variant.execution, "policy": policy, "logits_to_keep": 1, "output_gates": False}
+    return lambda ids: model(ids, **how).logits
+
+
+def as_row(result: Result, dense: Result | None, compiled: Result | None) -> dict[str, Any]:
+    """A result beside ours dense of the same run, and what FLOPs promise: the speed-up if all cost the same time."""
+    timing = result.timing
+    return {
+        "variant": result.variant.name,
+        "fits": timing is not None,
+        "median_seconds": None if timing is None else timing.median,
+        "seconds": [] if timing is None else timing.seconds,
+        "spread": None if timing is None else timing.spread,
+        "tokens_per_second": result.tokens_per_second,
+        "peak_bytes": None if timing is None else timing.peak_bytes,
+        "flops": result.flops,
+        "times_dense": _ratio(result, dense),
+        "times_compiled": _ratio(result, compiled),
+        "times_promised": None if dense is None else dense.flops / result.flops,
+    }
+
+
+def _ratio(result: Result, other: Result | None) -> float | None:
+    mine, theirs = result.tokens_per_second, None if other is None else other.tokens_per_second
+    return None if mine is None or theirs is None else mine / theirs

@@ -1,0 +1,338 @@
+"""adaponder bench: ours and the plain version in one run, as a table and as a record of what it was measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from adaponder.bench import ops as op_bench
+from adaponder.bench import prefill as prefill_bench
+from adaponder.bench import training as training_bench
+from adaponder.bench.checks import require_tests
+from adaponder.bench.models import PLAIN, precision, vocabulary_of
+from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
+from adaponder.convert import as_device
+from adaponder.errors import InputError
+from adaponder.recipe import Recipe, load_recipe
+from adaponder.terminal import console, table, write_json
+
+ON_GPU, ON_CPU = "paper/adaponder-70m", "cpu/demo"
+TRAIN_HEAD = ("variant", "tokens/s", "spread", "peak GiB", "x plain", "x memory", "of matmul")
+PREFILL_HEAD = ("variant", "ms", "spread", "tokens/s", "x dense", "x compiled dense", "promised")
+OPS_HEAD = ("implementation", "ms", "spread", "peak GiB", "x plain", "of matmul", "of copy")
+NO_MEMORY = "out of memory"
+
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True)
+class How:
+    """What every measurement is told, whatever is measured.
+
+    Attributes:
+        seed: of weights and tokens; ``None`` takes the recipe's own.
+        commit: what is measured, where there is no git to ask.
+        record: keep a record under ``benchmarks/records``.
+        trust: do not run the operations' tests first; the record says so.
+    """
+
+    device: str = "cpu"
+    seed: int | None = None
+    warmup: int = 3
+    repeats: int = 10
+    commit: str | None = None
+    record: bool = True
+    trust: bool = False
+    json: Path | None = None
+
+
+def run_train(
+    how: How,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    batch: int | None = None,
+    compiles: bool = True,
+    largest: bool = False,
+) -> dict[str, Any]:
+    """One training step of each variant; with ``largest``, also the largest batch that fits."""
+    device = checked(how)
+    if largest and device.type != "cuda":
+        raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
+    chosen = choose_recipe(recipe, overrides, how, device)
+    rows_per_step = choose_batch(batch, chosen)
+    begun = begin(how, "train", device, chosen)
+    matmul = begun["hardware"]["matmul_flops"]
+    flops = {name: training_bench.flops_per_token(chosen, name) for name in (PLAIN, "ponder", "adaponder")}
+
+    def as_rows(results: Sequence[training_bench.Result]) -> list[dict[str, Any]]:
+        plain = next((result for result in results if result.variant.method == PLAIN), None)
+        return [
+            training_bench.as_row(result, plain, flops=flops[result.variant.method], matmul_rate=matmul)
+            for result in results
+        ]
+
+    def show(results: Sequence[training_bench.Result]) -> None:
+        title = f"\n{described(chosen, rows_per_step, device)}: a training step"
+        console.print(table(title, TRAIN_HEAD, [train_cells(row) for row in as_rows(results)]))
+
+    variants = training_bench.variants(device, compiles=compiles)
+    settings = {"batch": rows_per_step, "device": device, "warmup": how.warmup, "repeats": how.repeats}
+    results = collect(training_bench.compare(chosen, announced(variants), **settings), show)
+    metrics: dict[str, Any] = {"rows": as_rows(results), "adaponder_over_ponder": over_ponder(results)}
+    if (ratio := metrics["adaponder_over_ponder"]) is not None:
+        console.print(f"adaponder makes {ratio:.3f} of ponder's tokens/s, both {'compiled' if compiles else 'eager'}")
+    if largest:
+        metrics["largest_batch"] = search_largest(chosen, compiles, start=rows_per_step, device=device)
+    told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
+    return finish(how, begun, chosen, overrides, settings=told, metrics=metrics)
+
+
+def run_prefill(
+    how: How,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    batch: int | None = None,
+    keep: Sequence[float] = (),
+    compiles: bool = True,
+) -> dict[str, Any]:
+    """One forward of each variant over prompts of which only a share reads on."""
+    device = checked(how)
+    chosen = choose_recipe(recipe, overrides, how, device)
+    prompts = choose_batch(batch, chosen)
+    iterations = prefill_bench.prefill_config(chosen).iterations
+    keep = tuple(keep) or (1.0, *[0.5] * (iterations - 1))
+    prefill_bench.check_keep(keep, iterations)
+    depths = prefill_bench.depths_of(keep, prompts, chosen.data.sequence, seed=chosen.train.seed)
+    begun = begin(how, "prefill", device, chosen)
+    console.print("comparing dense and compact execution …")
+    difference = prefill_bench.disagreement(chosen, depths, device=device)
+    variants = [*prefill_bench.EAGER, *(prefill_bench.COMPILED if compiles else ())]
+
+    def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
+        by_variant = {result.variant: result for result in results}
+        dense, compiled = (by_variant.get(prefill_bench.Variant("dense", compile=flag)) for flag in (False, True))
+        return [prefill_bench.as_row(result, dense, compiled) for result in results]
+
+    def show(results: Sequence[prefill_bench.Result]) -> None:
+        shares = ", ".join(f"{share:g}" for share in keep)
+        title = f"\n{described(chosen, prompts, device)}: a prefill that reads {shares} of the tokens"
+        console.print(table(title, PREFILL_HEAD, [prefill_cells(row) for row in as_rows(results)]))
+
+    settings = {"device": device, "warmup": how.warmup, "repeats": how.repeats}
+    results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show)
+    metrics = {"rows": as_rows(results), "dense_and_compact_differ_by": difference}
+    told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
+    told |= {"keep": list(keep), "mean_depth": float(depths.double().mean())}
+    return finish(how, begun, chosen, overrides, settings=told, metrics=metrics)
+
+
+def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None = None) -> dict[str, Any]:
+    """Every operation, forward and with its backward, plain and ours."""
+    device = checked(how)
+    low = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    if dtype not in low:
+        raise InputError(f"--dtype {dtype}: {' or '.join(low)}, what training computes in")
+    sizes = tuple(sizes) or (op_bench.ON_GPU if device.type == "cuda" else op_bench.ON_CPU)
+    for size in sizes:
+        if min(size) < 1:
+            raise InputError(f"--size {','.join(map(str, size))}: tokens, d and vocabulary are at least 1")
+    begun = begin(how, "ops", device)
+    if not op_bench.torch_has_it():
+        console.print(f"torch {torch.__version__} has no linear_cross_entropy of its own: no row for it")
+    hardware = begun["hardware"]
+    rates = {"matmul_rate": hardware["matmul_flops"], "copy_rate": hardware["copy_bytes"]}
+
+    def as_rows(results: Sequence[op_bench.Result]) -> list[dict[str, Any]]:
+        by_case = {result.case: result for result in results}
+        plains = (by_case.get(replace(result.case, implementation=op_bench.PLAIN)) for result in results)
+        return [op_bench.as_row(result, plain, **rates) for result, plain in zip(results, plains, strict=True)]
+
+    def show(results: Sequence[op_bench.Result]) -> None:
+        rows = as_rows(results)
+        for op, size in dict.fromkeys((result.case.op, result.case.size) for result in results):
+            own = [
+                op_cells(result.case.name, row)
+                for result, row in zip(results, rows, strict=True)
+                if (result.case.op, result.case.size) == (op, size)
+            ]
+            console.print(table(f"\n{op}: {size}, {dtype}", OPS_HEAD, own))
+
+    settings: dict[str, Any] = {"device": device, "dtype": low[dtype], "seed": how.seed or 0}
+    settings |= {"warmup": how.warmup, "repeats": how.repeats}
+    results = collect(op_bench.compare(announced(op_bench.cases(sizes)), **settings), show)
+    told = {"sizes": [list(size) for size in sizes], "dtype": dtype}
+    return finish(how, begun, None, (), settings=told, metrics={"rows": as_rows(results)})
+
+
+# --- before --------------------------------------------------------------------------------------------------------
+
+
+def checked(how: How) -> torch.device:
+    """The device, if all that every measurement needs is right."""
+    if how.repeats < 1:
+        raise InputError(f"--repeats {how.repeats}: at least one repetition is needed")
+    if how.warmup < 0:
+        raise InputError(f"--warmup {how.warmup}: must not be negative")
+    return as_device(how.device)
+
+
+def choose_recipe(name: str | None, overrides: Sequence[str], how: How, device: torch.device) -> Recipe:
+    """The recipe with the seed that was asked for, refused before any work if bench cannot build it."""
+    recipe = load_recipe(name or (ON_GPU if device.type == "cuda" else ON_CPU), overrides)
+    vocabulary_of(recipe)
+    return recipe if how.seed is None else replace(recipe, train=replace(recipe.train, seed=how.seed))
+
+
+def choose_batch(asked: int | None, recipe: Recipe) -> int:
+    """Sequences at once: as asked, or what the recipe gives one process at a time."""
+    if asked is not None and asked < 1:
+        raise InputError(f"--batch {asked}: at least one sequence is needed")
+    return asked or recipe.train.micro_batch or recipe.train.global_batch
+
+
+def begin(how: How, kind: str, device: torch.device, recipe: Recipe | None = None) -> dict[str, Any]:
+    """What the record begins with, after the operations' tests have passed."""
+    path = record_path(kind, device, recipe) if how.record else None
+    commit = commit_of(how.commit, needed=how.record)
+    if recipe is not None:
+        console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
+    if how.trust:
+        console.print("[yellow]--trust: the operations are not tested first")
+    else:
+        console.print("testing the operations …")
+        require_tests(device)
+    console.print("measuring what the device can do at best …")
+    found = {"command": f"bench {kind}", "path": path, "tested": not how.trust}
+    return found | conditions(device, commit=commit)
+
+
+def announced(chosen: Iterable[Any]) -> Iterator[Any]:
+    """Says what is measured next, when it is: a line each, so that long work shows where it is."""
+    for one in chosen:
+        where = f"{one.op}: " if hasattr(one, "op") else ""
+        console.print(f"measuring {where}{one.name} …")
+        yield one
+
+
+def collect(results: Iterable[Measured], show: Callable[[Sequence[Measured]], None]) -> list[Measured]:
+    """All results, shown; if interrupted, those there are are shown before leaving."""
+    found: list[Measured] = []
+    try:
+        found.extend(results)  # one by one: what came before an interruption stays
+    except KeyboardInterrupt:
+        console.print("interrupted: no record is written")
+        if found:
+            show(found)
+        raise
+    show(found)
+    return found
+
+
+# --- after ---------------------------------------------------------------------------------------------------------
+
+
+def over_ponder(results: Sequence[training_bench.Result]) -> float | None:
+    """AdaPonder's tokens/s over PonderLM's, both run the same way; ``None`` where one is missing."""
+    speed = {result.variant: result.tokens_per_second for result in results}
+    ponder = next((variant for variant in speed if variant.method == "ponder"), None)
+    if ponder is None:
+        return None
+    ours, theirs = speed.get(replace(ponder, method="adaponder")), speed[ponder]
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> list[dict[str, Any]]:
+    """The largest batch of the plain version, and of ours when it saves memory."""
+    variants = [training_bench.Variant(PLAIN, compile=False)]
+    variants += [training_bench.Variant("adaponder", compiles, checkpointing=True)]
+    found = []
+    for variant in variants:
+        console.print(f"searching the largest batch of {variant.name} …")
+        largest = training_bench.largest_batch(recipe, variant, start=start, device=device, tried=_say_fit)
+        found.append({"variant": variant.name, "batch": largest})
+    cells = [(row["variant"], f"{row['batch']:,}" if row["batch"] else f"not even {start}") for row in found]
+    console.print(table(f"\nThe largest batch that fits, in multiples of {start}", ("variant", "sequences"), cells))
+    return found
+
+
+def _say_fit(batch: int, fits: bool) -> None:
+    console.print(f"  {batch:,} sequences: {'fits' if fits else 'does not fit'}")
+
+
+def finish(
+    how: How,
+    begun: dict[str, Any],
+    recipe: Recipe | None,
+    overrides: Sequence[str],
+    *,
+    settings: dict[str, Any],
+    metrics: dict[str, Any],
+) -> dict[str, Any]:
+    """The whole record, written where it is wanted."""
+    path: Path | None = begun["path"]
+    record = {key: value for key, value in begun.items() if key != "path"}
+    record |= {
+        "recipe": None if recipe is None else about(recipe, overrides),
+        "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
+        "settings": settings | {"warmup": how.warmup, "repeats": how.repeats},
+        "metrics": metrics,
+    }
+    hardware = record["hardware"]
+    ceilings = (
+        f"{hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, {hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
+    )
+    console.print(f"\n{hardware['device']}: {ceilings}; medians of {how.repeats}", style="dim")
+    if path is not None:
+        write_json(path, record)
+        console.print(f"the record is [bold]{path.relative_to(checkout())}[/]")
+    write_json(how.json, record)
+    return record
+
+
+def described(recipe: Recipe, batch: int, device: torch.device) -> str:
+    return f"{recipe.name}, {batch} x {recipe.data.sequence:,} tokens, {dtype_name(recipe, device)}"
+
+
+def dtype_name(recipe: Recipe, device: torch.device) -> str:
+    return str(precision(recipe, device)).removeprefix("torch.")
+
+
+def train_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under :data:`TRAIN_HEAD`."""
+    speed = _number(row["tokens_per_second"], ",.0f") if row["fits"] else NO_MEMORY
+    ratios = (_number(row["times_plain"], ".2f"), _number(row["memory_of_plain"], ".2f"))
+    return (row["variant"], speed, _share(row["spread"]), _gib(row), *ratios, _share(row["matmul_share"]))
+
+
+def prefill_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under :data:`PREFILL_HEAD`."""
+    time = _number(row["median_seconds"] and row["median_seconds"] * 1e3, ",.2f") if row["fits"] else NO_MEMORY
+    speed = _number(row["tokens_per_second"], ",.0f")
+    ratios = (_number(row[name], ".2f") for name in ("times_dense", "times_compiled", "times_promised"))
+    return (row["variant"], time, _share(row["spread"]), speed, *ratios)
+
+
+def op_cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under :data:`OPS_HEAD`."""
+    time = _number(row["milliseconds"], ",.3f") if row["fits"] else NO_MEMORY
+    shares = (_share(row["matmul_share"]), _share(row["copy_share"]))
+    return (name, time, _share(row["spread"]), _gib(row), _number(row["times_plain"], ".2f"), *shares)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _gib(row: dict[str, Any]) -> str:
+    return _number(row["peak_bytes"] and row["peak_bytes"] / 2**30, ".1f")

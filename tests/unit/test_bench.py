@@ -1,0 +1,462 @@
+"""Benchmarks: the plain version computes what ours does, records say what they must, and what fails is no figure."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from adaponder import cli
+from adaponder.bench import checks, models, ops, prefill, record, timing, training
+from adaponder.commands import bench as command
+from adaponder.commands.bench import How
+from adaponder.errors import EvaluationError, InputError
+from adaponder.recipe import load_recipe
+
+CPU = torch.device("cpu")
+TINY = [
+    "model.backbone.hidden_size=16",
+    "model.backbone.intermediate_size=24",
+    "model.backbone.num_hidden_layers=2",
+    "model.backbone.num_attention_heads=2",
+    "model.backbone.vocab_size=61",
+    "model.iterations=3",
+    "data.sequence=12",
+]
+SET = [part for override in TINY for part in ("--set", override)]
+QUICK = ["--trust", "--no-record", "--warmup", "0", "--repeats", "2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ceilings():
+    """Matrices and copies of real sizes would take longer than all the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "matmul_rate", lambda device: 1e9)
+        patch.setattr(record, "copy_rate", lambda device: 1e8)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, _ceilings):
+    """One run of bench train."""
+    arguments = ("train", *QUICK, "--no-compile", "--batch", "2", "--commit", "abc", *SET)
+    return measured(*arguments, tmp_path=tmp_path_factory.mktemp("bench"))
+
+
+def recipe(*overrides: str):
+    return load_recipe("cpu/demo", [*TINY, *overrides])
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(cli.app, ["bench", *arguments], env={"COLUMNS": "160"})
+
+
+def measured(*arguments: str, tmp_path) -> dict:
+    """The record of a command, and that the command went well."""
+    result = invoke(*arguments, "--json", str(tmp_path / "out.json"))
+    assert result.exit_code == 0, f"{result.output} {result.exception!r}"
+    return json.loads((tmp_path / "out.json").read_text()) | {"shown": result.output}
+
+
+# --- the plain version ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4])
+def test_plain_is_our_ponder_with_the_same_weights(iterations):
+    chosen = recipe("train.dtype=float64", f"model.iterations={iterations}")
+    plain, ours = models.build_plain(chosen), models.build_ours(chosen, "ponder")
+    ids, targets = next(models.batches(chosen, 3, CPU))
+    expected = ours(input_ids=ids, targets=targets)
+    torch.testing.assert_close(plain(ids, targets), expected.loss, rtol=1e-12, atol=1e-12)
+    logits = plain.stock.get_output_embeddings()(plain.hidden(ids))
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-12, atol=1e-12)
+
+
+def test_plain_refuses_what_it_cannot_compute():
+    with pytest.raises(InputError, match="initial_multiplier"):
+        models.build_plain(recipe("model.initial_multiplier=2.0"))
+
+
+def test_plain_is_of_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "checkout", lambda: tmp_path)
+    with pytest.raises(InputError, match="checkout"):
+        models.build_plain(recipe())
+
+
+def test_the_vocabulary_is_stated_or_the_tokenizers():
+    assert models.vocabulary_of(recipe()) == 61
+    assert models.vocabulary_of(load_recipe("cpu/demo")) == 2048
+    with pytest.raises(InputError, match=r"--set model.backbone.vocab_size"):
+        models.vocabulary_of(load_recipe("cpu/demo", ["data.tokenizer=EleutherAI/gpt-neox-20b"]))
+    with pytest.raises(InputError, match="--recipe"):
+        models.vocabulary_of(load_recipe("cpu/demo", ["model.backbone=EleutherAI/pythia-70m"]))
+
+
+# --- train ---------------------------------------------------------------------------------------------------------
+
+
+def test_train_writes_what_the_contract_asks_for(trained):
+    assert trained["command"] == "bench train"
+    assert trained["commit"] == "abc"
+    assert trained["tested"] is False
+    assert trained["date"].count("-") == 2
+    assert trained["hardware"]["matmul_flops"] == 1e9
+    assert {"adaponder", "python", "torch", "transformers", "triton"} <= set(trained["versions"])
+    assert trained["recipe"] == {"name": "cpu/demo", "hash": recipe().fingerprint, "set": TINY}
+    assert trained["seed"] == 0
+    assert trained["settings"] == {"batch": 2, "sequence": 12, "dtype": "float32", "warmup": 0, "repeats": 2}
+
+
+def test_ratios_of_train_are_of_one_run(trained):
+    rows = {row["variant"]: row for row in trained["metrics"]["rows"]}
+    assert list(rows) == ["plain", "ponder, eager", "adaponder, eager", "adaponder, eager, checkpointed"]
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(24 / (sum(row["seconds"]) / 2))
+        assert row["times_plain"] == pytest.approx(row["tokens_per_second"] / rows["plain"]["tokens_per_second"])
+        assert row["peak_bytes"] is row["memory_of_plain"] is None, "a CPU does not count"
+        assert f"measuring {row['variant']} …" in trained["shown"]
+    speeds = [rows[name]["tokens_per_second"] for name in ("adaponder, eager", "ponder, eager")]
+    assert trained["metrics"]["adaponder_over_ponder"] == pytest.approx(speeds[0] / speeds[1])
+    # The same weights, tokens and optimizer: after the same steps plain and ours have the same loss.
+    assert rows["plain"]["loss"] == pytest.approx(rows["ponder, eager"]["loss"], rel=1e-5)
+    assert rows["adaponder, eager"]["loss"] == pytest.approx(rows["adaponder, eager, checkpointed"]["loss"], rel=1e-5)
+
+
+def test_a_share_of_matmul_counts_every_product_three_times():
+    flops = training.flops_per_token(recipe(), "plain")
+    assert flops == training.flops_per_token(recipe(), "ponder")
+    # Per token and pass: attention's four and the MLP's two matrices in two layers, then on average 6.5 keys of 12;
+    # a mixture after all passes but the last, logits after the last.
+    body, attention = 2 * 2 * (4 * 16 * 16 + 2 * 16 * 24), 2 * 2 * 2 * 16 * 6.5
+    assert flops == 3 * (3 * (body + attention) + 2 * (2 * 2 * 61 * 16) + 2 * 61 * 16)
+    result = training.Result(training.Variant("plain"), 2, 12, timing.Timing([0.5, 0.5], None), 1.0)
+    row = training.as_row(result, result, flops=10.0, matmul_rate=960.0)
+    assert row["matmul_share"] == pytest.approx(24 / 0.5 * 10 / 960)
+
+
+def test_memory_is_compared_where_it_is_counted():
+    plain, ours = (
+        training.Result(training.Variant(name), 2, 12, timing.Timing([1.0, 2.0, 4.0], peak), 1.0)
+        for name, peak in (("plain", 400), ("adaponder", 100))
+    )
+    row = training.as_row(ours, plain, flops=1.0, matmul_rate=1.0)
+    assert row["memory_of_plain"] == 0.25
+    assert row["spread"] == 1.5
+    assert row["tokens_per_second"] == 12
+
+
+def test_variants_are_told_apart_by_name():
+    on_gpu = training.variants(torch.device("cuda"))
+    names = [variant.name for variant in on_gpu]
+    assert len(set(names)) == len(names)
+    assert names[:4] == ["plain", "adaponder, eager", "ponder, compiled", "adaponder, compiled"]
+    assert [variant.memory_budget for variant in on_gpu if variant.memory_budget != 1] == [0.5]
+    assert all(variant.memory_budget == 1 for variant in training.variants(CPU))
+
+
+def test_a_memory_budget_is_passed_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **options: asked.append(options))
+    for budget in (1.0, 0.5):
+        training.build(recipe(), training.Variant("adaponder", memory_budget=budget), CPU)
+    assert asked == [{}, {"memory_budget": 0.5}]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory"), MemoryError()], ids=repr
+)
+def test_a_lack_of_memory_is_known_by_its_error(error):
+    assert timing.out_of_memory(error)
+
+
+def test_out_of_memory_is_a_row(monkeypatch, tmp_path):
+    real = training.build
+
+    def build(recipe, variant, device):
+        if variant.method == "plain":
+            raise torch.OutOfMemoryError("no")
+        return real(recipe, variant, device)
+
+    monkeypatch.setattr(training, "build", build)
+    found = measured("train", *QUICK, "--no-compile", "--batch", "2", *SET, tmp_path=tmp_path)
+    plain, *others = found["metrics"]["rows"]
+    assert not plain["fits"]
+    assert plain["tokens_per_second"] is None
+    assert all(row["fits"] and row["times_plain"] is None for row in others)
+    assert "out of memory" in found["shown"]
+    assert found["metrics"]["adaponder_over_ponder"] is not None
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(training, "build", broken)
+    result = invoke("train", *QUICK, "--no-compile", *SET)
+    assert "something else" in str(result.exception)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 8, 13])
+def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most):
+    def measure(recipe, variant, *, batch, **rest):
+        if batch > most * 3 + 2:
+            raise torch.OutOfMemoryError("no")
+        return training.Result(variant, batch, 12, timing.Timing([1.0], 1), 1.0)
+
+    monkeypatch.setattr(training, "measure_training", measure)
+    tried = []
+    found = training.largest_batch(
+        recipe(), training.Variant("plain"), start=3, device=CPU, tried=lambda batch, fits: tried.append((batch, fits))
+    )
+    assert found == most * 3
+    assert (found, True) in tried or most == 0
+    assert (found + 3, False) in tried
+    assert len(tried) == len(set(tried)) <= 9
+
+
+# --- prefill -------------------------------------------------------------------------------------------------------
+
+
+def test_prefill_compares_dense_and_compact(tmp_path):
+    found = measured("prefill", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.25", *SET, tmp_path=tmp_path)
+    rows = {row["variant"]: row for row in found["metrics"]["rows"]}
+    assert list(rows) == ["plain", "dense, eager", "compact, eager"]
+    for row in rows.values():
+        assert row["times_dense"] == pytest.approx(rows["dense, eager"]["median_seconds"] / row["median_seconds"])
+        assert row["times_promised"] == rows["dense, eager"]["flops"] / row["flops"]
+    # The body is read 1.75 instead of 3 times, a mixture is made 0.75 instead of 2 times.
+    assert 3 / 1.75 < rows["compact, eager"]["times_promised"] < 2 / 0.75
+    assert found["settings"]["keep"] == [1, 0.5, 0.25]
+    assert found["settings"]["mean_depth"] == 1.75
+    assert found["metrics"]["dense_and_compact_differ_by"] < 1e-5
+
+
+@pytest.mark.parametrize(("keep", "sequence"), [((1, 0.5, 0.5, 0.5), 64), ((1, 0.75, 0.25, 0), 20), ((1, 1, 1), 7)])
+def test_forced_depths_have_exactly_these_shares(keep, sequence):
+    depths = prefill.depths_of(keep, 5, sequence, seed=3)
+    for iteration, share in enumerate(keep):
+        assert ((depths > iteration).sum(1) == share * sequence).all()
+    assert torch.equal(depths, prefill.depths_of(keep, 5, sequence, seed=3))
+    if keep[1] < 1:
+        assert not torch.equal(depths, prefill.depths_of(keep, 5, sequence, seed=4))
+        assert len({tuple(row) for row in depths.tolist()}) == 5, "each sequence draws its own"
+
+
+def test_prefill_refuses_to_time_what_disagrees(monkeypatch):
+    real = models.AdaPonderForCausalLM.forward
+
+    def forward(self, *args, on_iteration=None, execution=None, **kwargs):
+        def off(iteration):
+            hidden = iteration.hidden.clone()
+            hidden[1, 5] *= 1 + 0.01 * (execution == "compact")  # one token, a little
+            on_iteration(iteration._replace(hidden=hidden))
+
+        return real(self, *args, execution=execution, on_iteration=off if on_iteration else None, **kwargs)
+
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "forward", forward)
+    result = invoke("prefill", *QUICK, "--no-compile", *SET)
+    assert isinstance(result.exception, EvaluationError)
+    assert "differ" in str(result.exception)
+    assert "measuring plain" not in result.output
+
+
+def test_compact_is_promised_what_it_skips():
+    depths = prefill.depths_of((1, 0.5, 0.5), 2, 12, seed=0)
+    plain, dense, compact = (prefill.flops_of(variant, depths, recipe()) for variant in prefill.EAGER)
+    assert [dense, compact] == [prefill.flops_of(variant, depths, recipe()) for variant in prefill.COMPILED]
+    gates = 2 * 12 * 2 * (2 * (16 * 64 + 64))
+    assert dense - plain == gates
+    assert compact < dense
+
+
+# --- ops -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline_counts_what_nobody_can_avoid():
+    size = ops.Size(2, 3, 5)
+    product = 2 * 2 * 3 * 5
+    expectation = [ops.work_of("vocab_expectation", size, backward=backward) for backward in (False, True)]
+    assert expectation == [(2 * product, 4 * (6 + 15 + 15 + 6)), (6 * product, 4 * 2 * (6 + 15 + 15 + 6))]
+    loss = [ops.work_of("linear_cross_entropy", size, backward=backward) for backward in (False, True)]
+    assert loss == [(product, 4 * (6 + 15 + 2) + 16), (3 * product, 4 * 2 * (6 + 15 + 2) + 16)]
+
+
+def test_ops_compare_plain_ours_and_torchs(tmp_path):
+    found = measured("ops", *QUICK, "--size", "32,8,50", tmp_path=tmp_path)
+    rows = found["metrics"]["rows"]
+    ways = [("plain", 2), ("ours", 2), *([("torch", 1)] if ops.torch_has_it() else [])]
+    assert len(rows) == sum(2 * count for _, count in ways)
+    for row in rows:
+        same = ("op", "tokens", "hidden", "vocabulary", "backward")
+        (plain,) = [
+            other for other in rows if other["implementation"] == "plain" and all(other[k] == row[k] for k in same)
+        ]
+        seconds = row["milliseconds"] / 1e3
+        assert row["times_plain"] == pytest.approx(plain["milliseconds"] / row["milliseconds"])
+        assert row["matmul_share"] == pytest.approx(row["flops"] / seconds / 1e9)
+        assert row["copy_share"] == pytest.approx(row["bytes"] / seconds / 1e8)
+    assert found["recipe"] is None
+    assert found["settings"]["sizes"] == [[32, 8, 50]]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("op", ops.OPERATIONS)
+def test_what_is_timed_computes_the_same(op, backward):
+    chosen = [case for case in ops.cases([ops.Size(32, 8, 50)]) if case.op == op and case.backward == backward]
+    first, *others = (ops.operation(case, device=CPU, dtype=torch.float32, seed=0)() for case in chosen)
+    assert others
+    for other in others:
+        torch.testing.assert_close(list(other), list(first), rtol=1e-4, atol=1e-6)
+
+
+def test_torchs_own_loss_is_a_row_only_where_torch_has_it(monkeypatch):
+    monkeypatch.setattr(ops, "torch_has_it", lambda: False)
+    assert {case.implementation for case in ops.cases([ops.Size(2, 3, 5)])} == {"plain", "ours"}
+
+
+# --- tests first, records, options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["train", "prefill", "ops"])
+def test_a_failing_test_refuses(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(record, "checkout", lambda: tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr(checks, "run_tests", lambda arguments: (1, "…\nFAILED test_kernels.py::test_it"))
+    result = invoke(kind, "--commit", "abc", *(SET if kind != "ops" else []), "--json", str(tmp_path / "out.json"))
+    assert isinstance(result.exception, EvaluationError), "exits with 1"
+    assert not isinstance(result.exception, InputError)
+    assert "FAILED test_kernels.py::test_it" in str(result.exception)
+    assert "measuring" not in result.output
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_tests_of_the_device_are_run_and_the_record_says_so(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(checks, "run_tests", lambda arguments: (ran.append(arguments), (0, "passed"))[1])
+    found = measured("ops", "--no-record", "--warmup=0", "--repeats=1", "--size=4,4,8", tmp_path=tmp_path)
+    assert found["tested"] is True
+    checks.require_tests(torch.device("cuda"))
+    assert "gpu or not gpu" not in ran[0]
+    assert "gpu or not gpu" in ran[1]
+    for name in ("kernels", "vocab_expectation", "linear_cross_entropy"):
+        assert f"tests/unit/test_{name}.py" in ran[0]
+
+
+def test_the_runner_runs_the_checkouts_own_sources(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    code, said = checks.run_tests([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH']); exit(3)"])
+    assert code == 3
+    assert said.strip().split(os.pathsep) == [str(record.checkout() / "src"), "elsewhere"]
+
+
+def test_tests_must_be_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(checks, "checkout", lambda: tmp_path)
+    with pytest.raises(InputError, match="--trust"):
+        checks.require_tests(CPU)
+
+
+def test_a_record_is_kept_under_a_telling_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(command, "checkout", lambda: tmp_path)
+    with pytest.raises(InputError, match="--no-record"):
+        record.record_path("ops", CPU)
+    (tmp_path / "benchmarks").mkdir()
+    result = invoke("ops", "--trust", "--commit", "abc", "--warmup", "0", "--repeats", "1", "--size", "4,4,8")
+    assert result.exit_code == 0, result.output
+    assert "benchmarks/records/ops-cpu.json" in result.output
+    assert json.loads((tmp_path / "benchmarks" / "records" / "ops-cpu.json").read_text())["commit"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("paper/adaponder-70m", "NVIDIA H200", "train-70m-h200"),
+        ("paper/ponder-410m", "NVIDIA A100-SXM4-80GB", "train-ponder-410m-a100-sxm4-80gb"),
+        ("mini/adaponder", "NVIDIA GeForce RTX 4090", "train-mini-rtx-4090"),
+        ("cpu/demo", None, "train-demo-cpu"),
+    ],
+)
+def test_labels_come_from_recipe_and_device(monkeypatch, name, device, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
+    path = record.record_path("train", torch.device("cuda" if device else "cpu"), load_recipe(name))
+    assert path == record.checkout() / "benchmarks" / "records" / f"{expected}.json"
+
+
+def test_a_commit_is_asked_for_where_there_is_no_git(monkeypatch):
+    assert record.commit_of(None, needed=True).removesuffix("-dirty").isalnum()
+    monkeypatch.setattr(record, "_git", lambda *arguments: None)
+    assert record.commit_of("abc", needed=True) == "abc"
+    assert record.commit_of(None, needed=False) == "unknown"
+    with pytest.raises(InputError, match="--commit"):
+        record.commit_of(None, needed=True)
+
+
+def test_the_seed_names_weights_and_tokens():
+    one, same, other = (command.choose_recipe("cpu/demo", TINY, How(seed=seed), CPU) for seed in (1, 1, 2))
+    draws = [next(models.batches(chosen, 2, CPU))[0] for chosen in (one, same, other)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert command.choose_recipe("cpu/demo", ["train.seed=7"], How(), CPU).train.seed == 7
+
+
+def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch, tmp_path):
+    real = training.build
+
+    def build(recipe, variant, device):
+        if variant.method == "adaponder":
+            raise KeyboardInterrupt
+        return real(recipe, variant, device)
+
+    monkeypatch.setattr(training, "build", build)
+    out = tmp_path / "out.json"
+    result = invoke("train", *QUICK, "--no-compile", "--batch", "1", *SET, "--json", str(out))
+    assert result.exit_code == 130
+    assert "ponder, eager" in result.output.split("a training step")[1]
+    assert "no record is written" in result.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "--batch", "0"], "--batch 0"),
+        (["train", "--repeats", "0"], "--repeats 0"),
+        (["prefill", "--warmup", "-1"], "--warmup -1"),
+        (["ops", "--device", "abacus"], "--device abacus"),
+        (["train", "--largest"], "--largest"),
+        (["prefill", "--keep", "1,.5"], "--keep 1,0.5: 3 shares"),
+        (["prefill", "--keep", "1,.5,.6"], "--keep 1,0.5,0.6"),
+        (["prefill", "--keep", ".9,.5,.5"], "--keep 0.9,0.5,0.5: the first"),
+        (["prefill", "--keep", "1,.5,-.5"], "--keep 1,0.5,-0.5"),
+        (["prefill", "--keep", "all"], "--keep all"),
+        (["ops", "--size", "4,4"], "--size 4,4"),
+        (["ops", "--size", "4,4,0"], "--size 4,4,0"),
+        (["ops", "--size", "big"], "--size big"),
+        (["ops", "--dtype", "int3"], "--dtype int3"),
+        (["train", "--recipe", "paper/adaponder-2.8b-from-ponder"], "--recipe paper/adaponder-2.8b-from-ponder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_options_are_named(arguments, says):
+    shape = [] if arguments[0] == "ops" or "--recipe" in arguments else SET
+    result = invoke(*arguments, "--trust", "--no-record", *shape)
+    assert isinstance(result.exception, InputError), result.output
+    assert says in str(result.exception)
+
+
+def test_each_command_teaches_with_an_example():
+    for kind in ("train", "prefill", "ops"):
+        assert f"adaponder bench {kind} --device cuda" in " ".join(invoke(kind, "--help").output.split())
+
+
+def test_measuring_leaves_warm_ups_out():
+    calls = []
+    found = timing.measure(lambda: calls.append(0), CPU, warmup=2, repeats=3)
+    assert len(calls) == 5
+    assert len(found.seconds) == 3
+    assert found.peak_bytes is None
+    assert replace(found, seconds=[1.0, 3.0, 2.0]).median == 2.0
