@@ -158,16 +158,30 @@ class SparseRun(Run):
         return self.tokens.real if self.reuse == "none" else self.active
 
     def _read_lane(
-        self, x: Tensor, place: Tensor, *, key: Places, view: type[IterationView], holding: dict[str, Any]
+        self,
+        x: Tensor,
+        place: Tensor,
+        *,
+        lanes: Tensor,
+        key: Places,
+        view: type[IterationView],
+        holding: dict[str, Any],
     ) -> Reading:
-        """One pass over the rows at ``place`` of the flattened grid, of whatever sequences, packed into one lane."""
+        """One pass over the rows at ``place`` of the flattened grid, packed into one lane.
+
+        ``lanes`` are the sequences they are of; ``key`` and what the view answers are of these, in this order.
+        """
         tokens = self.tokens
 
         def lane(grid: Tensor) -> Tensor:
             return grid.flatten(0, 1)[place][None]
 
         document = None if tokens.document is None else lane(tokens.document)
-        rows = Rows(place // x.shape[1], Places(lane(tokens.slot), lane(tokens.order), document), key)
+        rows = Rows(
+            sequence=torch.searchsorted(lanes, place // x.shape[1]),
+            query=Places(lane(tokens.slot), lane(tokens.order), document),
+            key=key,
+        )
         return self.backbone.read(
             lane(x),
             position=lane(tokens.position),
@@ -208,20 +222,22 @@ class PackedRun(SparseRun):
     def _pass(self, x: Tensor) -> Pass:
         if self.iteration == 0 and self.tokens.plain:
             return self._first_pass(x)
-        tokens, time = self.tokens, x.shape[1]
-        place = self.computed().flatten().nonzero().squeeze(1)
+        tokens, time, computed = self.tokens, x.shape[1], self.computed()
+        place = computed.flatten().nonzero().squeeze(1)
         if not place.numel():
             return Pass(torch.zeros_like(x), torch.zeros_like(x))
+        # Sequences with nothing to read are left out: nobody unfolds their keys.
+        lanes = computed.any(1).nonzero().squeeze(1)
         kept = None
         if self.reuse == "kv":
             kept = self.stored().flatten()[place].nonzero().squeeze(1)
         stored = place if kept is None else place[kept]
         # Halted tokens of mor are absent; padding always is.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
-        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "kept": kept}
+        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": kept}
         holding |= {"sequence": stored // time, "slot": stored % time}
-        key = Places(tokens.slot, tokens.order, tokens.document, present)
-        reading = self._read_lane(x, place, key=key, view=GridView, holding=holding)
+        key = Places(tokens.slot, tokens.order, tokens.document, present).of(lanes)
+        reading = self._read_lane(x, place, lanes=lanes, key=key, view=GridView, holding=holding)
         self.grids = reading.rows
 
         def grid(found: Tensor) -> Tensor:
@@ -296,7 +312,7 @@ class CompactRun(SparseRun):
         lengths = [count for count in counts.unique().tolist() if count]
         if len(lengths) > 1 and attention.use(self.backbone.stock):
             place = computed.flatten().nonzero().squeeze(1)
-            yield place, self._read_packed(x, place, stored.flatten()[place])
+            yield place, self._read_packed(x, place, counts.nonzero().squeeze(1), stored.flatten()[place])
             return
         for count in lengths:
             lanes = (counts == count).nonzero().squeeze(1)
@@ -304,16 +320,17 @@ class CompactRun(SparseRun):
             at = (lanes[:, None], when)
             yield (lanes[:, None] * x.shape[1] + when).flatten(), self._read_lanes(x[at], lanes, when, stored[at])
 
-    def _read_packed(self, x: Tensor, place: Tensor, stored: Tensor) -> Reading:
-        """One pass over rows at ``place``, of whatever sequences, of which those ``stored`` leave a row."""
+    def _read_packed(self, x: Tensor, place: Tensor, lanes: Tensor, stored: Tensor) -> Reading:
+        """One pass over the rows at ``place``, of the sequences ``lanes``, of which those ``stored`` leave a row."""
         ledger, time = self.ledger, x.shape[1]
-        everyone = torch.arange(x.shape[0], device=x.device)
         kept = stored.nonzero().squeeze(1)
         sequence, slot = place[kept] // time, self.past + place[kept] % time
-        read = ledger.write(sequence, slot, everyone, self.iteration)
-        plan = RowPlan(read=read, stored=kept, place=sequence * ledger.slots + slot)
-        key = Places(*ledger.places(everyone), document=self.tokens.document, present=read >= 0)
-        reading = self._read_lane(x, place, key=key, view=RowView, holding={"stores": ledger.snapshot(), "plan": plan})
+        read = ledger.write(sequence, slot, lanes, self.iteration)
+        plan = RowPlan(read=read, stored=kept, place=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
+        document = None if self.tokens.document is None else self.tokens.document[lanes]
+        key = Places(*ledger.places(lanes), document=document, present=read >= 0)
+        holding = {"stores": ledger.snapshot(), "plan": plan}
+        reading = self._read_lane(x, place, lanes=lanes, key=key, view=RowView, holding=holding)
         ledger.append(reading.rows)
         return reading
 

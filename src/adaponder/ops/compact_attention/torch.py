@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,38 +28,36 @@ class Rows:
     key: Places
 
     @cached_property
-    def offset(self) -> Tensor:
-        """``[n]``, the how-manieth row of its sequence each one is."""
-        everyone = torch.arange(self.key.slot.shape[0], device=self.sequence.device)
-        first = torch.searchsorted(self.sequence, everyone)
-        return torch.arange(len(self.sequence), device=self.sequence.device) - first[self.sequence]
+    def parts(self) -> list[tuple[int, slice]]:
+        """(sequence, its rows) of every sequence that asks."""
+        sequences = torch.arange(self.key.slot.shape[0] + 1, device=self.sequence.device)
+        edges = torch.searchsorted(self.sequence, sequences).tolist()
+        return [(index, slice(*edge)) for index, edge in enumerate(pairwise(edges)) if edge[0] < edge[1]]
 
     @cached_property
-    def width(self) -> int:
-        """The most rows that any sequence has."""
-        return int(self.offset.max()) + 1
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """``[n, …]`` as a rectangle ``[sequences, width, …]``; zeros where a sequence has fewer rows."""
-        grid = rows.new_zeros(self.key.slot.shape[0], self.width, *rows.shape[1:])
-        return grid.index_put((self.sequence, self.offset), rows)
-
-    def gather(self, grid: Tensor) -> Tensor:
-        """The inverse of :meth:`spread`."""
-        return grid[self.sequence, self.offset]
-
-    @cached_property
-    def _masks(self) -> dict[int | None, Tensor]:
+    def _masks(self) -> dict[int | None, list[Tensor]]:
         return {}
 
-    def mask(self, window: int | None) -> Tensor:
-        """Who sees whom in the rectangle, ``[sequences, 1, width, slots]``; kept, because every layer asks again."""
+    def masks(self, window: int | None) -> list[Tensor]:
+        """Who sees whom in each part, ``[1, 1, rows, slots]``; kept, because every layer asks again."""
         if window not in self._masks:
-            query = self.query
-            document = None if query.document is None else self.spread(query.document[0])
-            spread = Places(self.spread(query.slot[0]), self.spread(query.order[0]), document)
-            self._masks[window] = visible(spread, self.key, window=window)
+            query, key = self.query, self.key
+            self._masks[window] = [
+                visible(_some(query, 0, rows), _some(key, sequence, slice(None)), window=window)
+                for sequence, rows in self.parts
+            ]
         return self._masks[window]
+
+
+def _some(places: Places, lane: int, those: slice) -> Places:
+    """Some places of one lane, as a lane of its own."""
+
+    def some(grid: Tensor) -> Tensor:
+        return grid[lane : lane + 1, those]
+
+    document = None if places.document is None else some(places.document)
+    present = None if places.present is None else some(places.present)
+    return Places(some(places.slot), some(places.order), document, present)
 
 
 def compact_attention(
@@ -85,14 +84,18 @@ def compact_attention(
     Returns:
         ``[n, heads, value size]``.
     """
-    spread = rows.spread(query).transpose(1, 2)
-    mixed = scaled_dot_product_attention(
-        spread,
-        keys,
-        values,
-        attn_mask=rows.mask(window),
-        scale=scale,
-        dropout_p=dropout,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )
-    return rows.gather(mixed.transpose(1, 2))
+    grouped = query.shape[1] != keys.shape[1]
+    asked = query.transpose(0, 1)[None]
+    mixed = [
+        scaled_dot_product_attention(
+            asked[:, :, part],
+            keys[sequence : sequence + 1],
+            values[sequence : sequence + 1],
+            attn_mask=mask,
+            scale=scale,
+            dropout_p=dropout,
+            enable_gqa=grouped,
+        )
+        for (sequence, part), mask in zip(rows.parts, rows.masks(window), strict=True)
+    ]
+    return torch.cat(mixed, 2)[0].transpose(0, 1) if mixed else query.new_zeros(0, query.shape[1], values.shape[-1])
