@@ -16,17 +16,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from adaponder.errors import BackboneError
 from adaponder.ops.compact_attention import Rows, compact_attention
 
 NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``."""
+    """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
+
+    ``arrived`` counts the layers that were handed it: a decoder that keeps it to itself would attend to other tokens.
+    """
 
     rows: Rows
     windows: list[int | None]
+    arrived: list[int]
 
 
 def attend(
@@ -39,6 +42,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if lane is not None:
+        lane.arrived.append(module.layer_idx)
         mixed = compact_attention(
             query[0].transpose(0, 1).to(value.dtype),
             key,
@@ -49,11 +53,6 @@ def attend(
             dropout=kwargs.get("dropout", 0.0),
         )
         return mixed[None], None
-    if query.shape[0] != key.shape[0]:
-        raise BackboneError(
-            f"{type(module).__name__} does not hand its keyword arguments on to its attention: rows cannot be packed; "
-            "load it with attn_implementation='eager'"
-        )
     if torch.compiler.is_compiling():
         # Under autocast rotary angles have widened the queries; attention would narrow them anyway.
         query = query.to(value.dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from adaponder.attention import Lane
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.ledger import DenseView, IterationView, KeysValues
 from adaponder.masks import Places, visible
+from adaponder.ops.compact_attention import Rows
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
 
@@ -36,8 +38,9 @@ class Reading(NamedTuple):
 class Backbone:
     """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
 
-    Holds a stock ``…ForCausalLM`` and changes nothing in it. What cannot be seen that way is refused by name when
-    wrapping (structure) and by :meth:`verify` (numbers on random input, against the stock model's own forward).
+    Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py). What
+    cannot be seen that way is refused by name when wrapping (structure) and by :meth:`verify` (numbers on random input,
+    against the stock model's own forward).
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -49,7 +52,9 @@ class Backbone:
         self.windows = _windows(stock.config)
         kinds = getattr(stock.config, "layer_types", None) or ["every_layer"] * self.layers
         self.layer_windows = [self.windows[kind] for kind in kinds]
+        self.compile_options: dict[str, Any] | None = None
         self._compiled: Callable[..., Reading] | None = None
+        self._packs: bool | None = None
 
     def compile(self, *, memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles the dense pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
@@ -61,14 +66,47 @@ class Backbone:
         if not 0 < memory_budget <= 1:
             raise ConfigError(f"memory_budget={memory_budget}: a share above 0, and 1 to keep everything")
         attention.use(self.stock)
-        compiled = torch.compile(self._one_pass, **options)
+        self.compile_options, self._compiled = {"memory_budget": memory_budget} | options, None
 
-        def within_budget(*arguments: Any) -> Reading:
-            # The compiler reads the budget when it splits a graph into forward and backward.
-            with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-                return compiled(*arguments)
+    def __getstate__(self) -> dict[str, Any]:
+        # A compiled pass is bound to this very body: a copy compiles its own.
+        return self.__dict__ | {"_compiled": None}
 
-        self._compiled = compiled if memory_budget == 1 else within_budget
+    def _dense_pass(self) -> Callable[..., Reading]:
+        """The pass as compiled, if it was asked for."""
+        if self.compile_options is None:
+            return self._one_pass
+        if self._compiled is None:
+            options = dict(self.compile_options)
+            memory_budget = options.pop("memory_budget")
+            compiled = torch.compile(self._one_pass, **options)
+
+            def within_budget(*arguments: Any) -> Reading:
+                # The compiler reads the budget when it splits a graph into forward and backward.
+                with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+                    return compiled(*arguments)
+
+            self._compiled = compiled if memory_budget == 1 else within_budget
+        return self._compiled
+
+    def packs(self) -> bool:
+        """Whether rows of several sequences can be packed into one lane: asked of the decoder once, with one token."""
+        if not attention.use(self.stock):
+            return False
+        if self._packs is None:
+            weight = self._head().weight
+            if weight.device.type == "meta":
+                return False
+            here = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+            lane = Lane(Rows(here[0], Places(here, here), Places(here, here)), self.layer_windows, [])
+            x = torch.zeros(1, 1, self.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            with torch.no_grad(), _evaluating(self.stock):
+                try:
+                    self.read(x, position=here, mask=None, view=_Passing, lane=lane, stream=False)
+                    self._packs = True
+                except BackboneError:
+                    self._packs = False
+        return self._packs
 
     # --- embedding and head -------------------------------------------------------------------------------------
 
@@ -130,7 +168,11 @@ class Backbone:
         saw. Without ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the
         hidden state.
         """
-        one_pass = self._compiled if self._compiled is not None and view is DenseView else self._one_pass
+        one_pass = self._dense_pass() if view is DenseView else self._one_pass
+        if lane is not None:
+            # Any mask that is there already keeps the decoder from building one of rows by rows.
+            nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
+            mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
         arguments = (x, position, mask, view, holding or {}, stream, lane)
         return checkpoint(one_pass, *arguments, use_reentrant=False) if replay else one_pass(*arguments)
 
@@ -145,6 +187,8 @@ class Backbone:
         lane: Lane | None,
     ) -> Reading:
         answers = view(self.layers, **holding)
+        if lane is not None:
+            lane.arrived.clear()
         seen: list[Tensor] = []
         hook = None
         if stream and self.norm is not None:
@@ -161,6 +205,11 @@ class Backbone:
         finally:
             if hook is not None:
                 hook.remove()
+        if lane is not None and len(lane.arrived) != self.layers:
+            raise BackboneError(
+                f"{self.stock.config.model_type}: {len(lane.arrived)} of {self.layers} layers were told whose rows they"
+                " read: it does not hand keyword arguments on to its attention"
+            )
         hidden = out.last_hidden_state
         return Reading(hidden, seen[0] if seen else hidden, answers.rows())
 
@@ -189,9 +238,7 @@ class Backbone:
             return
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.stock.config.vocab_size, (2, 7), generator=generator).to(weight.device)
-        training = {module: module.training for module in self.stock.modules()}
-        self.stock.eval()
-        try:
+        with _evaluating(self.stock):
             expected = self.stock(input_ids=ids, use_cache=False)
             position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
             embedded = self.embed(ids)
@@ -202,9 +249,18 @@ class Backbone:
             logits = nn.functional.linear(reading.hidden, head, bias)
             _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
             _agree(self.stock, "the body with embeddings fed in", self.logits(reading.hidden), expected.logits)
-        finally:
-            for module, flag in training.items():
-                module.training = flag
+
+
+@contextmanager
+def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
+    """In evaluation mode for a moment, each module back in its own after."""
+    training = {module: module.training for module in stock.modules()}
+    stock.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
 
 
 class _Passing(IterationView):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from adaponder import attention
 from adaponder.backbone import Backbone, refuse_halting
 from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
@@ -93,7 +92,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         if self.method.halts:
             refuse_halting(backbone, config.method)
         self._wrapped = Backbone(backbone)
-        self._compile_options: dict[str, Any] | None = None
         self.gradient_checkpointing = False
         self.post_init()
         self.wrapped.verify()
@@ -102,9 +100,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def wrapped(self) -> Backbone:
         """The backbone as the recurrence sees it."""
         if self._wrapped.stock is not self.backbone:
-            self._wrapped = Backbone(self.backbone)
-            if self._compile_options is not None:
-                self._wrapped.compile(**self._compile_options)
+            options, self._wrapped = self._wrapped.compile_options, Backbone(self.backbone)
+            if options is not None:
+                self._wrapped.compile(**options)
         return self._wrapped
 
     @classmethod
@@ -310,7 +308,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         stream = self.method.needs_stream(iterations)
         arranged = self.method.arrange(tokens, iterations)
         if execution == "compact" or ledger is not None or (execution is None and skips):
-            if ledger is None and attention.use(self.backbone):
+            if ledger is None and self.wrapped.packs():
                 return PackedRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
             ledger = self.new_ledger(iterations) if ledger is None else ledger
             return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay, stream=stream)
@@ -335,7 +333,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         can be saved, loaded and changed as before. ``torch.compile(model)`` works too, and makes one graph of all
         iterations: it takes K times as long to compile.
         """
-        self._compile_options = options
         self.wrapped.compile(**options)
 
     def gradient_checkpointing_enable(

@@ -167,6 +167,11 @@ class TrainRecipe:
         require(self.target_gain > 0, f"target_gain={self.target_gain}: must be positive")
         require(self.target_every >= 1, f"target_every={self.target_every}: at least one step")
         require(
+            not (self.execution == "compact" and self.parallel == "fsdp"),
+            "execution=compact with parallel=fsdp: a process whose tokens have all halted would leave the others "
+            "waiting for its shards; use parallel=ddp",
+        )
+        require(
             0 < self.memory_budget <= 1 and (self.compile or self.memory_budget == 1),
             f"memory_budget={self.memory_budget}: a share above 0 and up to 1, and below 1 only with compile=true",
         )

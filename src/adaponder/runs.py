@@ -1,8 +1,9 @@
-"""Two ways to run one recurrence: every token in every pass and masks (dense), or active rows only (compact).
+"""How to run one recurrence: every token in every pass and masks (dense), or active rows only (packed, compact).
 
 A method is written once, over token grids ``[batch, time, …]``, and asks a run for three things: ``read`` (one pass),
-``map`` (a function of each active token) and ``halt``. Dense computes everything and masks; compact gathers active
-rows, computes those and puts them back. With a ledger that already holds tokens, compact is cached decoding.
+``map`` (a function of each active token) and ``halt``. Dense computes everything and masks; packed
+and compact gather active rows, compute those and put them back. With a ledger that already holds tokens, compact is
+cached decoding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adaponder import attention
 from adaponder.attention import Lane
 from adaponder.backbone import Backbone, Reading
 from adaponder.ledger import DenseView, GridView, IterationView, KeysValues, Ledger, RowPlan, RowView
@@ -188,7 +188,7 @@ class SparseRun(Run):
             mask=None,
             view=view,
             holding=holding,
-            lane=Lane(rows, self.backbone.layer_windows),
+            lane=Lane(rows, self.backbone.layer_windows, []),
             replay=self.replay,
             stream=self.stream,
         )
@@ -310,7 +310,7 @@ class CompactRun(SparseRun):
         """(where in the flattened grid, what was read there): one rectangle or lane, if the attention can do it."""
         counts = computed.sum(1)
         lengths = [count for count in counts.unique().tolist() if count]
-        if len(lengths) > 1 and attention.use(self.backbone.stock):
+        if len(lengths) > 1 and self.backbone.packs():
             place = computed.flatten().nonzero().squeeze(1)
             yield place, self._read_packed(x, place, counts.nonzero().squeeze(1), stored.flatten()[place])
             return
@@ -327,8 +327,7 @@ class CompactRun(SparseRun):
         sequence, slot = place[kept] // time, self.past + place[kept] % time
         read = ledger.write(sequence, slot, lanes, self.iteration)
         plan = RowPlan(read=read, stored=kept, place=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
-        document = None if self.tokens.document is None else self.tokens.document[lanes]
-        key = Places(*ledger.places(lanes), document=document, present=read >= 0)
+        key = Places(*ledger.places(lanes), present=read >= 0)  # a ledger never holds packed documents
         holding = {"stores": ledger.snapshot(), "plan": plan}
         reading = self._read_lane(x, place, lanes=lanes, key=key, view=RowView, holding=holding)
         ledger.append(reading.rows)

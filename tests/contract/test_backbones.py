@@ -7,9 +7,11 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    NemotronConfig,
     OPTConfig,
     Phi3Config,
     Qwen3NextConfig,
+    StableLmConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -18,7 +20,7 @@ from adaponder import AdaPonderError, AdaPonderForCausalLM, Random
 from adaponder.backbone import Backbone
 from adaponder.errors import BackboneError
 from laws import assert_one_function, make_case
-from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
+from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
 
 SHAPE = {
     "hidden_size": 16,
@@ -199,3 +201,16 @@ def test_gradient_checkpointing_works_for_every_family_and_method(family, method
             assert gradients[1][name] is None
         else:
             torch.testing.assert_close(gradients[1][name], expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("config", [StableLmConfig(**SHAPE), NemotronConfig(**SHAPE)], ids=["stablelm", "nemotron"])
+def test_a_decoder_that_keeps_keyword_arguments_to_itself_is_not_handed_packed_rows(config, batch):
+    """It would attend as if its rows stood side by side, and at batch 1 nothing else would tell."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model = stir(AdaPonderForCausalLM.from_backbone(base, iterations=3, tau=0.5))
+    assert not model.wrapped.packs()
+    dense, compact = (model(ids(batch, 20), policy=Random(0.5), execution=way) for way in ("dense", "compact"))
+    # Their stock norms round to float32.
+    assert torch.allclose(dense.logits, compact.logits, rtol=0, atol=1e-5)

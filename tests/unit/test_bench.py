@@ -324,7 +324,7 @@ def test_torchs_own_loss_is_a_row_only_where_torch_has_it(monkeypatch):
 def test_a_failing_test_refuses(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(record, "checkout", lambda: tmp_path)
     (tmp_path / "benchmarks").mkdir()
-    monkeypatch.setattr(checks, "run_tests", lambda arguments: (1, "…\nFAILED test_kernels.py::test_it"))
+    monkeypatch.setattr(checks, "run_tests", lambda arguments, where: (1, "…\nFAILED test_kernels.py::test_it"))
     result = invoke(kind, "--commit", "abc", *(SET if kind != "ops" else []), "--json", str(tmp_path / "out.json"))
     assert isinstance(result.exception, EvaluationError), "exits with 1"
     assert not isinstance(result.exception, InputError)
@@ -335,7 +335,7 @@ def test_a_failing_test_refuses(monkeypatch, tmp_path, kind):
 
 def test_tests_of_the_device_are_run_and_the_record_says_so(monkeypatch, tmp_path):
     ran = []
-    monkeypatch.setattr(checks, "run_tests", lambda arguments: (ran.append(arguments), (0, "passed"))[1])
+    monkeypatch.setattr(checks, "run_tests", lambda arguments, where: (ran.append(arguments), (0, "passed"))[1])
     found = measured("ops", "--no-record", "--warmup=0", "--repeats=1", "--size=4,4,8", tmp_path=tmp_path)
     assert found["tested"] is True
     checks.require_tests(torch.device("cuda"))
@@ -347,7 +347,7 @@ def test_tests_of_the_device_are_run_and_the_record_says_so(monkeypatch, tmp_pat
 
 def test_the_runner_runs_the_checkouts_own_sources(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    code, said = checks.run_tests([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH']); exit(3)"])
+    code, said = checks.run_tests([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH']); exit(3)"], {})
     assert code == 3
     assert said.strip().split(os.pathsep) == [str(record.checkout() / "src"), "elsewhere"]
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="no Triton on this platform")
 from adaponder.masks import Places
 from adaponder.ops import compact_attention as attention_op
 from adaponder.ops import linear_cross_entropy as loss_op
+from adaponder.ops import rows as row_kernels
 from adaponder.ops import vocab_expectation as expectation_op
 from adaponder.ops.compact_attention import Rows
 from adaponder.ops.compact_attention import triton as attention_kernel
@@ -33,10 +34,8 @@ PLACES = [pytest.param("cpu", id="interpreted"), GPU]
 def _small_blocks(request, monkeypatch):
     """Rows of several blocks at sizes an interpreter can walk."""
     if "large" not in request.keywords:
-        monkeypatch.setattr(loss_kernels, "BLOCK", 32)
-        monkeypatch.setattr(expectation_kernels, "BLOCK", 32)
-        monkeypatch.setattr(attention_kernel, "BLOCK_ROWS", 16)
-        monkeypatch.setattr(attention_kernel, "BLOCK_KEYS", 16)
+        monkeypatch.setattr(row_kernels, "BLOCK", 32)
+        monkeypatch.setattr(attention_kernel, "BLOCKS", {128: (16, 16, 2)})
 
 
 @pytest.fixture(autouse=True)
@@ -272,11 +271,63 @@ def test_real_vocabularies_on_a_gpu(dtype, shape):
 
 
 @pytest.mark.gpu
-def test_a_gpu_runs_the_kernels_and_a_compiler_gets_the_torch_version(monkeypatch):
+@pytest.mark.large
+@pytest.mark.parametrize("holes", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 64), (6, 2, 80), (4, 1, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_real_heads_on_a_gpu(dtype, heads, key_heads, size, holes):
+    generator = torch.Generator().manual_seed(1)
+    active = torch.rand(5, 700, generator=generator) < torch.tensor([0.9, 0.02, 0.5, 0.0, 1.0])[:, None]
+    rows = scattered(active, holes=holes, device="cuda")
+    make = {"dtype": dtype, "device": "cuda"}
+    given = [draw(int(active.sum()), heads, size, seed=1, **make)]
+    given += [draw(5, key_heads, 700, size, seed=seed, **make) for seed in (2, 3)]
+    plain = partial(attention_op.reference.compact_attention, rows=rows)
+    truth = differentiate(plain, [x.double() for x in given])
+    ours = lost(differentiate(partial(attention_op.compact_attention, rows=rows), given), truth)
+    for index, (mine, theirs) in enumerate(zip(ours, lost(differentiate(plain, given), truth), strict=True)):
+        assert mine <= 1.1 * theirs + SLACK[dtype] * torch.finfo(dtype).eps, (index, mine, theirs)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_logits_of_minus_infinity_are_no_nan(device):
+    """A whole first block that can never be drawn, by its bias."""
+    case = expectation_case((5, 8, 131, 8), dtype=torch.float32, device=device)
+    case[3][:64] = -float("inf")
+    for ours, plain, leaves in (
+        (
+            run_expectation(expectation_kernels.vocab_expectation, 3),
+            run_expectation(expectation_op.plain_vocab_expectation),
+            case,
+        ),
+        (
+            run_loss(loss_kernels.linear_cross_entropy, torch.full((5,), 100, device=device), 3),
+            run_loss(loss_op.plain_linear_cross_entropy, torch.full((5,), 100, device=device)),
+            [case[0], case[1], case[3]],
+        ),
+    ):
+        for mine, theirs in zip(differentiate(ours, leaves), differentiate(plain, leaves), strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_a_target_that_does_not_exist_makes_its_loss_nan(device):
+    hidden, weight, bias = loss_case((4, 5, 33, 3), dtype=torch.float32, device=device)
+    targets = torch.tensor([3, -1, 33, -100], device=device)
+    found = loss_kernels.linear_cross_entropy(hidden, weight, targets, bias=bias)
+    assert found.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_kernels_and_a_compiler_or_float64_gets_the_torch_version(monkeypatch):
     called = []
-    monkeypatch.setattr(expectation_kernels, "chunked_expectation", lambda *a, **k: called.append("kernels"))
+    original = expectation_kernels.softmax_
+    monkeypatch.setattr(expectation_kernels, "softmax_", lambda logits: called.append(1) or original(logits))
     hidden, weight, table, _ = expectation_case((7, 5, 33, 3), dtype=torch.bfloat16, device="cuda")
     expectation_op.vocab_expectation(hidden, weight, table)
-    assert called == ["kernels"]
-    assert expectation_op.vocab_expectation(hidden.double(), weight.double(), table.double()).dtype == torch.float64
-    assert called == ["kernels"]
+    assert called == [1]
+    torch.compile(expectation_op.vocab_expectation, backend="eager")(hidden, weight, table)
+    expectation_op.vocab_expectation(hidden.double(), weight.double(), table.double())
+    monkeypatch.setenv("ADAPONDER_KERNELS", "0")
+    expectation_op.vocab_expectation(hidden, weight, table)
+    assert called == [1]

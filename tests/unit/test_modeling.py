@@ -436,6 +436,22 @@ def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(metho
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations)
 
 
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
+    model = tiny().train()
+    model.compile_passes(backend="eager")
+    asked = {"targets": ids(2, 9, seed=1)}
+    before = model(ids(), **asked).loss
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.backbone.base_model.parameters():
+            parameter.mul_(0.5)
+    compiled = twin(ids(), **asked).loss
+    twin.wrapped.compile_options = None
+    torch.testing.assert_close(compiled, twin(ids(), **asked).loss)
+    torch.testing.assert_close(model(ids(), **asked).loss, before)
+    assert not torch.allclose(compiled, before)
+
+
 def test_a_memory_budget_keeps_fewer_activations_and_changes_nothing():
     model = tiny(iterations=3).train()
     asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}

@@ -221,7 +221,7 @@ def test_compact_training_equals_dense_training(shards, tmp_path, checkpointing,
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-9) for name in theirs)
 
 
-def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path):
+def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path, capsys):
     moved = {}
     for steps in (3, 4):
         recipe = small(shards, "train.gate_start=3", f"train.steps={steps}", "train.ponder_start=0")
@@ -232,6 +232,7 @@ def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path):
     assert not any(name.startswith("method.") for name in moved[3])
     assert any(name.startswith("backbone.") for name in moved[3])
     assert any(name.startswith("method.") for name in moved[4])
+    assert "gate_start=3 lies after ponder_start=0" in capsys.readouterr().out
 
 
 def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, capsys, monkeypatch):
@@ -259,6 +260,20 @@ def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards,
     assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=1e-12)
     # The first pass and the later ones, in training and in evaluation: not one for every step of k's warm-up.
     assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, monkeypatch):
+    """Each phase has graphs of its own for training and evaluation; past its limit the compiler would go eager."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    recipe = small(shards, "train.compile=true", "train.freeze_backbone_steps=3", "train.eval_every=1")
+    train(recipe, out=tmp_path / "run", quiet=True)
+    assert len(losses(tmp_path / "run")) == 8
+
+
+def test_compact_training_is_refused_where_it_would_hang(shards):
+    with pytest.raises(AdaPonderError, match="parallel=fsdp"):
+        small(shards, "train.execution=compact", "train.parallel=fsdp")
 
 
 @pytest.mark.parametrize("target", [1.5, 2.5, 3.5])

@@ -21,19 +21,21 @@ def require_tests(device: torch.device) -> None:
     if missing := [test for test in TESTS if not (root / test).is_file()]:
         raise InputError(f"{missing[0]} is not there: bench runs from a checkout; --trust measures untested operations")
     arguments = [sys.executable, "-m", "pytest", "-q", *TESTS]
+    # Kernels are compiled or interpreted, never both in one process.
+    where = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     if device.type == "cuda":
-        arguments += ["-m", "gpu or not gpu"]
-    code, said = run_tests(arguments)
+        arguments, where = [*arguments, "-m", "gpu or not gpu"], {}
+    code, said = run_tests(arguments, where)
     if code != 0:
         tail = "\n".join(said.rstrip().splitlines()[-TAIL:])
         raise EvaluationError(f"{tail}\nthe operations' tests fail (above): nothing is measured")
 
 
-def run_tests(arguments: list[str]) -> tuple[int, str]:
+def run_tests(arguments: list[str], where: dict[str, str]) -> tuple[int, str]:
     """(exit code, what it said) of a command in the checkout, with the checkout's own sources."""
     root = checkout()
     paths = [str(root / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)} | where
     done = subprocess.run(
         arguments, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,11 +15,17 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def runs_fused(like: Tensor) -> bool:
-    """Kernels run on CUDA where products are computed in bf16 or fp16.
+    """Kernels run on CUDA where products are computed in bf16 or fp16, unless ``ADAPONDER_KERNELS=0`` says otherwise.
 
     Under ``torch.compile`` the torch version is traced, and the compiler fuses it.
     """
-    return like.is_cuda and HAS_TRITON and compute_dtype(like) in _FUSED_DTYPES and not torch.compiler.is_compiling()
+    wanted = HAS_TRITON and not torch.compiler.is_compiling() and os.environ.get("ADAPONDER_KERNELS") != "0"
+    return wanted and like.is_cuda and compute_dtype(like) in _FUSED_DTYPES
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def compute_dtype(like: Tensor) -> torch.dtype:

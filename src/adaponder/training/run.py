@@ -19,7 +19,7 @@ from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import Recipe
+from adaponder.recipe import Recipe, TrainRecipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
@@ -75,8 +75,7 @@ def train(
             model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe)).train()
         if world.leads:
             (out / "recipe.yaml").write_text(recipe.to_yaml())
-            if recipe.train.dtype == "bfloat16" and world.device.type == "cpu":
-                console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
+            _remark(recipe.train, world)
         telemetry = None
         if world.leads:
             telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet, wandb=wandb)
@@ -235,6 +234,18 @@ def stop_signals() -> Iterator[Any]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _remark(plan: TrainRecipe, world: World) -> None:
+    """Says what a user might not expect of the recipe here."""
+    if plan.dtype == "bfloat16" and world.device.type == "cpu":
+        console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
+    if plan.ponder_weight and plan.gate_start > plan.ponder_start:
+        console.print(
+            f"[yellow]train.gate_start={plan.gate_start} lies after ponder_start={plan.ponder_start}:[/] until then the "
+            "ponder loss presses on gates that do not move",
+            soft_wrap=True,
+        )
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:

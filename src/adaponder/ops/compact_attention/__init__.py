@@ -20,7 +20,7 @@ def compact_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """The torch version, or its Triton kernel where it runs and fits."""
-    if runs_fused(query):
+    if runs_fused(query) and query.dtype.itemsize == 2:
         from adaponder.ops.compact_attention import triton as fused
 
         if fused.fits(query, keys, values, rows, window=window, dropout=dropout):

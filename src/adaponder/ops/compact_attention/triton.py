@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from adaponder.ops.compact_attention.torch import Rows
+from adaponder.ops.fused import on_device_of
 
-BLOCK_ROWS = 128
-BLOCK_KEYS = 64
+# (rows, keys, stages of the pipeline) of a block, by the largest head size they are for: what fits into 160 KiB of
+# shared memory, backward included.
+BLOCKS = {64: (128, 64, 3), 128: (64, 64, 2)}
+SHARED_BYTES = 160 * 1024
 WARPS = 8
 
 
@@ -45,7 +48,18 @@ def fits(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, window: int
     """Whether the kernels can do it; the torch version does everything."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
-    return plain and packed and keys.shape[-1] == values.shape[-1] and query.shape[-1] <= 256
+    sized = keys.shape[-1] == values.shape[-1] and query.shape[-1] <= max(BLOCKS)
+    return plain and packed and sized and _has_room(query.device)
+
+
+def _has_room(device: torch.device) -> bool:
+    return (
+        device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES
+    )
+
+
+def _blocks(size: int) -> tuple[int, int, int]:
+    return next(blocks for largest, blocks in BLOCKS.items() if size <= largest)
 
 
 class _CompactAttention(torch.autograd.Function):
@@ -57,21 +71,23 @@ class _CompactAttention(torch.autograd.Function):
         mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
         normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
         if count:
-            _forward_kernel[(triton.cdiv(count, BLOCK_ROWS), heads)](
-                query,
-                keys,
-                values,
-                mixed,
-                normaliser,
-                *_where(rows),
-                count,
-                scale / math.log(2.0),
-                *query.stride()[:2],
-                *keys.stride()[:3],
-                *values.stride()[:3],
-                *mixed.stride()[:2],
-                **_constants(query, keys, rows),
-            )
+            constants = _constants(query, keys, rows)
+            with on_device_of(query):
+                _forward_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
+                    query,
+                    keys,
+                    values,
+                    mixed,
+                    normaliser,
+                    *_where(rows),
+                    count,
+                    scale / math.log(2.0),
+                    *query.stride()[:2],
+                    *keys.stride()[:3],
+                    *values.stride()[:3],
+                    *mixed.stride()[:2],
+                    **constants,
+                )
         ctx.save_for_backward(query, keys, values, mixed, normaliser)
         ctx.rows, ctx.scale = rows, scale
         return mixed
@@ -91,30 +107,31 @@ class _CompactAttention(torch.autograd.Function):
             given = (query, keys, values, grad, normaliser, along)
             strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *mixed.stride()[:2])
             constants = _constants(query, keys, rows)
-            _query_kernel[(triton.cdiv(count, BLOCK_ROWS), heads)](
-                *given, grad_query, *_where(rows), count, scale, *strides, **constants
-            )
             sequences, slots = rows.key.slot.shape
-            blocks = triton.cdiv(slots, BLOCK_KEYS)
+            blocks = triton.cdiv(slots, constants["KEYS"])
             # The first row of each sequence that sees a block of keys: rows are in the order of sequences and slots.
             place = rows.sequence * slots + rows.query.slot[0]
             edges = torch.arange(sequences, device=place.device)[:, None] * slots
-            edges = (edges + torch.arange(blocks, device=place.device) * BLOCK_KEYS).flatten()
+            edges = (edges + torch.arange(blocks, device=place.device) * constants["KEYS"]).flatten()
             first = torch.searchsorted(place, edges)
             last = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
-            _key_kernel[(sequences * blocks, keys.shape[1])](
-                *given,
-                grad_keys,
-                grad_values,
-                first,
-                last,
-                *_where(rows),
-                slots,
-                scale,
-                *strides,
-                *grad_keys.stride()[:3],
-                **constants,
-            )
+            with on_device_of(query):
+                _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
+                    *given, grad_query, *_where(rows), count, scale, *strides, **constants
+                )
+                _key_kernel[(sequences * blocks, keys.shape[1])](
+                    *given,
+                    grad_keys,
+                    grad_values,
+                    first,
+                    last,
+                    *_where(rows),
+                    slots,
+                    scale,
+                    *strides,
+                    *grad_keys.stride()[:3],
+                    **constants,
+                )
         return grad_query, grad_keys, grad_values, None, None
 
 
@@ -127,6 +144,7 @@ def _where(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 def _constants(query: Tensor, keys: Tensor, rows: Rows) -> dict[str, Any]:
+    block_rows, block_keys, stages = _blocks(query.shape[2])
     return {
         "HEADS": query.shape[1],
         "GROUPS": query.shape[1] // keys.shape[1],
@@ -134,9 +152,10 @@ def _constants(query: Tensor, keys: Tensor, rows: Rows) -> dict[str, Any]:
         "PADDED": max(16, triton.next_power_of_2(query.shape[2])),
         "HOLES": rows.key.present is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "ROWS": BLOCK_ROWS,
-        "KEYS": BLOCK_KEYS,
+        "ROWS": block_rows,
+        "KEYS": block_keys,
         "num_warps": WARPS,
+        "num_stages": stages,
     }
 
 

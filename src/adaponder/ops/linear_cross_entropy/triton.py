@@ -8,11 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise, chunked_cross_entropy
-
-# Elements of tokens x vocabulary held at once: 2^29 bf16 values are 1 GiB.
-CHUNK_ELEMENTS = 1 << 29
-BLOCK = 8192
-WARPS = 16
+from adaponder.ops.rows import CHUNK_ELEMENTS, launch, normaliser
 
 
 def linear_cross_entropy(
@@ -23,68 +19,37 @@ def linear_cross_entropy(
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """``logsumexp(z) - z[target]`` of each row in float32; 0 where the target is ignored."""
-    rows, vocabulary = logits.shape
-    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if rows:
-        _losses_kernel[(rows,)](
-            logits, targets, found, vocabulary, logits.stride(0), IGNORE, BLOCK=_block(vocabulary), num_warps=WARPS
-        )
+    """``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN for those that do not exist."""
+    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    launch(_losses_kernel, logits, targets, found, IGNORE)
     return found
 
 
 def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     """``(softmax(z) - onehot(target)) * grad`` of each row, in the place of the logits."""
-    rows, vocabulary = logits.shape
-    if rows:
-        # An expanded gradient (of a sum) has stride 0, and the kernel walks it by one.
-        _slopes_kernel[(rows,)](
-            logits,
-            targets,
-            grad.contiguous(),
-            vocabulary,
-            logits.stride(0),
-            IGNORE,
-            BLOCK=_block(vocabulary),
-            num_warps=WARPS,
-        )
+    # An expanded gradient (of a sum) has stride 0, and the kernel walks it by one.
+    launch(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
     return logits
 
 
-def _block(vocabulary: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(vocabulary))
-
-
 @triton.jit
-def _normaliser(row, column, vocabulary, BLOCK: tl.constexpr):  # noqa: N803
-    """(maximum, sum of exponentials below it) of one row, in one walk."""
-    top, total = -float("inf"), 0.0
-    for start in range(0, vocabulary, BLOCK):
-        at = start + column
-        z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
-        top = higher
-    return top, total
-
-
-@triton.jit
-def _losses_kernel(logits, targets, found, vocabulary, stride, ignore, BLOCK: tl.constexpr):  # noqa: N803
+def _losses_kernel(logits, targets, found, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
-    top, total = _normaliser(row, tl.arange(0, BLOCK), vocabulary, BLOCK)
+    top, total = normaliser(row, tl.arange(0, BLOCK), vocabulary, BLOCK)
     target = tl.load(targets + index)
-    counts = target != ignore
-    hit = tl.load(row + target, mask=counts, other=0.0).to(tl.float32)
-    tl.store(found + index, tl.where(counts, tl.log(total) + (top - hit), 0.0))
+    known = (target >= 0) & (target < vocabulary)
+    # No host looks at targets here: one that does not exist makes the loss NaN, which stops a run.
+    hit = tl.load(row + target, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(found + index, tl.where(target == ignore, 0.0, tl.log(total) + (top - hit)))
 
 
 @triton.jit
-def _slopes_kernel(logits, targets, grads, vocabulary, stride, ignore, BLOCK: tl.constexpr):  # noqa: N803
+def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     column = tl.arange(0, BLOCK)
-    top, total = _normaliser(row, column, vocabulary, BLOCK)
+    top, total = normaliser(row, column, vocabulary, BLOCK)
     target = tl.load(targets + index)
     grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
     for start in range(0, vocabulary, BLOCK):

@@ -10,12 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from adaponder.ops.rows import CHUNK_ELEMENTS, finite, launch, normaliser
 from adaponder.ops.vocab_expectation.torch import Pointwise, chunked_expectation
-
-# Elements of tokens x vocabulary held at once, backward twice: 2^29 bf16 values are 1 GiB.
-CHUNK_ELEMENTS = 1 << 29
-BLOCK = 8192
-WARPS = 16
 
 
 def vocab_expectation(
@@ -35,44 +31,21 @@ def vocab_expectation(
 
 def softmax_(logits: Tensor) -> Tensor:
     """Turns each row of ``logits [n, vocabulary]`` into probabilities, in place."""
-    rows, vocabulary = logits.shape
-    if rows:
-        _softmax_kernel[(rows,)](logits, vocabulary, logits.stride(0), BLOCK=_block(vocabulary), num_warps=WARPS)
+    launch(_softmax_kernel, logits)
     return logits
 
 
 def slopes_(logits: Tensor, grad_probability: Tensor) -> tuple[Tensor, Tensor]:
     """(logits, dp) -> (p, dz = p * (dp - <p, dp>)), each in the place of its argument."""
-    rows, vocabulary = logits.shape
-    if rows:
-        _slopes_kernel[(rows,)](
-            logits,
-            grad_probability,
-            vocabulary,
-            logits.stride(0),
-            grad_probability.stride(0),
-            BLOCK=_block(vocabulary),
-            num_warps=WARPS,
-        )
+    launch(_slopes_kernel, logits, grad_probability, grad_probability.stride(0))
     return logits, grad_probability
-
-
-def _block(vocabulary: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(vocabulary))
 
 
 @triton.jit
 def _softmax_kernel(logits, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
     row = logits + tl.program_id(0).to(tl.int64) * stride
     column = tl.arange(0, BLOCK)
-    # One walk for the maximum and the sum of exponentials: the sum is rescaled whenever the maximum moves.
-    top, total = -float("inf"), 0.0
-    for start in range(0, vocabulary, BLOCK):
-        at = start + column
-        z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
-        top = higher
+    top, total = normaliser(row, column, vocabulary, BLOCK)
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
@@ -80,17 +53,19 @@ def _softmax_kernel(logits, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N
 
 
 @triton.jit
-def _slopes_kernel(logits, grads, vocabulary, logit_stride, grad_stride, BLOCK: tl.constexpr):  # noqa: N803
+def _slopes_kernel(logits, grads, grad_stride, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
     index = tl.program_id(0).to(tl.int64)
-    row, grad_row = logits + index * logit_stride, grads + index * grad_stride
+    row, grad_row = logits + index * stride, grads + index * grad_stride
     column = tl.arange(0, BLOCK)
+    # As in `normaliser`, with the sum of p * dp along.
     top, total, along = -float("inf"), 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
         dp = tl.load(grad_row + at, mask=at < vocabulary, other=0.0).to(tl.float32)
         higher = tl.maximum(top, tl.max(z, 0))
-        old, new = tl.exp(top - higher), tl.exp(z - higher)
+        level = finite(higher)
+        old, new = tl.exp(top - level), tl.exp(z - level)
         total = total * old + tl.sum(new, 0)
         along = along * old + tl.sum(new * dp, 0)
         top = higher
