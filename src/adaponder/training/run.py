@@ -242,8 +242,8 @@ def _remark(plan: TrainRecipe, world: World) -> None:
         console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
     if plan.ponder_weight and plan.gate_start > plan.ponder_start:
         console.print(
-            f"[yellow]train.gate_start={plan.gate_start} lies after ponder_start={plan.ponder_start}:[/] until then the "
-            "ponder loss presses on gates that do not move",
+            f"[yellow]train.gate_start={plan.gate_start} lies after ponder_start={plan.ponder_start}:[/] until then "
+            "the ponder loss presses on gates that do not move",
             soft_wrap=True,
         )
 

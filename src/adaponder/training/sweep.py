@@ -225,7 +225,7 @@ def carry_out(
         ended, asked_to_stop = _carry_out(run, record, out / run.name, data=data, device=device, quiet=quiet)
         if ended.status != FAILED:
             pace.add(rows_left(run, record) - rows_left(run, ended), time.perf_counter() - began)
-        _forget(run)
+        _forget()
         yield index, ended
         if asked_to_stop:
             return
@@ -243,11 +243,8 @@ def _carry_out(run: Run, record: Record, folder: Path, *, data: Path, device: st
         return replace(record, status=FAILED, error=str(error)), False
 
 
-def _forget(run: Run) -> None:
-    """The next run finds the memory and the compiler as the first one did."""
+def _forget() -> None:
+    """The next run finds the memory as the first one did."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if run.recipe.train.compile:
-        # Else compiled frames of earlier runs count towards dynamo's limit, and later runs are eager without a word.
-        torch.compiler.reset()
