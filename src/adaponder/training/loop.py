@@ -130,8 +130,8 @@ class Trainer:
             )
         train = self.recipe.train
         if train.compile:
-            # Who trains is part of a graph. A phase begins with none: those of earlier phases, or of another run in this
-            # process, count towards the compiler's limit, past which it would go on uncompiled without a word.
+            # Who trains is part of a graph. A phase begins with none: those of earlier phases, or of another run in
+            # this process, count towards the compiler's limit, past which it would go on uncompiled without a word.
             torch.compiler.reset()
         if self.called is None or train.parallel == "ddp":
             # FSDP shards in place, once, and follows requires_grad; DDP looks at it when it is made.
