@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from adaponder import attention
 from adaponder.attention import Lane
 from adaponder.errors import BackboneError, ConfigError
-from adaponder.ledger import DenseView, IterationView, KeysValues
+from adaponder.ledger import KeysValues
 from adaponder.masks import Places, visible
 from adaponder.ops.compact_attention import Rows
+from adaponder.views import DenseView, IterationView
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from adaponder.attention import Lane
 from adaponder.backbone import Backbone, Reading
-from adaponder.ledger import DenseView, GridView, IterationView, KeysValues, Ledger, RowPlan, RowView
+from adaponder.ledger import KeysValues, Ledger
 from adaponder.masks import Places
 from adaponder.ops.compact_attention import Rows
 from adaponder.policies import Policy, PolicyInput
 from adaponder.tokens import Tokens
+from adaponder.views import DenseView, GridView, IterationView, RowPlan, RowView
 
 
 class Pass(NamedTuple):

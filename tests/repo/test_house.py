@@ -21,6 +21,7 @@ ORDER = [
     "policies",
     "compute",
     "ledger",
+    "views",
     "tokens",
     "attention",
     "backbone",
