@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +18,9 @@ from adaponder.attention import Lane
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.ledger import KeysValues
 from adaponder.masks import Places, visible
+from adaponder.ops import gelu
 from adaponder.ops.compact_attention import Rows
-from adaponder.views import DenseView, IterationView
+from adaponder.views import DenseView, GridView, IterationView
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
 
@@ -39,7 +41,8 @@ class Reading(NamedTuple):
 class Backbone:
     """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
 
-    Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py). What
+    Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
+    compiled, the function behind its GELU (see ops/gelu.py). What
     cannot be seen that way is refused by name when wrapping (structure) and by :meth:`verify` (numbers on random input,
     against the stock model's own forward).
     """
@@ -58,24 +61,26 @@ class Backbone:
         self._packs: bool | None = None
 
     def compile(self, *, memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles the dense pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
+        """Compiles the pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
 
-        The rest of a forward stays as it is: the products over the vocabulary are kernels already, and the ponder
-        term's size changes at every step of its warm-up. ``memory_budget`` is the share of a pass's activations that
-        may be kept; the compiler chooses what is cheapest to compute again.
+        A pass over packed rows is a third, for any number of them. The rest of a forward stays as it is: the products
+        over the vocabulary are kernels already, and the ponder term's size changes at every step of its warm-up.
+        ``memory_budget`` is the share of a pass's activations that may be kept; the compiler chooses what is cheapest
+        to compute again.
         """
         if not 0 < memory_budget <= 1:
             raise ConfigError(f"memory_budget={memory_budget}: a share above 0, and 1 to keep everything")
         attention.use(self.stock)
+        gelu.use(self.stock)
         self.compile_options, self._compiled = {"memory_budget": memory_budget} | options, None
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled pass is bound to this very body: a copy compiles its own.
         return self.__dict__ | {"_compiled": None}
 
-    def _dense_pass(self) -> Callable[..., Reading]:
-        """The pass as compiled, if it was asked for."""
-        if self.compile_options is None:
+    def _pass_for(self, view: type[IterationView]) -> Callable[..., Reading]:
+        """The pass as compiled, if it was asked for and shapes do not change with every call."""
+        if self.compile_options is None or view not in (DenseView, GridView):
             return self._one_pass
         if self._compiled is None:
             options = dict(self.compile_options)
@@ -169,12 +174,14 @@ class Backbone:
         saw. Without ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the
         hidden state.
         """
-        one_pass = self._dense_pass() if view is DenseView else self._one_pass
+        one_pass, holding = self._pass_for(view), holding or {}
         if lane is not None:
+            if view is GridView and self.compile_options is not None:
+                _vary(x, position, lane, holding)
             # Any mask that is there already keeps the decoder from building one of rows by rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
             mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
-        arguments = (x, position, mask, view, holding or {}, stream, lane)
+        arguments = (x, position, mask, view, holding, stream, lane)
         return checkpoint(one_pass, *arguments, use_reentrant=False) if replay else one_pass(*arguments)
 
     def _one_pass(
@@ -263,6 +270,16 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:
+    """Tells the compiler that every pass over packed rows has another number of them."""
+    rows, document = lane.rows, lane.rows.query.document
+    for grid in (x, position, rows.query.slot, rows.query.order, *([] if document is None else [document])):
+        torch._dynamo.maybe_mark_dynamic(grid, 1)
+    for listed in (rows.sequence, holding["sequence"], holding["slot"], holding["kept"]):
+        if listed is not None:
+            torch._dynamo.maybe_mark_dynamic(listed, 0)
 
 
 class _Passing(IterationView):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from adaponder.errors import InputError
 from adaponder.methods.base import Scorer, Trajectory
-from adaponder.ops.linear_cross_entropy import linear_cross_entropy
+from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
 
 
 def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
@@ -58,4 +58,9 @@ def scorer(
     def mean(values: Tensor) -> Tensor:
         return (values * counted).sum() / items
 
-    return Scorer(nll, mean, share)
+    def mean_nll(hidden: Tensor) -> Tensor:
+        if logits is None or hidden is not seen.hidden:
+            return linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]) / items
+        return mean(nll(hidden))
+
+    return Scorer(nll, mean, mean_nll, share)

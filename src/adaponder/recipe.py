@@ -83,6 +83,8 @@ class TrainRecipe:
         compile: torch.compile the pass over the backbone; each shape and setting compiles once.
         memory_budget: compiled, the share of activations kept for backward; the rest is computed again.
         gradient_checkpointing: replay each iteration in backward.
+        keep_logits: adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of
+            computing them again: faster, the same bits, tokens x vocabulary x 2 bytes (bfloat16) more per iteration.
         parallel: ``ddp`` or ``fsdp``, when there are several processes.
         ponder_weight: the paper's lambda. k_max: the share of gates bottom-K averages, once warm.
         ponder_start, ponder_full: S0 and S1: stage 2 begins, and k has reached k_max.
@@ -114,6 +116,7 @@ class TrainRecipe:
     compile: bool = False
     memory_budget: float = 1.0
     gradient_checkpointing: bool = False
+    keep_logits: bool = False
     parallel: Literal["ddp", "fsdp"] = "ddp"
     ponder_weight: float = 0.1
     k_max: float = 0.1
@@ -195,11 +198,11 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides the result: not the name, not prose, not how often is logged."""
+        """Hash of everything that decides the result: not the name, prose, how often is logged or what is kept."""
         decisive = self.as_dict()
         for key in ("name", "about", "provenance"):
             del decisive[key]
-        for key in ("eval_every", "eval_tokens", "save_every", "keep", "log_every"):
+        for key in ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits"):
             del decisive["train"][key]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -150,6 +150,17 @@ class DenseRun(Run):
 class SparseRun(Run):
     """What both ways of computing only what must be have in common: rows are gathered, computed and put back."""
 
+    def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool = False, stream: bool = True):
+        super().__init__(backbone, tokens, reuse=reuse, replay=replay, stream=stream)
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def place_of(self, chosen: Tensor) -> Tensor:
+        """Where they stand in the flattened grid: a count that the host must wait for, so asked once for each mask."""
+        # The mask is kept along: its id is its own as long as it lives.
+        if id(chosen) not in self._places:
+            self._places[id(chosen)] = (chosen, chosen.flatten().nonzero().squeeze(1))
+        return self._places[id(chosen)][1]
+
     def computed(self) -> Tensor:
         """Whom a pass computes."""
         return self.active if self.reuse in ("state", "absent") else self.tokens.real
@@ -163,14 +174,14 @@ class SparseRun(Run):
         x: Tensor,
         place: Tensor,
         *,
-        lanes: Tensor,
+        sequence: Tensor,
         key: Places,
         view: type[IterationView],
         holding: dict[str, Any],
     ) -> Reading:
         """One pass over the rows at ``place`` of the flattened grid, packed into one lane.
 
-        ``lanes`` are the sequences they are of; ``key`` and what the view answers are of these, in this order.
+        ``sequence`` says which lane of ``key``, and of what the view answers, each is of.
         """
         tokens = self.tokens
 
@@ -179,7 +190,7 @@ class SparseRun(Run):
 
         document = None if tokens.document is None else lane(tokens.document)
         rows = Rows(
-            sequence=torch.searchsorted(lanes, place // x.shape[1]),
+            sequence=sequence,
             query=Places(lane(tokens.slot), lane(tokens.order), document),
             key=key,
         )
@@ -196,16 +207,16 @@ class SparseRun(Run):
 
     def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
         chosen = self.tokens.real if everyone else self.active
-        place = chosen.flatten().nonzero().squeeze(1)
+        place = self.place_of(chosen)
         rows = function(grid.flatten(0, 1)[place])
         return rows.new_zeros(chosen.numel(), *rows.shape[1:]).index_copy(0, place, rows).unflatten(0, chosen.shape)
 
     def rows(self, grid: Tensor) -> Tensor:
-        return grid[self.active]
+        return grid.flatten(0, 1)[self.place_of(self.active)]
 
     def _grid(self, rows: Tensor) -> Tensor:
         grid = torch.zeros_like(self.active)
-        grid[self.active] = rows
+        grid.view(-1)[self.place_of(self.active)] = rows
         return grid
 
 
@@ -223,22 +234,20 @@ class PackedRun(SparseRun):
     def _pass(self, x: Tensor) -> Pass:
         if self.iteration == 0 and self.tokens.plain:
             return self._first_pass(x)
-        tokens, time, computed = self.tokens, x.shape[1], self.computed()
-        place = computed.flatten().nonzero().squeeze(1)
+        tokens, time = self.tokens, x.shape[1]
+        place = self.place_of(self.computed())
         if not place.numel():
             return Pass(torch.zeros_like(x), torch.zeros_like(x))
-        # Sequences with nothing to read are left out: nobody unfolds their keys.
-        lanes = computed.any(1).nonzero().squeeze(1)
         kept = None
         if self.reuse == "kv":
             kept = self.stored().flatten()[place].nonzero().squeeze(1)
         stored = place if kept is None else place[kept]
         # Halted tokens of mor are absent; padding always is.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
-        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": kept}
+        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "kept": kept}
         holding |= {"sequence": stored // time, "slot": stored % time}
-        key = Places(tokens.slot, tokens.order, tokens.document, present).of(lanes)
-        reading = self._read_lane(x, place, lanes=lanes, key=key, view=GridView, holding=holding)
+        key = Places(tokens.slot, tokens.order, tokens.document, present)
+        reading = self._read_lane(x, place, sequence=place // time, key=key, view=GridView, holding=holding)
         self.grids = reading.rows
 
         def grid(found: Tensor) -> Tensor:
@@ -312,7 +321,7 @@ class CompactRun(SparseRun):
         counts = computed.sum(1)
         lengths = [count for count in counts.unique().tolist() if count]
         if len(lengths) > 1 and self.backbone.packs():
-            place = computed.flatten().nonzero().squeeze(1)
+            place = self.place_of(computed)
             yield place, self._read_packed(x, place, counts.nonzero().squeeze(1), stored.flatten()[place])
             return
         for count in lengths:
@@ -330,7 +339,8 @@ class CompactRun(SparseRun):
         plan = RowPlan(read=read, stored=kept, place=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
         key = Places(*ledger.places(lanes), present=read >= 0)  # a ledger never holds packed documents
         holding = {"stores": ledger.snapshot(), "plan": plan}
-        reading = self._read_lane(x, place, lanes=lanes, key=key, view=RowView, holding=holding)
+        own = torch.searchsorted(lanes, place // time)
+        reading = self._read_lane(x, place, sequence=own, key=key, view=RowView, holding=holding)
         ledger.append(reading.rows)
         return reading
 

@@ -98,7 +98,6 @@ class GridView(IterationView):
     Args:
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
         shape: (batch, slots).
-        lanes: the sequences that ask: only their keys and values are answered.
         sequence, slot: ``[stored]``, where each row that is stored stands.
         kept: ``[stored]``, which rows of the pass those are; ``None`` for all.
     """
@@ -109,21 +108,18 @@ class GridView(IterationView):
         *,
         grids: list[KeysValues] | None,
         shape: tuple[int, int],
-        lanes: Tensor,
         sequence: Tensor,
         slot: Tensor,
         kept: Tensor | None,
     ):
         super().__init__(layers)
-        self.grids, self.shape, self.lanes = grids, shape, lanes
+        self.grids, self.shape = grids, shape
         self.sequence, self.slot, self.kept = sequence, slot, kept
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]
         keys, values = self._put(keys, old_keys), self._put(values, old_values)
         self.written[layer] = (keys, values)
-        if len(self.lanes) < self.shape[0]:
-            return keys[self.lanes], values[self.lanes]
         return keys, values
 
     def _put(self, new: Tensor, grid: Tensor | None) -> Tensor:

@@ -4,6 +4,9 @@ import random
 
 import pytest
 import torch
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM

@@ -6,6 +6,7 @@ is tested on a GPU (``pytest -m gpu``), where all of this file runs again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -47,7 +48,7 @@ def _where_it_can_run(request):
 
 def draw(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
 def expectation_case(shape, *, dtype, device, bias=True, sharpness=1.0, seed=0) -> list[Tensor]:
@@ -89,6 +90,22 @@ def run_expectation(op, chunk: int | None = None):
 def run_loss(op, targets: Tensor, chunk: int | None = None):
     options = {} if chunk is None else {"chunk": chunk}
     return lambda hidden, weight, bias=None: op(hidden, weight, targets, bias=bias, **options)
+
+
+def run_sum(op, targets: Tensor, token_weights: Tensor, chunk: int | None = None):
+    options = {} if chunk is None else {"chunk": chunk}
+    return lambda hidden, weight, bias=None: op(hidden, weight, targets, token_weights, bias=bias, **options)
+
+
+def plain_sum(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, *, bias: Tensor | None) -> Tensor:
+    losses = loss_op.plain_linear_cross_entropy(hidden, weight, targets, bias=bias)
+    return (losses * token_weights).sum()
+
+
+def weights_for(tokens: int, device: str) -> Tensor:
+    weights = draw(tokens, seed=6, dtype=torch.float32, device=device).abs()
+    weights[1::4] = 0
+    return weights
 
 
 def lost(found: list[Tensor], truth: list[Tensor]) -> list[float]:
@@ -135,6 +152,21 @@ def test_the_expectation_is_no_worse_than_the_plain_one(device, shape, chunk, bi
         assert_no_worse(make, ours, run_expectation(expectation_op.plain_vocab_expectation), dtype)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device", PLACES)
+def test_kept_logits_change_no_bit_and_serve_a_second_backward(device, shape):
+    op = expectation_kernels.vocab_expectation
+    for dtype in precisions(device):
+        case = expectation_case(shape, dtype=dtype, device=device)
+        plain = differentiate(run_expectation(op, 3), case)
+        kept = differentiate(run_expectation(partial(op, keep_logits=True), 3), case)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(kept, plain, strict=True))
+        leaves = [leaf.requires_grad_() for leaf in case]
+        total = run_expectation(partial(op, keep_logits=True), 3)(*leaves).float().square().sum()
+        first, second = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("sharpness", [0.1, 10.0])
 @pytest.mark.parametrize(("bias", "chunk"), [(True, 3), (False, None)], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -145,6 +177,29 @@ def test_the_loss_is_no_worse_than_the_plain_one(device, shape, chunk, bias, sha
     ours = run_loss(loss_kernels.linear_cross_entropy, targets, chunk)
     for dtype in precisions(device):
         assert_no_worse(make, ours, run_loss(loss_op.plain_linear_cross_entropy, targets), dtype)
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 10.0])
+@pytest.mark.parametrize(("bias", "chunk"), [(True, 3), (False, None)], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device", PLACES)
+def test_the_sum_of_losses_is_no_worse_than_the_plain_one(device, shape, chunk, bias, sharpness):
+    data = targets_for(shape[0], shape[2], device), weights_for(shape[0], device)
+    make = partial(loss_case, shape, device=device, bias=bias, sharpness=sharpness)
+    ours = run_sum(loss_kernels.linear_cross_entropy_sum, *data, chunk)
+    for dtype in precisions(device):
+        assert_no_worse(make, ours, run_sum(plain_sum, *data), dtype)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_one_kernel_writes_what_two_would(device):
+    logits = draw(50, 131, seed=1, dtype=torch.float16, device=device)
+    targets, weights = targets_for(50, 131, device), weights_for(50, device)
+    targets[1], targets[2] = -1, 131  # not there: NaN, as for the losses
+    apart = loss_kernels.losses(logits, targets), loss_kernels.slopes_(logits.clone(), targets, weights)
+    together = loss_kernels.losses_and_slopes_(logits.clone(), targets, weights)
+    assert apart[0].isnan().sum() == 2
+    torch.testing.assert_close(together, apart, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -160,8 +215,12 @@ def test_huge_logits_neither_overflow_nor_vanish(device):
 def test_what_is_ignored_costs_nothing_and_teaches_nothing(device):
     case = loss_case((7, 5, 131, 3), dtype=torch.float32, device=device)
     nobody = torch.full((7,), -100, device=device)
-    for value in differentiate(run_loss(loss_kernels.linear_cross_entropy, nobody, 3), case):
-        assert not value.any()
+    for ours in (
+        run_loss(loss_kernels.linear_cross_entropy, nobody, 3),
+        run_sum(loss_kernels.linear_cross_entropy_sum, nobody, torch.ones(7, device=device), 3),
+    ):
+        for value in differentiate(ours, case):
+            assert not value.any()
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -222,6 +281,17 @@ def test_attention_of_scattered_rows_is_no_worse_than_the_reference(device, patt
         keys = torch.zeros(3, key_heads, 20, size, device=device)
         assert attention_kernel.compact_attention(query, keys, keys, rows).shape == (0, heads, size)
         return
+    compare_attention(active, rows, heads=heads, key_heads=key_heads, size=size, device=device)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_rows_that_see_whole_blocks_of_keys_are_no_worse_either(device):
+    active = torch.rand(1, 190, generator=torch.Generator().manual_seed(4)) < 0.8
+    rows = scattered(active, holes=False, device=device)
+    compare_attention(active, rows, heads=2, key_heads=1, size=16, device=device)
+
+
+def compare_attention(active: Tensor, rows: Rows, *, heads: int, key_heads: int, size: int, device: str) -> None:
     for dtype in precisions(device):
         make = {"dtype": dtype, "device": device}
         query = draw(int(active.sum()), heads, size, seed=1, **make)
@@ -242,6 +312,37 @@ def test_scattered_rows_equal_the_same_rows_of_full_attention():
     full = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
     found = attention_op.compact_attention(query.transpose(1, 2)[active], keys, values, rows)
     assert torch.allclose(found, full.transpose(1, 2)[active], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("documents", [False, True], ids=["one", "packed"])
+@pytest.mark.parametrize("pattern", ["all", "ragged", "gaps", "one"])
+def test_what_a_compiler_calls_is_the_reference_forward_and_backward(pattern, documents, window):
+    active = patterns()[pattern]
+    rows = scattered(active, holes=pattern == "ragged", device="cpu")
+    if documents:
+        document = rows.key.slot // 7
+        asking = document.flatten()[rows.sequence * active.shape[1] + rows.query.slot[0]][None]
+        rows = replace(rows, query=replace(rows.query, document=asking), key=replace(rows.key, document=document))
+    make = {"dtype": torch.float64, "device": "cpu"}
+    query = draw(int(active.sum()), 4, 8, seed=1, **make)
+    keys, values = (draw(active.shape[0], 2, active.shape[1], 8, seed=seed, **make) for seed in (2, 3))
+    given = [query, keys, values]
+    expected = differentiate(partial(attention_op.reference.compact_attention, rows=rows, window=window), given)
+    found = differentiate(partial(attention_op.opaque.compact_attention, rows=rows, window=window), given)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-13)
+
+
+def test_what_a_compiler_calls_keeps_the_rules_of_an_operation():
+    rows = scattered(patterns()["ragged"], holes=True, device="cpu")
+    query = draw(len(rows.sequence), 4, 8, seed=1, dtype=torch.float64, device="cpu").requires_grad_()
+    keys, values = (draw(4, 2, 37, 8, seed=seed, dtype=torch.float64, device="cpu").requires_grad_() for seed in (2, 3))
+    where = [rows.sequence, rows.query.slot, rows.query.order, rows.key.slot, rows.key.order]
+    given = (query, keys, values, where, None, None, rows.key.present, None, 0.3)
+    torch.library.opcheck(torch.ops.adaponder.compact_attention.default, given)
+    with pytest.raises(ValueError, match="dropout"):
+        attention_op.opaque.compact_attention(query, keys, values, rows, dropout=0.1)
 
 
 def test_the_kernel_refuses_what_it_does_not_know():
@@ -268,6 +369,15 @@ def test_real_vocabularies_on_a_gpu(dtype, shape):
     plain = run_loss(loss_op.plain_linear_cross_entropy, targets)
     ours = run_loss(loss_op.linear_cross_entropy, targets, 128)
     assert_no_worse(partial(loss_case, **make), ours, plain, dtype, seeds=[0])
+    weights = weights_for(shape[0], device)
+    plain = run_sum(plain_sum, targets, weights)
+    ours = run_sum(loss_op.linear_cross_entropy_sum, targets, weights, 128)
+    assert_no_worse(partial(loss_case, **make), ours, plain, dtype, seeds=[0])
+    # Many warps to a row here: were a target's logit read after its slope was written, this would show it.
+    logits = draw(shape[0], shape[2], seed=1, dtype=dtype, device=device)
+    apart = loss_kernels.losses(logits, targets), loss_kernels.slopes_(logits.clone(), targets, weights)
+    together = loss_kernels.losses_and_slopes_(logits.clone(), targets, weights)
+    torch.testing.assert_close(together, apart)
 
 
 @pytest.mark.gpu
@@ -316,13 +426,15 @@ def test_a_target_that_does_not_exist_makes_its_loss_nan(device):
     targets = torch.tensor([3, -1, 33, -100], device=device)
     found = loss_kernels.linear_cross_entropy(hidden, weight, targets, bias=bias)
     assert found.isnan().tolist() == [False, True, True, False]
+    for weights in (torch.ones(4, device=device), torch.tensor([1.0, 0.0, 0.0, 1.0], device=device)):
+        assert loss_kernels.linear_cross_entropy_sum(hidden, weight, targets, weights, bias=bias).isnan()
 
 
 @pytest.mark.gpu
 def test_a_gpu_runs_the_kernels_and_a_compiler_or_float64_gets_the_torch_version(monkeypatch):
     called = []
     original = expectation_kernels.softmax_
-    monkeypatch.setattr(expectation_kernels, "softmax_", lambda logits: called.append(1) or original(logits))
+    monkeypatch.setattr(expectation_kernels, "softmax_", lambda *given: called.append(1) or original(*given))
     hidden, weight, table, _ = expectation_case((7, 5, 33, 3), dtype=torch.bfloat16, device="cuda")
     expectation_op.vocab_expectation(hidden, weight, table)
     assert called == [1]

@@ -436,6 +436,35 @@ def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(metho
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations)
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["reads", "trains"])
+def test_packed_rows_compile_to_one_graph_for_any_number_of_them(trains):
+    model = tiny(iterations=4).train(trains)
+    # Another number of rows in every pass, another in every batch, and a batch in which a sequence has none.
+    depths = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
+
+    def run():
+        found = []
+        for depth in depths:
+            given = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1)}
+            with torch.set_grad_enabled(trains):
+                loss = model(ids(2, 6), **given, output_logits=False).loss
+            found.append(loss.detach())
+            if trains:
+                loss.backward()
+                found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+                model.zero_grad()
+        return found
+
+    expected = run()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile_passes(backend="aot_eager", fullgraph=True)
+    for mine, theirs in zip(run(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    # The first pass reads every token and is the dense one.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
     model = tiny().train()
     model.compile_passes(backend="eager")

@@ -7,6 +7,8 @@ import lzma
 import pytest
 import yaml
 
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
 from adaponder.errors import InputError
 from adaponder.evaluation.lm_tasks import find_tasks, open_task, quiet
 from adaponder.evaluation.suites import PAPER

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError
+from adaponder.methods import ponder
 from adaponder.recipe import Recipe
 from adaponder.training.build import build_model
 from adaponder.training.controller import DepthController
@@ -119,6 +120,29 @@ def test_documents_apart_and_checkpointing_train(shards, tmp_path):
     assert losses(tmp_path / "apart") != losses(tmp_path / "plain")
 
 
+def test_kept_logits_change_no_bit_and_a_run_may_go_on_with_them(shards, tmp_path, monkeypatch):
+    asked, original = [], ponder.vocab_expectation
+
+    def spy(*args, keep_logits, **options):
+        asked.append(keep_logits)
+        return original(*args, keep_logits=keep_logits, **options)
+
+    monkeypatch.setattr(ponder, "vocab_expectation", spy)
+    plain, keeping = small(shards), small(shards, "train.keep_logits=true")
+    assert plain.fingerprint == keeping.fingerprint
+    train(plain, out=tmp_path / "plain", quiet=True)
+    assert set(asked) == {False}
+    asked.clear()
+    train(keeping, out=tmp_path / "kept", quiet=True)
+    halfway = tmp_path / "plain" / "checkpoints" / "step-00000004"
+    train(keeping, out=tmp_path / "resumed", resume=str(halfway), quiet=True)
+    assert set(asked) == {True}
+    expected = weights(tmp_path / "plain" / "final")
+    for name in ("kept", "resumed"):
+        found = weights(tmp_path / name / "final")
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
 def test_gates_alone_train_first_and_the_backbone_waits(shards, tmp_path):
     recipe = small(shards, "train.freeze_backbone_steps=4", "train.halt_before_ponder=true")
     done = train(recipe, out=tmp_path / "run", quiet=True)
@@ -188,7 +212,7 @@ def test_two_processes_train_like_one_across_a_change_of_phase(shards, tmp_path,
         "train.dtype=float64",
     ]
     train(small(shards, *overrides), out=tmp_path / "one", quiet=True)
-    launch(2, shards, tmp_path / "two", *overrides)
+    launch(2, shards, tmp_path / "two", *overrides, "train.keep_logits=true")  # no difference, here neither
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
     one, two = (weights(tmp_path / name / "final") for name in ("one", "two"))
     for name, value in one.items():

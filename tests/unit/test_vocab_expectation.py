@@ -256,3 +256,55 @@ def test_the_expectation_cannot_be_differentiated_twice_and_says_so():
     (gradient,) = torch.autograd.grad(mixed.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+# --- kept logits --------------------------------------------------------------------------------------------------
+
+
+def assert_the_same_bits(ours: Result, theirs: Result) -> None:
+    for name, mine, other in zip(Result._fields, ours, theirs, strict=True):
+        assert (mine is None) == (other is None), name
+        assert mine is None or torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+@pytest.mark.parametrize("frozen", [(), ("weight", "table", "bias"), ("hidden",)], ids=["all", "hidden", "parameters"])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_kept_logits_change_no_bit(dtype, shape, chunk, frozen, top_k):
+    data, how = given(*shape), {"dtype": dtype, "frozen": frozen, "chunk": chunk, "top_k": top_k}
+    plain = differentiate(vocab_expectation, data, **how)
+    assert_the_same_bits(differentiate(vocab_expectation, data, keep_logits=True, **how), plain)
+
+
+def test_kept_logits_are_computed_once_and_kept_only_for_a_backward(monkeypatch):
+    counted, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: counted.append(1) or linear(*args))
+    data, saved = given(6, 5, 11, 3), []
+    for keep_logits, expected in ((False, 4), (True, 2)):  # two chunks
+        counted.clear()
+        differentiate(vocab_expectation, data, chunk=3, keep_logits=keep_logits)
+        assert len(counted) == expected
+    leaves = [leaf.requires_grad_() for leaf in data[:3]]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        with torch.no_grad():
+            vocab_expectation(*leaves, chunk=3, keep_logits=True)
+        assert saved == []
+        vocab_expectation(*leaves, chunk=3, keep_logits=True)
+    assert saved.count((3, 11)) == 2
+
+
+def test_kept_logits_serve_a_second_backward():
+    data = given(7, 5, 11, 3)
+    leaves = [leaf.requires_grad_() for leaf in data[:3]]
+    total = vocab_expectation(*leaves, chunk=3, keep_logits=True).square().sum()
+    first, second = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+def test_kept_logits_can_be_compiled():
+    data = given(7, 5, 11, 3)
+    compiled = torch.compile(vocab_expectation, backend="aot_eager", fullgraph=True)
+    ours = differentiate(compiled, data, chunk=3, keep_logits=True)
+    assert_equal(ours, differentiate(plain_vocab_expectation, data), 1e-14)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
-from adaponder.ops.linear_cross_entropy import linear_cross_entropy, plain_linear_cross_entropy
+from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_linear_cross_entropy
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
-PLAIN, OURS, TORCH = "plain", "ours", "torch"
+PLAIN, OURS, KEPT, TORCH = "plain", "ours", "ours, logits kept", "torch"
 # Tensors are held as training holds them; products are computed in the precision that is asked for.
 HELD = torch.float32
 
@@ -86,11 +87,17 @@ def work_of(op: str, size: Size, *, backward: bool) -> Work:
 
 
 def cases(sizes: Sequence[Size]) -> list[Case]:
-    """Every operation at every size: plain and ours, and torch's own loss where this torch has one."""
+    """Every operation at every size: plain, ours, ours with logits kept, torch's own loss where this torch has it."""
     found = []
     for op in OPERATIONS:
-        ways = [PLAIN, OURS, *([TORCH] if op == LOSS and torch_has_it() else [])]
-        found += [Case(op, size, way, backward) for size in sizes for way in ways for backward in (False, True)]
+        ways = [PLAIN, OURS, *([KEPT] if op == EXPECTATION else [TORCH] if torch_has_it() else [])]
+        found += [
+            Case(op, size, way, backward)
+            for size in sizes
+            for way in ways
+            for backward in (False, True)
+            if backward or way != KEPT  # forward alone keeps nothing
+        ]
     return found
 
 
@@ -148,7 +155,9 @@ def operation(case: Case, *, device: torch.device, dtype: torch.dtype, seed: int
 
 
 def _expectation(implementation: str) -> Callable[..., Tensor]:
-    return plain_vocab_expectation if implementation == PLAIN else vocab_expectation
+    if implementation == PLAIN:
+        return plain_vocab_expectation
+    return partial(vocab_expectation, keep_logits=implementation == KEPT)
 
 
 def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -158,8 +167,10 @@ def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[
         return lambda hidden, weight: nn.functional.linear_cross_entropy(
             hidden.to(dtype), weight.to(dtype), targets, options=options
         )
-    losses = plain_linear_cross_entropy if implementation == PLAIN else linear_cross_entropy
-    return lambda hidden, weight: losses(hidden, weight, targets).mean()
+    if implementation == PLAIN:
+        return lambda hidden, weight: plain_linear_cross_entropy(hidden, weight, targets).mean()
+    every = torch.ones(targets.shape, device=targets.device)
+    return lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, every) / len(targets)
 
 
 def as_row(result: Result, plain: Result | None, *, matmul_rate: float, copy_rate: float) -> dict[str, Any]:

@@ -27,12 +27,14 @@ class Variant:
         compile: compile the pass over the backbone; ``plain`` never is.
         checkpointing: keep one pass's activations at a time and compute the others' again.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.
+        keep_logits: keep the vocabulary's logits of every iteration for backward.
     """
 
     method: str
     compile: bool = True
     checkpointing: bool = False
     memory_budget: float = 1.0
+    keep_logits: bool = False
 
     @property
     def name(self) -> str:
@@ -41,6 +43,7 @@ class Variant:
         words = [self.method, "compiled" if self.compile else "eager"]
         words += [f"memory budget {self.memory_budget:g}"] if self.memory_budget != 1 else []
         words += ["checkpointed"] if self.checkpointing else []
+        words += ["logits kept"] if self.keep_logits else []
         return ", ".join(words)
 
 
@@ -63,7 +66,7 @@ def variants(device: torch.device, *, compiles: bool = True) -> list[Variant]:
     """What ``adaponder bench train`` compares, the plain version first, what shares its graphs together."""
     ours = [Variant("adaponder", compile=False)] if compiles else []
     ours += [Variant("ponder", compiles), Variant("adaponder", compiles)]
-    ours += [Variant("adaponder", compiles, checkpointing=True)]
+    ours += [Variant("adaponder", compiles, keep_logits=True), Variant("adaponder", compiles, checkpointing=True)]
     if compiles and device.type == "cuda":
         ours.append(Variant("adaponder", memory_budget=0.5))
     return [Variant(PLAIN, compile=False), *ours]
@@ -174,6 +177,7 @@ def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
         return build_plain(recipe).to(device)
     model = build_ours(recipe, variant.method)
     nn.Module.to(model, device)
+    model.method.keep_logits = variant.keep_logits
     if variant.compile:
         options = {} if variant.memory_budget == 1 else {"memory_budget": variant.memory_budget}
         model.compile_passes(**options)

@@ -43,7 +43,7 @@ class AdaPonder(Method):
             s = gate_probability(gate)  # eq. 3: s^i = sigmoid(g^i)
             ask.show(Iteration(i, hidden, s, run.active))
             run.decide(ask.policy, s, hidden, seed=ask.seed)  # eq. 4 and 5: m^{i+1} = m^i * (s^i >= tau)
-            expected = run.map(lambda h: expected_embedding(run.backbone, h, self.config), hidden)  # eq. 6 to 8
+            expected = run.map(lambda h: expected_embedding(run.backbone, h, self), hidden)  # eq. 6 to 8
             weight = (run.active * s).to(embedding.dtype)
             embedding = embedding + weight[..., None] * expected  # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
             # eq. 1 again, with eq. 10 inside: halted tokens keep their keys, values and hidden state.

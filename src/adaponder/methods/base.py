@@ -106,17 +106,23 @@ class Losses(NamedTuple):
 class Scorer(NamedTuple):
     """How a method's loss sees the labels.
 
-    ``nll`` gives per-token losses ``[batch, time]`` of hidden states, ``mean`` their mean over what counts; ``share``
-    is this batch's part of that mean where a caller spreads it over several batches, and belongs on every other term.
+    ``nll`` gives per-token losses ``[batch, time]`` of hidden states, ``mean`` their mean over what counts, and
+    ``mean_nll`` equals ``mean(nll(hidden))`` for less; ``share`` is this batch's part of that mean where a caller
+    spreads it over several batches, and belongs on every other term.
     """
 
     nll: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor], Tensor]
+    mean_nll: Callable[[Tensor], Tensor]
     share: Tensor | float = 1.0
 
 
 class Method(nn.Module, ABC):
-    """One recurrence: its own parameters, and ``forward`` as in its paper."""
+    """One recurrence: its own parameters, and ``forward`` as in its paper.
+
+    ``keep_logits`` trades memory for time where a method mixes the vocabulary: see
+    :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
+    """
 
     halts: ClassVar[bool] = False
     loss_needs_states: ClassVar[bool] = False
@@ -124,6 +130,7 @@ class Method(nn.Module, ABC):
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
         self.config = config
+        self.keep_logits = False
 
     @abstractmethod
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory: ...
@@ -164,7 +171,7 @@ class Method(nn.Module, ABC):
 
 
 def plain_loss(seen: Trajectory, score: Scorer) -> Losses:
-    cross_entropy = score.mean(score.nll(seen.hidden))
+    cross_entropy = score.mean_nll(seen.hidden)
     return Losses(cross_entropy, {"cross_entropy": cross_entropy})
 
 

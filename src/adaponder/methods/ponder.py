@@ -5,17 +5,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from adaponder.backbone import Backbone
-from adaponder.config import AdaPonderConfig
 from adaponder.methods.base import Ask, Iteration, Method, Trajectory
 from adaponder.ops.vocab_expectation import vocab_expectation
 from adaponder.runs import Run
 
 
-def expected_embedding(backbone: Backbone, hidden: Tensor, config: AdaPonderConfig) -> Tensor:
+def expected_embedding(backbone: Backbone, hidden: Tensor, method: Method) -> Tensor:
     """Equals ``softmax(head(h)) @ (scale * table)``: eq. 6 to 8 of AdaPonderLM, the table scaled like the input."""
     weight, bias = backbone.head()
-    mixed = vocab_expectation(hidden, weight, backbone.table(), bias=bias, top_k=config.expectation_top_k)
-    return mixed * config.table_scale
+    mixed = vocab_expectation(
+        hidden,
+        weight,
+        backbone.table(),
+        bias=bias,
+        top_k=method.config.expectation_top_k,
+        keep_logits=method.keep_logits,
+    )
+    return mixed * method.config.table_scale
 
 
 class Ponder(Method):
@@ -26,7 +32,7 @@ class Ponder(Method):
         hidden = run.read(embedding).hidden
         ask.show(Iteration(0, hidden, None, run.active))
         for i in range(1, ask.iterations):
-            expected = run.map(lambda h: expected_embedding(run.backbone, h, self.config), hidden)
+            expected = run.map(lambda h: expected_embedding(run.backbone, h, self), hidden)
             embedding = embedding + expected.to(embedding.dtype)
             hidden = run.read(embedding).hidden
             ask.show(Iteration(i, hidden, None, run.active))

@@ -89,6 +89,7 @@ class Trainer:
         nn.Module.to(self.model, self.world.device)
         if self.recipe.train.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
+        self.model.method.keep_logits = self.recipe.train.keep_logits
         if self.recipe.train.compile:
             self.model.compile_passes(memory_budget=self.recipe.train.memory_budget)
         self.shape: Shape = shape_of(self.model.config)

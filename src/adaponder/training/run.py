@@ -29,7 +29,7 @@ from adaponder.training.telemetry import Telemetry
 
 # What may change between a run and its resumption without changing what is computed.
 _FREE = ("name", "about", "provenance")
-_FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every")
+_FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits")
 
 
 class Outcome(NamedTuple):

@@ -24,7 +24,7 @@ from adaponder.ops.fused import on_device_of
 # shared memory, backward included.
 BLOCKS = {64: (128, 64, 3), 128: (64, 64, 2)}
 SHARED_BYTES = 160 * 1024
-WARPS = 8
+FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 
 def compact_attention(
@@ -62,32 +62,87 @@ def _blocks(size: int) -> tuple[int, int, int]:
     return next(blocks for largest, blocks in BLOCKS.items() if size <= largest)
 
 
+def mix(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    """(the result, the base-2 logarithm of what each row and head was normalised by)."""
+    count, heads, _ = query.shape
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
+    if count:
+        constants = _constants(query, keys, rows, FORWARD_WARPS)
+        with on_device_of(query):
+            _forward_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
+                query,
+                keys,
+                values,
+                mixed,
+                normaliser,
+                *_where(rows),
+                count,
+                scale / math.log(2.0),
+                *query.stride()[:2],
+                *keys.stride()[:3],
+                *values.stride()[:3],
+                *mixed.stride()[:2],
+                **constants,
+            )
+    return mixed, normaliser
+
+
+def slopes(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mixed: Tensor,
+    normaliser: Tensor,
+    rows: Rows,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, keys and values."""
+    count, heads, _ = query.shape
+    grad_query = torch.empty_like(mixed)
+    grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
+    if not count:
+        return grad_query, grad_keys, grad_values
+    # <weights, d weights> of each row equals <result, d result>.
+    along = (mixed.float() * grad.float()).sum(-1)
+    given = (query, keys, values, grad, normaliser, along)
+    strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *mixed.stride()[:2])
+    constants = _constants(query, keys, rows, BACKWARD_WARPS)
+    sequences, slots = rows.key.slot.shape
+    blocks = triton.cdiv(slots, constants["KEYS"])
+    # The first row of each sequence that sees a block of keys: rows are in the order of sequences and slots.
+    place = rows.sequence * slots + rows.query.slot[0]
+    edges = torch.arange(sequences, device=place.device)[:, None] * slots
+    edges = (edges + torch.arange(blocks, device=place.device) * constants["KEYS"]).flatten()
+    first = torch.searchsorted(place, edges)
+    last = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
+    with on_device_of(query):
+        _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
+            *given, grad_query, *_where(rows), count, scale, *strides, **constants
+        )
+        _key_kernel[(sequences * blocks, keys.shape[1])](
+            *given,
+            grad_keys,
+            grad_values,
+            first,
+            last,
+            *_where(rows),
+            slots,
+            scale,
+            *strides,
+            *grad_keys.stride()[:3],
+            **constants,
+        )
+    return grad_query, grad_keys, grad_values
+
+
 class _CompactAttention(torch.autograd.Function):
     """Saves its inputs, its result and one normaliser per row and head; weights are computed again in backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float) -> Tensor:
-        count, heads, _ = query.shape
-        mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-        normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
-        if count:
-            constants = _constants(query, keys, rows)
-            with on_device_of(query):
-                _forward_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
-                    query,
-                    keys,
-                    values,
-                    mixed,
-                    normaliser,
-                    *_where(rows),
-                    count,
-                    scale / math.log(2.0),
-                    *query.stride()[:2],
-                    *keys.stride()[:3],
-                    *values.stride()[:3],
-                    *mixed.stride()[:2],
-                    **constants,
-                )
+        mixed, normaliser = mix(query, keys, values, rows, scale)
         ctx.save_for_backward(query, keys, values, mixed, normaliser)
         ctx.rows, ctx.scale = rows, scale
         return mixed
@@ -95,44 +150,7 @@ class _CompactAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, mixed, normaliser = ctx.saved_tensors
-        rows, scale = ctx.rows, ctx.scale
-        count, heads, _ = query.shape
-        grad = grad.contiguous()
-        grad_query = torch.empty_like(mixed)
-        grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
-        if count:
-            # <weights, d weights> of each row equals <result, d result>.
-            along = (mixed.float() * grad.float()).sum(-1)
-            given = (query, keys, values, grad, normaliser, along)
-            strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *mixed.stride()[:2])
-            constants = _constants(query, keys, rows)
-            sequences, slots = rows.key.slot.shape
-            blocks = triton.cdiv(slots, constants["KEYS"])
-            # The first row of each sequence that sees a block of keys: rows are in the order of sequences and slots.
-            place = rows.sequence * slots + rows.query.slot[0]
-            edges = torch.arange(sequences, device=place.device)[:, None] * slots
-            edges = (edges + torch.arange(blocks, device=place.device) * constants["KEYS"]).flatten()
-            first = torch.searchsorted(place, edges)
-            last = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
-            with on_device_of(query):
-                _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
-                    *given, grad_query, *_where(rows), count, scale, *strides, **constants
-                )
-                _key_kernel[(sequences * blocks, keys.shape[1])](
-                    *given,
-                    grad_keys,
-                    grad_values,
-                    first,
-                    last,
-                    *_where(rows),
-                    slots,
-                    scale,
-                    *strides,
-                    *grad_keys.stride()[:3],
-                    **constants,
-                )
-        return grad_query, grad_keys, grad_values, None, None
+        return *slopes(grad.contiguous(), *ctx.saved_tensors, ctx.rows, ctx.scale), None, None
 
 
 def _where(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -143,7 +161,7 @@ def _where(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
     return rows.sequence, rows.query.slot, present, present.stride(0)
 
 
-def _constants(query: Tensor, keys: Tensor, rows: Rows) -> dict[str, Any]:
+def _constants(query: Tensor, keys: Tensor, rows: Rows, warps: int) -> dict[str, Any]:
     block_rows, block_keys, stages = _blocks(query.shape[2])
     return {
         "HEADS": query.shape[1],
@@ -154,7 +172,7 @@ def _constants(query: Tensor, keys: Tensor, rows: Rows) -> dict[str, Any]:
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "ROWS": block_rows,
         "KEYS": block_keys,
-        "num_warps": WARPS,
+        "num_warps": warps,
         "num_stages": stages,
     }
 
@@ -166,6 +184,26 @@ def _visible(column, slot, mine, present, HOLES: tl.constexpr):  # noqa: N803
     if HOLES:
         seen = seen & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
     return seen & mine[:, None]
+
+
+@triton.jit
+def _load(at, mask, WHOLE: tl.constexpr):  # noqa: N803
+    """Without a mask where all of it is there."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):  # noqa: N803
+    """One step of the online softmax: a block's weights and values join what the rows have seen so far."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    # Rows of another sequence have seen nothing yet: no infinity may be taken from itself.
+    floor = tl.where(higher == -float("inf"), 0.0, higher)
+    weight = tl.exp2(scores - floor[:, None])
+    fading = tl.exp2(top - floor)
+    sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total * fading + tl.sum(weight, 1), sums
 
 
 @triton.jit
@@ -219,7 +257,15 @@ def _forward_kernel(
         seen = tl.max(tl.where(mine, slot, -1), 0) + 1  # keys that any row of this sequence sees
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
-        for start in range(0, seen, KEYS):
+        # Keys that every row of the block sees need no mask, and they are most.
+        plain = 0 if HOLES else (tl.min(tl.where(exists, tl.where(mine, slot, -1), seen), 0) + 1) // KEYS * KEYS
+        for start in range(0, plain, KEYS):
+            column = start + tl.arange(0, KEYS)
+            k = _load(key_base + column[:, None] * key_slot + part[None, :], inside[None, :], SIZE == PADDED)
+            v = _load(value_base + column[:, None] * value_slot + part[None, :], inside[None, :], SIZE == PADDED)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            top, total, sums = _absorb(scores, v, top, total, sums, PRECISION)
+        for start in range(plain, seen, KEYS):
             column = start + tl.arange(0, KEYS)
             there = (column < seen)[:, None] & inside[None, :]
             k = tl.load(key_base + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
@@ -227,14 +273,7 @@ def _forward_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
             scores = tl.where(_visible(column, slot, mine, here, HOLES), scores, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            # Rows of another sequence have seen nothing yet: no infinity may be taken from itself.
-            floor = tl.where(higher == -float("inf"), 0.0, higher)
-            weight = tl.exp2(scores - floor[:, None])
-            fading = tl.exp2(top - floor)
-            total = total * fading + tl.sum(weight, 1)
-            sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-            top = higher
+            top, total, sums = _absorb(scores, v, top, total, sums, PRECISION)
     total = tl.where(exists, total, 1.0)
     out = mixed + row.to(tl.int64)[:, None] * mixed_row + head * mixed_head + part[None, :]
     tl.store(out, sums / total[:, None], mask=exists[:, None] & inside[None, :])

@@ -1,4 +1,4 @@
-"""The loss's pointwise work on a GPU: one kernel per chunk forward that only reads, one backward in place."""
+"""The loss's pointwise work on a GPU, one kernel per chunk: losses only read, slopes in place, or both at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise, chunked_cross_entropy
+from adaponder.ops.linear_cross_entropy.torch import (
+    IGNORE,
+    Pointwise,
+    chunked_cross_entropy,
+    chunked_cross_entropy_sum,
+)
 from adaponder.ops.rows import CHUNK_ELEMENTS, launch, normaliser
 
 
@@ -15,7 +20,24 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None
 ) -> Tensor:
     """Equals :func:`adaponder.ops.linear_cross_entropy.torch.linear_cross_entropy`."""
-    return chunked_cross_entropy(hidden, weight, targets, bias, chunk, Pointwise(losses, slopes_, CHUNK_ELEMENTS))
+    return chunked_cross_entropy(hidden, weight, targets, bias, chunk, _pointwise())
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.linear_cross_entropy.torch.linear_cross_entropy_sum`."""
+    return chunked_cross_entropy_sum(hidden, weight, targets, token_weights, bias, chunk, _pointwise())
+
+
+def _pointwise() -> Pointwise:
+    return Pointwise(losses, slopes_, losses_and_slopes_, CHUNK_ELEMENTS)
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -32,16 +54,20 @@ def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     return logits
 
 
+def losses_and_slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What :func:`losses` and :func:`slopes_` give, in one launch: a row is read twice and written once."""
+    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    launch(_losses_and_slopes_kernel, logits, targets, found, grad.contiguous(), IGNORE)
+    return found, logits
+
+
 @triton.jit
 def _losses_kernel(logits, targets, found, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     top, total = normaliser(row, tl.arange(0, BLOCK), vocabulary, BLOCK)
     target = tl.load(targets + index)
-    known = (target >= 0) & (target < vocabulary)
-    # No host looks at targets here: one that does not exist makes the loss NaN, which stops a run.
-    hit = tl.load(row + target, mask=known, other=float("nan")).to(tl.float32)
-    tl.store(found + index, tl.where(target == ignore, 0.0, tl.log(total) + (top - hit)))
+    tl.store(found + index, _loss(row, target, top, total, ignore, vocabulary))
 
 
 @triton.jit
@@ -52,6 +78,33 @@ def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl
     top, total = normaliser(row, column, vocabulary, BLOCK)
     target = tl.load(targets + index)
     grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
+    _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK)
+
+
+@triton.jit
+def _losses_and_slopes_kernel(logits, targets, found, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * stride
+    column = tl.arange(0, BLOCK)
+    top, total = normaliser(row, column, vocabulary, BLOCK)
+    target = tl.load(targets + index)
+    tl.store(found + index, _loss(row, target, top, total, ignore, vocabulary))
+    grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
+    # Each warp reads the target's logit for itself: none may overwrite it before all have.
+    tl.debug_barrier()
+    _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK)
+
+
+@triton.jit
+def _loss(row, target, top, total, ignore, vocabulary):
+    known = (target >= 0) & (target < vocabulary)
+    # No host looks at targets here: one that does not exist makes the loss NaN, which stops a run.
+    hit = tl.load(row + target, mask=known, other=float("nan")).to(tl.float32)
+    return tl.where(target == ignore, 0.0, tl.log(total) + (top - hit))
+
+
+@triton.jit
+def _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK: tl.constexpr):  # noqa: N803
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)

@@ -39,6 +39,7 @@ def vocab_expectation(
     bias: Tensor | None = None,
     top_k: int | None = None,
     chunk: int | None = None,
+    keep_logits: bool = False,
 ) -> Tensor:
     """Equals :func:`plain_vocab_expectation`, in value and in every gradient, ``chunk`` tokens at a time.
 
@@ -49,27 +50,37 @@ def vocab_expectation(
         bias: ``[vocabulary]``, the head's bias.
         top_k: mix the k likeliest only.
         chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
+        keep_logits: hold all logits until backward instead of computing them again; the same results, bit for bit.
     """
-    plain = Pointwise(lambda z: _probability(z, top_k).to(z.dtype), lambda z, dp: _slopes(z, dp, top_k), CHUNK_ELEMENTS)
-    return chunked_expectation(hidden, weight, table, bias, chunk, plain)
+    plain = Pointwise(
+        lambda z, keep: _probability(z, top_k).to(z.dtype), lambda z, dp, keep: _slopes(z, dp, top_k), CHUNK_ELEMENTS
+    )
+    return chunked_expectation(hidden, weight, table, bias, chunk, keep_logits, plain)
 
 
 class Pointwise(NamedTuple):
     """What happens to a chunk of logits ``[n, vocabulary]`` between the products, all in the logits' precision.
 
     Attributes:
-        softmax: logits -> probabilities; may overwrite its argument.
-        slopes: (logits, d probabilities) -> (probabilities, d logits); may overwrite its arguments.
+        softmax: (logits, keep) -> probabilities; may overwrite the logits unless told to keep them.
+        slopes: (logits, d probabilities, keep) -> (probabilities, d logits); may overwrite d probabilities, and the
+            logits unless told to keep them.
         elements: how many logits to hold at once.
     """
 
-    softmax: Callable[[Tensor], Tensor]
-    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    softmax: Callable[[Tensor, bool], Tensor]
+    slopes: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     elements: int
 
 
 def chunked_expectation(
-    hidden: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, chunk: int | None, pointwise: Pointwise
+    hidden: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    bias: Tensor | None,
+    chunk: int | None,
+    keep_logits: bool,
+    pointwise: Pointwise,
 ) -> Tensor:
     if not hidden.device == weight.device == table.device:
         raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
@@ -78,8 +89,10 @@ def chunked_expectation(
         chunk = rows_per_chunk(rows.shape[0], weight.shape[0], pointwise.elements)
     elif chunk < 1:
         raise ValueError(f"chunk={chunk}: at least one token at a time")
+    # Without a backward to come nobody would read them: an evaluation keeps none.
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, table, bias))
     with torch.autocast(hidden.device.type, enabled=False):
-        mixed = _VocabExpectation.apply(rows, weight, table, bias, chunk, pointwise)
+        mixed = _VocabExpectation.apply(rows, weight, table, bias, chunk, keep_logits and learns, pointwise)
     return mixed.reshape(*hidden.shape[:-1], table.shape[-1])
 
 
@@ -101,7 +114,7 @@ def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tupl
 
 
 class _VocabExpectation(torch.autograd.Function):
-    """Saves nothing but its inputs and computes each chunk's probabilities again in backward.
+    """Saves nothing but its inputs, and the logits where it should, and computes probabilities again in backward.
 
     Saving the normaliser, or the mixture for ``<p, dp> = <mixture, d mixture>``, would spare a little work and cost
     precision: where one token is nearly certain, the two large terms of the softmax's gradient no longer cancel.
@@ -118,22 +131,27 @@ class _VocabExpectation(torch.autograd.Function):
         table: Tensor,
         bias: Tensor | None,
         chunk: int,
+        keep_logits: bool,
         pointwise: Pointwise,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, table, bias)
-        ctx.chunk, ctx.pointwise = chunk, pointwise
-        weight, table, bias = _narrow(rows.dtype, weight, table, bias)
+        held = weight, table, bias
+        weight, table, bias = _narrow(rows.dtype, *held)
         mixed = table.new_empty(rows.shape[0], table.shape[1])
+        kept = []
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(rows[part], weight, bias)
-            mixed[part] = pointwise.softmax(logits) @ table
+            mixed[part] = pointwise.softmax(logits, keep_logits) @ table
+            if keep_logits:
+                kept.append(logits)
+        ctx.save_for_backward(rows, *held, *kept)
+        ctx.chunk, ctx.keep_logits, ctx.pointwise = chunk, keep_logits, pointwise
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, table, bias = ctx.saved_tensors
+        rows, weight, table, bias, *kept = ctx.saved_tensors
         need_rows, need_weight, need_table, need_bias = ctx.needs_input_grad[:4]
         # Sums over many chunks are kept wide: bf16 would lose the small ones.
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
@@ -144,10 +162,10 @@ class _VocabExpectation(torch.autograd.Function):
         held = weight, table, bias
         weight, table, bias = _narrow(rows.dtype, *held)
         grad = grad.contiguous()
-        for start in range(0, rows.shape[0], ctx.chunk):
+        for index, start in enumerate(range(0, rows.shape[0], ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            logits = torch.nn.functional.linear(rows[part], weight, bias)
-            probability, slope = ctx.pointwise.slopes(logits, grad[part] @ table.t())
+            logits = kept[index] if ctx.keep_logits else torch.nn.functional.linear(rows[part], weight, bias)
+            probability, slope = ctx.pointwise.slopes(logits, grad[part] @ table.t(), ctx.keep_logits)
             if grad_table is not None:
                 add_product_(grad_table, probability.t(), grad[part])
             if grad_rows is not None:
@@ -160,6 +178,7 @@ class _VocabExpectation(torch.autograd.Function):
         return (
             grad_rows,
             *(None if total is None or like is None else total.to(like.dtype) for total, like in totals),
+            None,
             None,
             None,
         )

@@ -1,4 +1,4 @@
-"""The expectation's pointwise work on a GPU: one kernel per chunk forward, one backward, in place.
+"""The expectation's pointwise work on a GPU: one kernel per chunk forward, one backward, in place where it may.
 
 A program owns one row of the vocabulary and walks it twice: once for the sums, once to write. No logit is widened or
 copied in memory.
@@ -6,6 +6,7 @@ copied in memory.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,40 +23,49 @@ def vocab_expectation(
     bias: Tensor | None = None,
     top_k: int | None = None,
     chunk: int | None = None,
+    keep_logits: bool = False,
 ) -> Tensor:
     """Equals :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`; the whole vocabulary only."""
     if top_k is not None:
         raise ValueError(f"top_k={top_k}: the kernels mix the whole vocabulary; use the torch version")
-    return chunked_expectation(hidden, weight, table, bias, chunk, Pointwise(softmax_, slopes_, CHUNK_ELEMENTS))
+    fused = Pointwise(softmax_, slopes_, CHUNK_ELEMENTS)
+    return chunked_expectation(hidden, weight, table, bias, chunk, keep_logits, fused)
 
 
-def softmax_(logits: Tensor) -> Tensor:
-    """Turns each row of ``logits [n, vocabulary]`` into probabilities, in place."""
-    launch(_softmax_kernel, logits)
-    return logits
+def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
+    """The probabilities of each row of ``logits [n, vocabulary]``, in their place unless they are to be kept."""
+    probability = torch.empty_like(logits) if keep else logits
+    launch(_softmax_kernel, logits, probability, probability.stride(0))
+    return probability
 
 
-def slopes_(logits: Tensor, grad_probability: Tensor) -> tuple[Tensor, Tensor]:
-    """(logits, dp) -> (p, dz = p * (dp - <p, dp>)), each in the place of its argument."""
-    launch(_slopes_kernel, logits, grad_probability, grad_probability.stride(0))
-    return logits, grad_probability
+def slopes_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
+    """(logits, dp) -> (p, dz = p * (dp - <p, dp>)), each in the place of its argument; p is not where logits are kept.
+
+    A backward may come again, and autograd does not see what a kernel overwrites.
+    """
+    probability = torch.empty_like(logits) if keep else logits
+    strides = probability.stride(0), grad_probability.stride(0)
+    launch(_slopes_kernel, logits, probability, grad_probability, *strides)
+    return probability, grad_probability
 
 
 @triton.jit
-def _softmax_kernel(logits, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
-    row = logits + tl.program_id(0).to(tl.int64) * stride
+def _softmax_kernel(logits, found, found_stride, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+    index = tl.program_id(0).to(tl.int64)
+    row, found_row = logits + index * stride, found + index * found_stride
     column = tl.arange(0, BLOCK)
     top, total = normaliser(row, column, vocabulary, BLOCK)
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        tl.store(row + at, tl.exp(z - top) / total, mask=at < vocabulary)
+        tl.store(found_row + at, tl.exp(z - top) / total, mask=at < vocabulary)
 
 
 @triton.jit
-def _slopes_kernel(logits, grads, grad_stride, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _slopes_kernel(logits, found, grads, found_stride, grad_stride, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
     index = tl.program_id(0).to(tl.int64)
-    row, grad_row = logits + index * stride, grads + index * grad_stride
+    row, found_row, grad_row = logits + index * stride, found + index * found_stride, grads + index * grad_stride
     column = tl.arange(0, BLOCK)
     # As in `normaliser`, with the sum of p * dp along.
     top, total, along = -float("inf"), 0.0, 0.0
@@ -75,5 +85,5 @@ def _slopes_kernel(logits, grads, grad_stride, vocabulary, stride, BLOCK: tl.con
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
         dp = tl.load(grad_row + at, mask=at < vocabulary, other=0.0).to(tl.float32)
         p = tl.exp(z - top) / total
-        tl.store(row + at, p, mask=at < vocabulary)
+        tl.store(found_row + at, p, mask=at < vocabulary)
         tl.store(grad_row + at, p * (dp - along), mask=at < vocabulary)
