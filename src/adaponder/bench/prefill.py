@@ -37,7 +37,6 @@ class Variant:
 
 
 EAGER = (Variant(PLAIN), Variant("dense"), Variant("compact"))
-# Of a compact forward the first pass, which reads everything, is compiled; later ones have other shapes every time.
 COMPILED = (Variant("dense", compile=True), Variant("compact", compile=True))
 
 
@@ -120,10 +119,14 @@ def compare(
     recipe: Recipe, chosen: Iterable[Variant], depths: Tensor, *, device: torch.device, warmup: int, repeats: int
 ) -> Iterator[Result]:
     """Each variant's result as soon as it is there, one model in memory at a time."""
+    shared = False
     for variant in chosen:
         tokens, flops = depths.numel(), flops_of(variant, depths, recipe)
+        settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
+        # Dense and compact begin with the same compiled pass.
+        shared = variant.compile
         try:
-            timing = measure_prefill(recipe, variant, depths, device=device, warmup=warmup, repeats=repeats)
+            timing = measure_prefill(recipe, variant, depths, **settings)
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -132,10 +135,17 @@ def compare(
 
 
 def measure_prefill(
-    recipe: Recipe, variant: Variant, depths: Tensor, *, device: torch.device, warmup: int, repeats: int
+    recipe: Recipe,
+    variant: Variant,
+    depths: Tensor,
+    *,
+    device: torch.device,
+    warmup: int,
+    repeats: int,
+    keep_graphs: bool = False,
 ) -> Timing:
     """Times one variant's forward; raises torch's own error if memory does not suffice."""
-    forget(device)
+    forget(device, graphs=not keep_graphs)
     draws = batches(recipe, depths.shape[0], device)
     model: Any = build_plain(recipe) if variant.execution == PLAIN else build_ours(recipe, METHOD)
     model.to(device).eval()
