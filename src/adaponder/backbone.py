@@ -11,14 +11,14 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from adaponder import attention
 from adaponder.attention import Lane
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.ledger import KeysValues
 from adaponder.masks import Places, visible
-from adaponder.ops import gelu
+from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import Rows
 from adaponder.views import DenseView, GridView, IterationView
 
@@ -42,7 +42,7 @@ class Backbone:
     """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
 
     Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
-    compiled, the function behind its GELU (see ops/gelu.py). What
+    compiled, the functions behind its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py). What
     cannot be seen that way is refused by name when wrapping (structure) and by :meth:`verify` (numbers on random input,
     against the stock model's own forward).
     """
@@ -56,6 +56,8 @@ class Backbone:
         self.windows = _windows(stock.config)
         kinds = getattr(stock.config, "layer_types", None) or ["every_layer"] * self.layers
         self.layer_windows = [self.windows[kind] for kind in kinds]
+        # Latent attention caches less than it attends with: each pass unfolds what a view answers.
+        self.unfolds = getattr(stock.config, "qk_head_dim", None) is not None
         self.compile_options: dict[str, Any] | None = None
         self._compiled: Callable[..., Reading] | None = None
         self._packs: bool | None = None
@@ -63,8 +65,9 @@ class Backbone:
     def compile(self, *, memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles the pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
 
-        A pass over packed rows is a third, for any number of them. The rest of a forward stays as it is: the products
-        over the vocabulary are kernels already, and the ponder term's size changes at every step of its warm-up.
+        A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
+        in attention, or with a ledger, it stays as it is. So does the rest of a forward: the products over the
+        vocabulary are kernels already, and the ponder term's size changes at every step of its warm-up.
         ``memory_budget`` is the share of a pass's activations that may be kept; the compiler chooses what is cheapest
         to compute again.
         """
@@ -72,18 +75,25 @@ class Backbone:
             raise ConfigError(f"memory_budget={memory_budget}: a share above 0, and 1 to keep everything")
         attention.use(self.stock)
         gelu.use(self.stock)
+        rotary.use(self.stock)
         self.compile_options, self._compiled = {"memory_budget": memory_budget} | options, None
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled pass is bound to this very body: a copy compiles its own.
         return self.__dict__ | {"_compiled": None}
 
-    def _pass_for(self, view: type[IterationView]) -> Callable[..., Reading]:
-        """The pass as compiled, if it was asked for and shapes do not change with every call."""
+    def _compiles(self, view: type[IterationView], lane: Lane | None) -> bool:
+        """Whether a pass runs compiled: if that was asked for, dense ones and those over plain packed rows."""
         if self.compile_options is None or view not in (DenseView, GridView):
-            return self._one_pass
+            return False
+        if lane is None:
+            return True
+        plain = lane.rows.query.document is None and set(lane.windows) == {None}
+        return plain and not (self.body.training and _drops_attention(self.stock.config))
+
+    def _compiled_pass(self) -> Callable[..., Reading]:
         if self._compiled is None:
-            options = dict(self.compile_options)
+            options = dict(self.compile_options or {})
             memory_budget = options.pop("memory_budget")
             compiled = torch.compile(self._one_pass, **options)
 
@@ -174,9 +184,10 @@ class Backbone:
         saw. Without ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the
         hidden state.
         """
-        one_pass, holding = self._pass_for(view), holding or {}
+        compiles, holding = self._compiles(view, lane), holding or {}
+        one_pass = self._compiled_pass() if compiles else self._one_pass
         if lane is not None:
-            if view is GridView and self.compile_options is not None:
+            if compiles:
                 _vary(x, position, lane, holding)
             # Any mask that is there already keeps the decoder from building one of rows by rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
@@ -274,12 +285,15 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
 
 def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:
     """Tells the compiler that every pass over packed rows has another number of them."""
-    rows, document = lane.rows, lane.rows.query.document
-    for grid in (x, position, rows.query.slot, rows.query.order, *([] if document is None else [document])):
+    for grid in (x, position, lane.rows.query.slot, lane.rows.query.order):
         torch._dynamo.maybe_mark_dynamic(grid, 1)
-    for listed in (rows.sequence, holding["sequence"], holding["slot"], holding["kept"]):
+    for listed in (lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]):
         if listed is not None:
             torch._dynamo.maybe_mark_dynamic(listed, 0)
+
+
+def _drops_attention(config: PreTrainedConfig) -> bool:
+    return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
 
 
 class _Passing(IterationView):

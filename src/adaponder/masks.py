@@ -16,6 +16,14 @@ class Places:
     document: Tensor | None = None
     present: Tensor | None = None
 
+    def of(self, lanes: Tensor) -> Places:
+        """Those of some lanes."""
+
+        def some(grid: Tensor | None) -> Tensor | None:
+            return None if grid is None else grid[lanes]
+
+        return Places(self.slot[lanes], self.order[lanes], some(self.document), some(self.present))
+
 
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
     """The boolean attention mask ``[lanes, 1, queries, keys]``.

@@ -18,6 +18,10 @@ import yaml
 
 from adaponder.errors import ConfigError
 
+# What says nothing of what is computed: no part of the hash, and free to change when a run is resumed.
+FREE = ("name", "about", "provenance")
+FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits")
+
 
 @dataclass(frozen=True)
 class ModelRecipe:
@@ -200,9 +204,9 @@ class Recipe:
     def fingerprint(self) -> str:
         """Hash of everything that decides the result: not the name, prose, how often is logged or what is kept."""
         decisive = self.as_dict()
-        for key in ("name", "about", "provenance"):
+        for key in FREE:
             del decisive[key]
-        for key in ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits"):
+        for key in FREE_TRAIN:
             del decisive["train"][key]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 

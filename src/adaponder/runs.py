@@ -152,14 +152,25 @@ class SparseRun(Run):
 
     def __init__(self, backbone: Backbone, tokens: Tokens, *, reuse: str, replay: bool = False, stream: bool = True):
         super().__init__(backbone, tokens, reuse=reuse, replay=replay, stream=stream)
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        self._real_place: Tensor | None = None
+        self._active_place: Tensor | None = None
 
     def place_of(self, chosen: Tensor) -> Tensor:
-        """Where they stand in the flattened grid: a count that the host must wait for, so asked once for each mask."""
-        # The mask is kept along: its id is its own as long as it lives.
-        if id(chosen) not in self._places:
-            self._places[id(chosen)] = (chosen, chosen.flatten().nonzero().squeeze(1))
-        return self._places[id(chosen)][1]
+        """Where all real or all active tokens stand in the flattened grid.
+
+        How many they are is something that the host must wait for, so it is asked once for each mask.
+        """
+        if chosen is self.tokens.real:
+            if self._real_place is None:
+                self._real_place = chosen.flatten().nonzero().squeeze(1)
+            return self._real_place
+        if self._active_place is None:
+            self._active_place = self.active.flatten().nonzero().squeeze(1)
+        return self._active_place
+
+    def halt(self, keep: Tensor) -> None:
+        super().halt(keep)
+        self._active_place = None
 
     def computed(self) -> Tensor:
         """Whom a pass computes."""
@@ -215,9 +226,8 @@ class SparseRun(Run):
         return grid.flatten(0, 1)[self.place_of(self.active)]
 
     def _grid(self, rows: Tensor) -> Tensor:
-        grid = torch.zeros_like(self.active)
-        grid.view(-1)[self.place_of(self.active)] = rows
-        return grid
+        grid = torch.zeros(self.active.numel(), dtype=torch.bool, device=rows.device)
+        return grid.index_copy(0, self.place_of(self.active), rows).view(self.active.shape)
 
 
 class PackedRun(SparseRun):
@@ -244,10 +254,14 @@ class PackedRun(SparseRun):
         stored = place if kept is None else place[kept]
         # Halted tokens of mor are absent; padding always is.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
-        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "kept": kept}
+        key, sequence, lanes = Places(tokens.slot, tokens.order, tokens.document, present), place // time, None
+        if self.backbone.unfolds:
+            # Sequences with nothing to read are left out: nobody unfolds their keys.
+            lanes, sequence = sequence.unique(return_inverse=True)
+            key = key.of(lanes)
+        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": kept}
         holding |= {"sequence": stored // time, "slot": stored % time}
-        key = Places(tokens.slot, tokens.order, tokens.document, present)
-        reading = self._read_lane(x, place, sequence=place // time, key=key, view=GridView, holding=holding)
+        reading = self._read_lane(x, place, sequence=sequence, key=key, view=GridView, holding=holding)
         self.grids = reading.rows
 
         def grid(found: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ class GridView(IterationView):
     Args:
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
         shape: (batch, slots).
+        lanes: the sequences that ask, if only their keys and values are to be answered; ``None`` for all.
         sequence, slot: ``[stored]``, where each row that is stored stands.
         kept: ``[stored]``, which rows of the pass those are; ``None`` for all.
     """
@@ -108,19 +109,20 @@ class GridView(IterationView):
         *,
         grids: list[KeysValues] | None,
         shape: tuple[int, int],
+        lanes: Tensor | None,
         sequence: Tensor,
         slot: Tensor,
         kept: Tensor | None,
     ):
         super().__init__(layers)
-        self.grids, self.shape = grids, shape
+        self.grids, self.shape, self.lanes = grids, shape, lanes
         self.sequence, self.slot, self.kept = sequence, slot, kept
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]
         keys, values = self._put(keys, old_keys), self._put(values, old_values)
         self.written[layer] = (keys, values)
-        return keys, values
+        return (keys, values) if self.lanes is None else (keys[self.lanes], values[self.lanes])
 
     def _put(self, new: Tensor, grid: Tensor | None) -> Tensor:
         rows = new[0].transpose(0, 1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_near_ties import compare
 
+from adaponder.policies import ForcedDepths
 from laws import assert_one_function, counted_rows, make_case
 from support import METHODS, ids, tiny
 
@@ -51,3 +52,29 @@ def test_dense_training_does_not_wait_for_the_gpu():
         model(batch, labels=batch).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_compiled_dense_and_packed_passes_are_the_eager_ones_in_half_precision(family, padded):
+    """The path that training takes: compiled by inductor, kernels behind opaque operations, forward and backward."""
+    model = tiny("adaponder", family, iterations=4, dtype=torch.float32).cuda().train()
+    case = on_gpu(make_case(3, 40, 4, "ragged", "left" if padded else "none", 0))
+
+    def gradients(execution):
+        model.zero_grad()
+        policy = ForcedDepths(case.depths)
+        with torch.autocast("cuda", torch.bfloat16):
+            asked = {"attention_mask": case.mask, "targets": case.ids, "policy": policy, "execution": execution}
+            loss = model(case.ids, **asked, output_logits=False).loss
+        loss.backward()
+        grads = [parameter.grad.flatten() for parameter in model.backbone.parameters() if parameter.grad is not None]
+        return float(loss), torch.cat(grads).double()
+
+    eager = {execution: gradients(execution) for execution in ("dense", "compact")}
+    torch.compiler.reset()
+    model.compile_passes()
+    for execution, (loss, gradient) in eager.items():
+        found, slope = gradients(execution)
+        assert found == pytest.approx(loss, rel=5e-3)
+        assert torch.nn.functional.cosine_similarity(slope, gradient, dim=0) > 0.999

@@ -19,6 +19,7 @@ ORDER = [
     "ops",
     "halting",
     "policies",
+    "shape",
     "compute",
     "ledger",
     "views",

@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM, FixedDepth, ForcedDepths
-from adaponder.compute import Cost, Shape, cost_of, expectation_flops, parameters_of, per_depth, shape_of
+from adaponder.compute import Cost, cost_of, expectation_flops, per_depth
 from adaponder.errors import BackboneError, InputError
 from adaponder.masks import Places, visible
+from adaponder.shape import Shape, parameters_of, shape_of
 from support import FAMILIES, HALTING, METHODS, VOCABULARY, ids, stock, tiny
 
 K = 3

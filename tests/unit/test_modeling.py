@@ -436,33 +436,82 @@ def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(metho
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations)
 
 
+# Another number of rows in every pass, another in every batch, and a batch in which a sequence has none.
+DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+# Passes that run compiled: the first one, which reads every token of unpadded sequences, and those over packed rows.
+PACKED = {
+    "plain": (("adaponder", "gpt_neox"), {}, {}, 2),
+    "grouped": (("adaponder", "llama"), {}, {}, 2),
+    "padded": (("adaponder", "gpt_neox"), {}, {"attention_mask": PADDED}, 2),
+    "kv": (("adaponder", "gpt_neox"), {"reuse": "kv"}, {}, 2),
+    "none": (("adaponder", "gpt_neox"), {"reuse": "none"}, {}, 2),
+    "mor": (("mor", "gpt_neox"), {}, {}, None),  # its residual stream is read by a hook, which breaks graphs
+    "documents": (("adaponder", "gpt_neox"), {}, {"document_ids": DOCUMENTS}, 0),
+    "windows": (("adaponder", "mistral"), {}, {}, 1),
+}
+
+
+def packed_results(model, given, trains):
+    found = []
+    for depth in DEPTHS:
+        asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}
+        with torch.set_grad_enabled(trains):
+            loss = model(ids(2, 6), **asked, output_logits=False).loss
+        found.append(loss.detach())
+        if trains:
+            loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            model.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize("trains", [False, True], ids=["reads", "trains"])
-def test_packed_rows_compile_to_one_graph_for_any_number_of_them(trains):
-    model = tiny(iterations=4).train(trains)
-    # Another number of rows in every pass, another in every batch, and a batch in which a sequence has none.
-    depths = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
-
-    def run():
-        found = []
-        for depth in depths:
-            given = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1)}
-            with torch.set_grad_enabled(trains):
-                loss = model(ids(2, 6), **given, output_logits=False).loss
-            found.append(loss.detach())
-            if trains:
-                loss.backward()
-                found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-                model.zero_grad()
-        return found
-
-    expected = run()
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, trains):
+    (method, family), recurrence, given, graphs = PACKED[case]
+    model = tiny(method, family, iterations=4, **recurrence).train(trains)
+    expected = packed_results(model, given, trains)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.compile_passes(backend="aot_eager", fullgraph=True)
-    for mine, theirs in zip(run(), expected, strict=True):
+    model.compile_passes(backend="aot_eager", fullgraph=case != "mor")
+    for mine, theirs in zip(packed_results(model, given, trains), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-    # The first pass reads every token and is the dense one.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    if graphs is not None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_packed_rows_are_checkpointed_compiled_and_right():
+    model = tiny(iterations=4).train()
+    expected = packed_results(model, {}, trains=True)
+    model.gradient_checkpointing_enable()
+    model.compile_passes(backend="aot_eager")
+    for mine, theirs in zip(packed_results(model, {}, trains=True), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_attention_that_drops_is_not_compiled_over_packed_rows():
+    model = tiny(iterations=4).train()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile_passes(backend="eager", fullgraph=True)
+    model.backbone.config.attention_dropout = 0.3
+    for layer in model.backbone.base_model.layers:
+        layer.attention.attention_dropout = 0.3
+    packed_results(model, {}, trains=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the first pass alone"
+    torch._dynamo.utils.counters.clear()
+    packed_results(model.eval(), {}, trains=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "in evaluation nothing is dropped"
+
+
+def test_a_mask_may_lie_in_memory_as_it_likes():
+    model = tiny(iterations=4).eval()
+    strided = PADDED.t().contiguous().t()
+    assert not strided.is_contiguous()
+    found = [model(ids(2, 6), attention_mask=mask, execution="compact").logits for mask in (PADDED, strided)]
+    assert torch.equal(*found)
 
 
 def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():

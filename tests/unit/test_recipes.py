@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from adaponder.compute import parameters_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import load_recipe, recipe_names
+from adaponder.shape import parameters_of
 from adaponder.training.build import scratch_config
 from adaponder.training.schedule import learning_rate_factor, objective_at, phases
 
@@ -50,6 +50,13 @@ def test_paper_recipes_keep_the_papers_schedule_and_say_where_each_value_is_from
     assert set(recipe.provenance) <= known
     for source in recipe.provenance.values():
         assert source.startswith(("stated", "inferred", "from the PonderLM"))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_gates_that_wait_begin_a_third_into_stage_1(name):
+    plan = load_recipe(name).train
+    if plan.ponder_weight and plan.gate_start:
+        assert plan.gate_start == pytest.approx(plan.ponder_start / 3, rel=1e-3)
 
 
 def test_continued_pretraining_trains_gates_alone_for_a_billion_tokens_first():

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from adaponder.analysis.sensitivity import sensitivity
 from adaponder.analysis.style import save
 from adaponder.commands import sweep as command
-from adaponder.compute import parameters_of
 from adaponder.data import prepare as preparing
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import load_recipe, recipe_names
+from adaponder.shape import parameters_of
 from adaponder.training import run as running
 from adaponder.training import sweep as sweeping
 from adaponder.training.grid import config_of, plan

@@ -18,11 +18,12 @@ from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError
 from adaponder.methods import ponder
-from adaponder.recipe import Recipe
+from adaponder.recipe import Recipe, load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.controller import DepthController
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
+from adaponder.training.watch import collapse
 from training_support import corpus, small
 
 METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
@@ -185,6 +186,7 @@ import torch; torch.set_num_threads(1)
 from training_support import small
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
+from adaponder.training.watch import collapse
 train(small(Path({shards!r}), *{overrides!r}), out=Path({out!r}), quiet=True)
 """
 
@@ -271,6 +273,26 @@ def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, ca
     monkeypatch.setattr(Trainer, "__post_init__", with_the_second_gate_shut)
     train(recipe, out=tmp_path / "run", quiet=True)
     assert "every token halts after 2 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step", "halted", "gates", "kind"),
+    [
+        (10, [0.995, 0.995], [0.5, 0.5], "all"),
+        (10, [0.0, 0.995], [0.5, 0.5], "one"),
+        (200, [0.0, 0.0], [0.5, 0.5], "none"),
+        (199, [0.0, 0.1], [0.5, 0.5], None),
+        (10, [0.3, 0.6], [0.5, 0.5], "early"),
+        (10, [0.0, 0.0], [0.9, 0.001], "early"),  # nobody may halt yet, and the gate is shut all the same
+        (10, [0.0, 0.0], [0.9, 0.02], None),
+        (150, [0.0, 0.2], [0.9, 0.001], None),
+        (10, [], [], None),
+    ],
+)
+def test_what_is_said_of_gates_that_no_longer_tell_tokens_apart(step, halted, gates, kind):
+    plan = load_recipe("cpu/demo", ["train.steps=200", "train.ponder_start=100", "train.ponder_full=120"]).train
+    seen = collapse({"step": step, "halted": halted, "gate_means": gates}, plan)
+    assert (seen and seen[0]) == kind
 
 
 def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards, tmp_path, monkeypatch):

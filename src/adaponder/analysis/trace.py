@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from adaponder.analysis.spelling import token_texts
-from adaponder.compute import cost_of, shape_of
+from adaponder.compute import cost_of
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Spent, deciding_flops
 from adaponder.evaluation.scoring import Reading, Scores, score
@@ -24,6 +24,7 @@ from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
+from adaponder.shape import shape_of
 
 NAME = "trace.parquet"
 _KEY = b"adaponder.trace"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaponder.compute import parameters_of, per_depth, shape_of
+from adaponder.compute import per_depth
 from adaponder.convert import describe
 from adaponder.errors import InputError
+from adaponder.shape import parameters_of, shape_of
 from adaponder.terminal import console, table, write_json
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from adaponder.compute import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Setting, Trace, trace
@@ -19,6 +18,7 @@ from adaponder.evaluation.summary import Difference, Interval, paired_difference
 from adaponder.evaluation.tuning import Tuned, tune
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy, spec_of
+from adaponder.shape import shape_of
 
 RATES = (0.9, 0.5)
 LEARNED, TRAINED = "learned gate", "learned gate as trained"

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.compute import HALTING, Cost, Shape, cost_of, shape_of
+from adaponder.compute import HALTING, Cost, cost_of
 from adaponder.config import AdaPonderConfig
 from adaponder.modeling import PolicyLike
 from adaponder.policies import as_policy
+from adaponder.shape import Shape, shape_of
 
 COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s")
 

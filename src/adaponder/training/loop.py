@@ -7,20 +7,20 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adaponder.compute import Shape, cost_of, shape_of
 from adaponder.data import Sampler, Shards
 from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipe import Recipe
+from adaponder.shape import Shape, shape_of
 from adaponder.training.checkpoint import (
     load_optimizer,
     optimizer_state,
@@ -34,39 +34,13 @@ from adaponder.training.distributed import World, accumulating, global_bottom_k_
 from adaponder.training.optim import build_optimizer, set_learning_rate
 from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
 from adaponder.training.telemetry import Telemetry
-
-# Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.
-_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-
-
-def _one_depth(halted: list[float]) -> int | None:
-    """The depth at which practically every token halts, if there is one: then nothing is adaptive any more."""
-    gone = 0.0
-    for depth, share in enumerate(halted, 1):
-        if share - gone > 0.99:
-            return depth
-        gone = share
-    return None
+from adaponder.training.watch import Tally, collapse, utilisation
 
 
 def data_hash(shards: Shards) -> str:
     """What the tokens are, whatever is drawn from them: the recipe says the rest."""
     sums = [[shard.tokens_sha256 for shard in split] for split in shards.manifest.splits.values()]
     return hashlib.sha256(json.dumps([sums, shards.tokenizer_hash]).encode()).hexdigest()[:16]
-
-
-@dataclass
-class Tally:
-    """Sums since the last log, on the device: reading them is the only wait."""
-
-    steps: int = 0
-    tokens: int = 0
-    began: float = field(default_factory=time.perf_counter)
-    sums: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, value: Tensor) -> None:
-        value = value.detach().double()
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
 @dataclass
@@ -159,8 +133,10 @@ class Trainer:
         for index, part in enumerate(parts):
             with accumulating(self._called(), last=index + 1 == len(parts)):
                 output = self._forward(part, objective, items / len(parts))
-                loss = self._count(output, len(parts))
+                assert output.loss is not None
+                loss = output.loss / len(parts)
                 loss.backward()
+                self._count(output, len(parts))
                 total = total + loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), train.clip or math.inf)
         self.optimizer.step()
@@ -250,22 +226,6 @@ class Trainer:
         assert self.called is not None  # a phase was entered
         return self.called
 
-    def _count(self, output: AdaPonderOutput, parts: int) -> Tensor:
-        """Adds a micro-step to the tally; returns its part of the step's loss."""
-        assert output.loss is not None
-        assert output.depth is not None
-        loss = output.loss / parts
-        self.tally.add("loss", loss)
-        for name, value in (output.terms or {}).items():
-            self.tally.add(name, value / parts)
-        depths = torch.arange(1, self.model.config.iterations + 1, device=output.depth.device)
-        self.tally.add("depths", (output.depth[..., None] == depths).sum((0, 1)))
-        if self.controller and output.gates is not None:
-            self.controller.add(output.depth, output.gates, self.step)
-        if output.gates is not None:
-            self.tally.add("gates", output.gates.sum((0, 1)))
-        return loss
-
     def _check_finite(self, norm: Tensor, loss: Tensor) -> None:
         """Looks at the step before while this one runs: a NaN is found one step late, and always before a save."""
         before, self.pending = self.pending, (norm.detach(), loss)
@@ -290,61 +250,30 @@ class Trainer:
             self._raise_unless_finite(*self.pending, self.step - 1)
             self.pending = None
 
+    def _count(self, output: AdaPonderOutput, parts: int) -> None:
+        self.tally.count(output, parts, self.model.config.iterations)
+        if self.controller and output.gates is not None:
+            assert output.depth is not None
+            self.controller.add(output.depth, output.gates, self.step)
+
     def _log(self, step: int) -> None:
         tally, self.tally = self.tally, Tally()
-        depths = self.world.sum(tally.sums.pop("depths"))
-        gates = self.world.sum(tally.sums.pop("gates")) if "gates" in tally.sums else None
-        norm = float(tally.sums.pop("grad_norm")) / tally.steps
-        means = {
-            name: float(self.world.sum(value)) / tally.steps / self.world.size for name, value in tally.sums.items()
-        }
-        seconds = time.perf_counter() - tally.began
+        found = tally.report(self.world)
         if not self.telemetry:
             return
-        total = float(depths.sum())
-        levels = len(depths)
-        mean_depth = float((depths * torch.arange(1, levels + 1, device=depths.device)).sum()) / total
-        metrics: dict[str, Any] = {"step": step, **means, "lr": self.rate, "grad_norm": norm}
-        metrics |= {"tokens_per_second": tally.tokens / seconds, "mean_depth": mean_depth}
+        config, speed = self.model.config, found["tokens_per_second"]
+        metrics: dict[str, Any] = {"step": step, "lr": self.rate, **found}
         if self.model.method.halts:
-            metrics |= {"halted": [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]}
             metrics |= {"ponder_fraction": self.objective.ponder_fraction}
+        else:
+            del metrics["halted"]
         if self.controller:
             metrics |= {"ponder_weight": self.objective.ponder_weight, "pressure": self.controller.pressure}
-        if gates is not None:
-            metrics |= {"gate_means": (gates / total).tolist()}
-        metrics |= self._utilisation(tally.tokens / seconds)
+        metrics |= utilisation(speed, config, shape=self.shape, sequence=self.recipe.data.sequence, world=self.world)
         self.telemetry.log(metrics)
-        self._warn_of_collapse(step, metrics)
-
-    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        device = self.world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        peak = next((rate for key, rate in _PEAK.items() if key in name), None)
-        if peak is None:
-            return {}
-        row = torch.full((1, self.recipe.data.sequence), self.model.config.iterations)
-        flops = cost_of(row, self.model.config, shape=self.shape, every_gate=True).flops / self.recipe.data.sequence
-        return {"mfu": 3 * flops * tokens_per_second / (peak * self.world.size)}
-
-    def _warn_of_collapse(self, step: int, metrics: dict[str, Any]) -> None:
-        if not self.telemetry or self.model.config.method != "adaponder" or not metrics.get("halted"):
-            return
-        train = self.recipe.train
-        if metrics["halted"][0] > 0.99:
-            self.telemetry.warn("all", f"step {step}: the gates have collapsed, every token halts after one iteration")
-        elif (depth := _one_depth(metrics["halted"])) is not None:
-            self.telemetry.warn(
-                "one", f"step {step}: the gates have collapsed, every token halts after {depth} iterations"
-            )
-        elif (
-            train.ponder_weight
-            and step > train.ponder_full + 0.2 * (train.steps - train.ponder_full)
-            and (metrics["halted"][-1] == 0)
-        ):
-            self.telemetry.warn("none", f"step {step}: the gates have collapsed open, no token halts early")
-        elif step < train.ponder_start and metrics["halted"][-1] > 0.5:
-            self.telemetry.warn("early", f"step {step}: gates close in stage 1; see train.gate_lr and model.gate_bias")
+        if config.method == "adaponder" and (seen := collapse(metrics, self.recipe.train)):
+            kind, what = seen
+            self.telemetry.warn(kind, f"step {step}: {what}")
 
     @torch.no_grad()
     def evaluate(self, tokens: int, **asked: Any) -> dict[str, Any]:

@@ -19,17 +19,13 @@ from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import Recipe, TrainRecipe
+from adaponder.recipe import FREE_TRAIN, Recipe, TrainRecipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World, join
 from adaponder.training.loop import Trainer, data_hash
 from adaponder.training.telemetry import Telemetry
-
-# What may change between a run and its resumption without changing what is computed.
-_FREE = ("name", "about", "provenance")
-_FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits")
 
 
 class Outcome(NamedTuple):
@@ -177,7 +173,7 @@ def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: 
     found = []
     for section in ("model", "data", "train"):
         for name in sorted(set(was[section]) | set(now[section])):
-            free = section == "train" and name in _FREE_TRAIN
+            free = section == "train" and name in FREE_TRAIN
             before, after = was[section].get(name), now[section].get(name)
             if before != after and not free:
                 found.append(f"{section}.{name}: {before} → {after}")

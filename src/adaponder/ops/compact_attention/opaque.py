@@ -1,4 +1,7 @@
-"""The operation as a compiler sees it: one call with results of known shape, forward and backward, not looked into."""
+"""The operation as a compiler sees it: one call with results of known shape, forward and backward, not looked into.
+
+Without windows, packed documents and dropout: whoever has those leaves the pass uncompiled.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,16 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention`; without dropout."""
-    if dropout:
-        raise ValueError(f"dropout={dropout}: backward could not draw the same weights again")
+    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention` of plain rows."""
+    if dropout or window is not None or rows.query.document is not None:
+        raise ValueError(f"dropout={dropout}, window={window}, or packed documents: a compiled pass knows none of them")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    asks, answers = rows.query, rows.key
-    where = [rows.sequence, asks.slot, asks.order, answers.slot, answers.order]
-    return _mix(query, keys, values, where, asks.document, answers.document, answers.present, window, scale)[0]
+    return _mix(query, keys, values, rows.sequence, rows.query.slot, rows.key.slot, rows.key.present, scale)[0]
+
+
+def _rows(sequence: Tensor, asking: Tensor, answering: Tensor, present: Tensor | None) -> Rows:
+    # Order is what windows count by.
+    return Rows(sequence, Places(asking, asking), Places(answering, answering, present=present))
 
 
 @torch.library.custom_op("adaponder::compact_attention", mutates_args=())
@@ -37,18 +43,17 @@ def _mix(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    where: list[Tensor],
-    asking: Tensor | None,
-    answering: Tensor | None,
+    sequence: Tensor,
+    asking: Tensor,
+    answering: Tensor,
     present: Tensor | None,
-    window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(result, what the kernels normalised by)."""
-    rows = _rows(where, asking, answering, present)
-    if kernels := kernels_for(query, keys, values, rows, window=window):
+    rows = _rows(sequence, asking, answering, present)
+    if kernels := kernels_for(query, keys, values, rows, window=None):
         return kernels.mix(query, keys, values, rows, scale)
-    mixed = reference.compact_attention(query, keys, values, rows, window=window, scale=scale)
+    mixed = reference.compact_attention(query, keys, values, rows, scale=scale)
     return mixed.contiguous(), query.new_zeros(query.shape[:2], dtype=torch.float32)
 
 
@@ -66,17 +71,16 @@ def _slopes(
     values: Tensor,
     mixed: Tensor,
     normaliser: Tensor,
-    where: list[Tensor],
-    asking: Tensor | None,
-    answering: Tensor | None,
+    sequence: Tensor,
+    asking: Tensor,
+    answering: Tensor,
     present: Tensor | None,
-    window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _rows(where, asking, answering, present)
-    if kernels := kernels_for(query, keys, values, rows, window=window):
+    rows = _rows(sequence, asking, answering, present)
+    if kernels := kernels_for(query, keys, values, rows, window=None):
         return kernels.slopes(grad, query, keys, values, mixed, normaliser, rows, scale)
-    return reference.slopes(grad, query, keys, values, rows, window=window, scale=scale)
+    return reference.slopes(grad, query, keys, values, rows, scale=scale)
 
 
 @_slopes.register_fake
@@ -85,20 +89,13 @@ def _(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *others: Any) -
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, keys, values, where, asking, answering, present, window, scale = inputs
-    ctx.save_for_backward(query, keys, values, *output, *where, asking, answering, present)
-    ctx.window, ctx.scale = window, scale
+    query, keys, values, *where, scale = inputs
+    ctx.save_for_backward(query, keys, values, *output, *where)
+    ctx.scale = scale
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    query, keys, values, mixed, normaliser, *where, asking, answering, present = ctx.saved_tensors
-    given = (query, keys, values, mixed, normaliser, where, asking, answering, present, ctx.window, ctx.scale)
-    return (*_slopes(grad.contiguous(), *given), [None] * len(where), None, None, None, None, None)
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_slopes(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
 
 
 _mix.register_autograd(_backward, setup_context=_remember)
-
-
-def _rows(where: list[Tensor], asking: Tensor | None, answering: Tensor | None, present: Tensor | None) -> Rows:
-    sequence, query_slot, query_order, key_slot, key_order = where
-    return Rows(sequence, Places(query_slot, query_order, asking), Places(key_slot, key_order, answering, present))

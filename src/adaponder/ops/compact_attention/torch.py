@@ -102,20 +102,23 @@ def compact_attention(
 
 
 def slopes(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, window: int | None, scale: float
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, keys and values, written out for where there is no tape to ask."""
+    """The gradients of query, keys and values, written out for where there is no tape to ask.
+
+    Weights and what they are made of are never held in half precision.
+    """
     groups = query.shape[1] // keys.shape[1]
+    wide = query.dtype if query.dtype == torch.float64 else torch.float32
     grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
-    for (sequence, part), mask in zip(rows.parts, rows.masks(window), strict=True):
+    for (sequence, part), mask in zip(rows.parts, rows.masks(None), strict=True):
         # Heads that share a key head stand side by side: [key heads, groups, rows, size].
-        q, g = (x[part].transpose(0, 1).unflatten(0, (-1, groups)) for x in (query, grad))
-        k, v = keys[sequence][:, None], values[sequence][:, None]
-        scores = (q @ k.mT * scale).masked_fill(~mask[0], -torch.inf)
-        weight = scores.softmax(-1)
-        slope = torch.ops.aten._softmax_backward_data(g @ v.mT, weight, -1, weight.dtype) * scale
-        grad_query[part] = (slope @ k).flatten(0, 1).transpose(0, 1)
-        grad_keys[sequence] = (slope.mT @ q).sum(1)
-        grad_values[sequence] = (weight.mT @ g).sum(1)
+        q, g = (x[part].to(wide).transpose(0, 1).unflatten(0, (-1, groups)) for x in (query, grad))
+        k, v = (x[sequence].to(wide)[:, None] for x in (keys, values))
+        weight = (q @ k.mT * scale).masked_fill(~mask[0], -torch.inf).softmax(-1)
+        slope = torch.ops.aten._softmax_backward_data(g @ v.mT, weight, -1, wide) * scale
+        grad_query[part] = (slope @ k).flatten(0, 1).transpose(0, 1).to(query.dtype)
+        grad_keys[sequence] = (slope.mT @ q).sum(1).to(keys.dtype)
+        grad_values[sequence] = (weight.mT @ g).sum(1).to(values.dtype)
     return grad_query, grad_keys, grad_values

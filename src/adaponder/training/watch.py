@@ -1,0 +1,105 @@
+"""What a run says of itself between two logs: sums on the device, speed, and whether its gates are still alive."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaponder.compute import cost_of
+from adaponder.config import AdaPonderConfig
+from adaponder.modeling import AdaPonderOutput
+from adaponder.recipe import TrainRecipe
+from adaponder.shape import Shape
+from adaponder.training.distributed import World
+
+# Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.
+_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# A gate this low on average weighs no update any more and gets almost no gradient to open again.
+_SHUT = 0.01
+
+
+@dataclass
+class Tally:
+    """Sums since the last log, on the device: reading them is the only wait."""
+
+    steps: int = 0
+    tokens: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        value = value.detach().double()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def count(self, output: AdaPonderOutput, parts: int, iterations: int) -> None:
+        """Adds one of the ``parts`` micro-steps of a step."""
+        assert output.loss is not None
+        assert output.depth is not None
+        for name, value in {"loss": output.loss, **(output.terms or {})}.items():
+            self.add(name, value / parts)
+        depths = torch.arange(1, iterations + 1, device=output.depth.device)
+        self.add("depths", (output.depth[..., None] == depths).sum((0, 1)))
+        if output.gates is not None:
+            self.add("gates", output.gates.sum((0, 1)))
+
+    def report(self, world: World) -> dict[str, Any]:
+        """Means over all processes: a joint act, so every one of them must ask."""
+        sums = dict(self.sums)
+        depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
+        gates = world.sum(sums.pop("gates")) if "gates" in sums else None
+        means = {name: float(world.sum(value)) / self.steps / world.size for name, value in sums.items()}
+        total, levels = float(depths.sum()), len(depths)
+        found: dict[str, Any] = {**means, "grad_norm": norm}
+        found["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
+        found["mean_depth"] = float((depths * torch.arange(1, levels + 1, device=depths.device)).sum()) / total
+        found["halted"] = [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]
+        if gates is not None:
+            found["gate_means"] = (gates / total).tolist()
+        return found
+
+
+def utilisation(
+    tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
+) -> dict[str, float]:
+    """Needed FLOPs over the vendor's rate, where it is known."""
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    peak = next((rate for key, rate in _PEAK.items() if key in name), None)
+    if peak is None:
+        return {}
+    row = torch.full((1, sequence), config.iterations)
+    flops = cost_of(row, config, shape=shape, every_gate=True).flops / sequence
+    return {"mfu": 3 * flops * tokens_per_second / (peak * world.size)}
+
+
+def collapse(metrics: dict[str, Any], train: TrainRecipe) -> tuple[str, str] | None:
+    """(kind, what to say) if the gates no longer tell tokens apart, or will not when stage 2 begins."""
+    step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
+    if not halted:
+        return None  # one iteration has no gate
+    if halted[0] > 0.99:
+        return "all", "the gates have collapsed, every token halts after one iteration"
+    if (depth := _one_depth(halted)) is not None:
+        return "one", f"the gates have collapsed, every token halts after {depth} iterations"
+    late = train.ponder_full + 0.2 * (train.steps - train.ponder_full)
+    if train.ponder_weight and step > late and halted[-1] == 0:
+        return "none", "the gates have collapsed open, no token halts early"
+    if step < train.ponder_start and (halted[-1] > 0.5 or min(gates, default=1.0) < _SHUT):
+        return (
+            "early",
+            "gates close in stage 1; let them learn later (train.gate_start), or more slowly (train.gate_lr)",
+        )
+    return None
+
+
+def _one_depth(halted: list[float]) -> int | None:
+    """The depth at which practically every token halts, if there is one: then nothing is adaptive any more."""
+    gone = 0.0
+    for depth, share in enumerate(halted, 1):
+        if share - gone > 0.99:
+            return depth
+        gone = share
+    return None
