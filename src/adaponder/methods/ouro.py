@@ -21,6 +21,8 @@ class Ouro(Method):
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
         self.exit = nn.Linear(config.hidden_size, 1)
+        # Made here: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
+        self.every_loop = FixedDepth(config.iterations)
 
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
         hidden = run.read(self.scaled(embedded)).hidden
@@ -40,7 +42,7 @@ class Ouro(Method):
         return run.map(lambda rows: self.exit(rows).squeeze(-1), hidden, everyone=ask.every_gate)
 
     def default_policy(self, *, training: bool) -> Policy:
-        return FixedDepth(self.config.iterations) if training else ExitThreshold(self.config.exit_threshold)
+        return self.every_loop if training else ExitThreshold(self.config.exit_threshold)
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.exit.weight, std=std)
