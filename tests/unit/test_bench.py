@@ -201,22 +201,32 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
     assert "something else" in str(result.exception)
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 5, 8, 13])
-def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most):
+@pytest.mark.parametrize("counted", [False, True], ids=["doubling", "expecting"])
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 13, 40])
+def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most, counted):
+    """Memory grows by 10 with each multiple of 3; the last of the room is lost to what nobody counts."""
+
     def measure(recipe, variant, *, batch, **rest):
         if batch > most * 3 + 2:
             raise torch.OutOfMemoryError("no")
-        return training.Result(variant, batch, 12, timing.Timing([1.0], 1), 1.0)
+        return training.Result(variant, batch, 12, timing.Timing([1.0], 7 + 10 * batch // 3 if counted else None), 1.0)
 
     monkeypatch.setattr(training, "measure_training", measure)
     tried = []
-    found = training.largest_batch(
-        recipe(), training.Variant("plain"), start=3, device=CPU, tried=lambda batch, fits: tried.append((batch, fits))
-    )
-    assert found == most * 3
-    assert (found, True) in tried or most == 0
-    assert (found + 3, False) in tried
-    assert len(tried) == len(set(tried)) <= 9
+    for room in (10 * most + 8, 10 * most + 25) if counted else (None,):
+        monkeypatch.setattr(training, "capacity", lambda device, room=room: room)
+        tried.clear()
+        found = training.largest_batch(
+            recipe(),
+            training.Variant("plain"),
+            start=3,
+            device=CPU,
+            tried=lambda batch, fits: tried.append((batch, fits)),
+        )
+        assert found == most * 3
+        assert (found, True) in tried or most == 0
+        assert (found + 3, False) in tried
+        assert len(tried) == len(set(tried)) <= (4 if counted else 12)
 
 
 # --- prefill -------------------------------------------------------------------------------------------------------

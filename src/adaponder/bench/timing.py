@@ -71,6 +71,13 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
 
 
+def capacity(device: torch.device) -> int | None:
+    """Bytes that may be allocated before memory is full, a little left for what torch does not count."""
+    if device.type != "cuda":
+        return None
+    return int(0.97 * torch.cuda.get_device_properties(device).total_memory)
+
+
 def matmul_rate(device: torch.device) -> float:
     """FLOP/s of a large product of random matrices, in the precision that training uses there."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, config_of
-from adaponder.bench.timing import Timing, forget, measure, out_of_memory
+from adaponder.bench.timing import Timing, capacity, forget, measure, out_of_memory
 from adaponder.compute import cost_of
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM
@@ -109,23 +109,43 @@ def largest_batch(
 ) -> int:
     """The largest multiple of ``start`` whose step fits into memory; 0 if not even ``start`` does.
 
-    Doubles until it no longer fits, then halves the gap: few trials, since each builds and compiles anew. ``tried`` is
-    told each batch and whether it fitted.
+    Each trial builds and compiles anew, so few are made: memory grows evenly with the batch, two trials say where it
+    will be full, and the rest look around there. Where memory is not counted the batch doubles until it no longer
+    fits. The answer and the next multiple have both been tried. ``tried`` is told each batch and whether it fitted.
     """
+    peaks: dict[int, int] = {}
 
     def fits(multiple: int) -> bool:
         # The second step is the first that holds the optimizer's moments from its beginning.
         done = _if_it_fits(recipe, variant, batch=multiple * start, device=device, warmup=1, repeats=1)
         tried(multiple * start, done.timing is not None)
+        if done.timing is not None and done.timing.peak_bytes is not None:
+            peaks[multiple] = done.timing.peak_bytes
         return done.timing is not None
 
-    below, above = 0, 1
-    while fits(above):
-        below, above = above, 2 * above
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle) else (below, middle)
+    below, above, probe, stride = 0, 0, 1, 1  # nothing has failed yet: above is 0
+    while above - below != 1:
+        if fits(probe):
+            below = probe
+        else:
+            above = probe
+        if not above and (full := full_at(peaks, capacity(device))) > below:
+            probe, stride = full, 1
+            continue
+        probe = above - stride if above else below + stride
+        if above and probe <= below:
+            probe = (below + above) // 2
+        stride *= 2
     return below * start
+
+
+def full_at(peaks: dict[int, int], room: int | None) -> int:
+    """The multiple at which memory will be full if it goes on growing as between the two largest seen; 0: unknown."""
+    if room is None or len(peaks) < 2:
+        return 0
+    less, more = sorted(peaks)[-2:]
+    slope = (peaks[more] - peaks[less]) / (more - less)
+    return int(more + (room - peaks[more]) / slope) if slope > 0 else 0
 
 
 def flops_per_token(recipe: Recipe, method: str) -> float:
