@@ -95,6 +95,7 @@ class TrainRecipe:
         ponder_on: probabilities or logits. ponder_scope: rank gates over all processes of a micro-step (``micro``) or
             each process for itself (``process``).
         gate_start: what the method adds is not updated before this step; gates then stay as open as they began.
+            ``None``: a third into stage 1 where a ponder loss is to come, as measured (experiments/), else at once.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         target_depth: steer ponder_weight and k_max, once k is warm, towards this mean depth (``None``: do not).
         target_gain, target_every: how fast, and after how many steps each time; see training/controller.py.
@@ -128,8 +129,8 @@ class TrainRecipe:
     ponder_full: int = 0
     ponder_on: Literal["probabilities", "logits"] = "probabilities"
     ponder_scope: Literal["micro", "process"] = "micro"
-    gate_start: int = 0
-    halt_before_ponder: bool = True
+    gate_start: int | None = None
+    halt_before_ponder: bool = False
     target_depth: float | None = None
     target_gain: float = 0.5
     target_every: int = 10
@@ -142,6 +143,13 @@ class TrainRecipe:
     save_every: int = 0
     keep: int = 2
     log_every: int = 10
+
+    @property
+    def gates_begin(self) -> int:
+        """The step from which on gates learn."""
+        if self.gate_start is not None:
+            return self.gate_start
+        return 0 if self.freeze_backbone_steps or not self.ponder_weight else self.ponder_start // 3
 
     def __post_init__(self) -> None:
         def require(holds: bool, message: str) -> None:
@@ -159,7 +167,7 @@ class TrainRecipe:
             f"ponder_full={self.ponder_full} lies before ponder_start={self.ponder_start}",
         )
         require(
-            self.gate_start >= 0 and not (self.gate_start and self.freeze_backbone_steps),
+            (self.gate_start or 0) >= 0 and not (self.gate_start and self.freeze_backbone_steps),
             f"gate_start={self.gate_start}: a step, and 0 where "
             f"freeze_backbone_steps={self.freeze_backbone_steps} trains gates alone first",
         )

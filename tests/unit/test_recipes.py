@@ -52,11 +52,31 @@ def test_paper_recipes_keep_the_papers_schedule_and_say_where_each_value_is_from
         assert source.startswith(("stated", "inferred", "from the PonderLM"))
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_gates_that_wait_begin_a_third_into_stage_1(name):
-    plan = load_recipe(name).train
-    if plan.ponder_weight and plan.gate_start:
-        assert plan.gate_start == pytest.approx(plan.ponder_start / 3, rel=1e-3)
+GATES_BEGIN = {
+    "mini/adaponder": 400,
+    "mini/ponder": 0,
+    "mini/mor": 0,
+    "ablation/no-stage-1": 0,
+    "paper/adaponder-70m": 6666,
+    "paper/adaponder-410m": 6666,
+    "paper/ablation-k-0.15-70m": 2543,
+    "paper/pause-70m": 0,
+    "paper/adaponder-1.4b-from-ponder": 0,  # they learn alone first
+    "paper/adaponder-1.4b-from-vanilla": 0,
+    "cpu/demo": 0,  # its stage 1 is over before reading again could pay
+}
+
+
+@pytest.mark.parametrize("name", GATES_BEGIN)
+def test_gates_begin_to_learn_a_third_into_stage_1_where_one_is_long(name):
+    assert load_recipe(name).train.gates_begin == GATES_BEGIN[name]
+
+
+def test_whoever_says_when_gates_begin_is_heard():
+    assert load_recipe("mini/adaponder", ["train.gate_start=7"]).train.gates_begin == 7
+    assert load_recipe("mini/adaponder", ["train.ponder_weight=0"]).train.gates_begin == 0
+    with pytest.raises(ConfigError, match="gate_start"):
+        load_recipe("mini/adaponder", ["train.gate_start=-1"])
 
 
 def test_continued_pretraining_trains_gates_alone_for_a_billion_tokens_first():

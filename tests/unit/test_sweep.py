@@ -352,7 +352,7 @@ DIFFERS = {
     "ablation/mean-of-all-gates": {"train.k_max": 1.0},
     "ablation/no-k-warm-up": {"train.ponder_full": 1200},
     "ablation/no-reuse": {"model.reuse": "none"},
-    "ablation/no-stage-1": {"train.gate_start": 0, "train.ponder_start": 0, "train.ponder_full": 240},
+    "ablation/no-stage-1": {"train.ponder_start": 0, "train.ponder_full": 240},
     "ablation/shared-gate": {"model.shared_gate": True},
 }
 

@@ -19,7 +19,7 @@ def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
         ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
     }
     for (part, _), group in groups.items():
-        group |= {"params": [], "names": [], "start": train.gate_start if part == "method" else 0}
+        group |= {"params": [], "names": [], "start": train.gates_begin if part == "method" else 0}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = groups[("method" if name.startswith("method.") else "backbone", parameter.ndim >= 2)]

@@ -236,12 +236,14 @@ def _remark(plan: TrainRecipe, world: World) -> None:
     """Says what a user might not expect of the recipe here."""
     if plan.dtype == "bfloat16" and world.device.type == "cpu":
         console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
-    if plan.ponder_weight and plan.gate_start > plan.ponder_start:
+    if plan.ponder_weight and plan.gates_begin > plan.ponder_start:
         console.print(
             f"[yellow]train.gate_start={plan.gate_start} lies after ponder_start={plan.ponder_start}:[/] until then "
             "the ponder loss presses on gates that do not move",
             soft_wrap=True,
         )
+    elif plan.gates_begin:
+        console.print(f"gates begin to learn at step {plan.gates_begin:,} (train.gate_start)")
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
