@@ -11,11 +11,12 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from adaponder import attention
 from adaponder.attention import Lane
 from adaponder.errors import BackboneError, ConfigError
+from adaponder.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
 from adaponder.ledger import KeysValues
 from adaponder.masks import Places, visible
 from adaponder.ops import gelu, rotary
@@ -23,11 +24,6 @@ from adaponder.ops.compact_attention import Rows
 from adaponder.views import DenseView, GridView, IterationView
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
-
-
-# BLOOM builds its masks from padding alone; GPT-Neo's local layers count rows instead of positions. Both can be read
-# whole, from the first token on, and no other way.
-_READ_WHOLE = ("bloom", "gpt_neo")
 
 
 class Reading(NamedTuple):
@@ -53,11 +49,9 @@ class Backbone:
         self.body: PreTrainedModel = stock.base_model
         self.norm = _final_norm(self.body)
         self.layers: int = stock.config.num_hidden_layers
-        self.windows = _windows(stock.config)
-        kinds = getattr(stock.config, "layer_types", None) or ["every_layer"] * self.layers
-        self.layer_windows = [self.windows[kind] for kind in kinds]
-        # Latent attention caches less than it attends with: each pass unfolds what a view answers.
-        self.unfolds = getattr(stock.config, "qk_head_dim", None) is not None
+        self.windows = windows_of(stock.config)
+        self.layer_windows = layer_windows(stock.config)
+        self.unfolds = unfolds(stock.config)
         self.compile_options: dict[str, Any] | None = None
         self._compiled: Callable[..., Reading] | None = None
         self._packs: bool | None = None
@@ -89,7 +83,7 @@ class Backbone:
         if lane is None:
             return True
         plain = lane.rows.query.document is None and set(lane.windows) == {None}
-        return plain and not (self.body.training and _drops_attention(self.stock.config))
+        return plain and not (self.body.training and drops_attention(self.stock.config))
 
     def _compiled_pass(self) -> Callable[..., Reading]:
         if self._compiled is None:
@@ -234,7 +228,7 @@ class Backbone:
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The explicit attention mask, in the form this decoder takes it."""
-        if self.stock.config.model_type in _READ_WHOLE:
+        if self.stock.config.model_type in READ_WHOLE:
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no mask of ours: it can be read only whole, without padding, "
                 "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
@@ -292,10 +286,6 @@ def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> N
             torch._dynamo.maybe_mark_dynamic(listed, 0)
 
 
-def _drops_attention(config: PreTrainedConfig) -> bool:
-    return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
-
-
 class _Passing(IterationView):
     """A view that reuses nothing: one plain pass."""
 
@@ -304,75 +294,12 @@ class _Passing(IterationView):
         return keys, values
 
 
-def refuse_halting(stock: PreTrainedModel, method: str) -> None:
-    """Raises if tokens of this family cannot be left out of a pass."""
-    if stock.config.model_type in _READ_WHOLE:
-        raise BackboneError(
-            f"{stock.config.model_type} cannot be a backbone of {method}: it can be read only whole, so a halted token "
-            "cannot be skipped; use vanilla, ponder or loop"
-        )
-
-
-def refuse_by_name(stock: PreTrainedModel) -> None:
-    """Raises with the reason if this family cannot be a backbone."""
-    config, family = stock.config, stock.config.model_type
-
-    def refuse(reason: str) -> None:
-        raise BackboneError(f"{family} cannot be a backbone: {reason}")
-
-    if config.is_encoder_decoder:
-        refuse("it is an encoder-decoder; a decoder that reads its own embeddings is needed")
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if any("linear" in kind or kind in ("conv", "mamba", "recurrent") for kind in kinds):
-        refuse(
-            "linear-attention and convolution layers keep one running state, not a row per token that could be reused"
-        )
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        refuse(f"attention of kind {', '.join(sorted(unknown))} is not modelled")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "longrope" in (
-        rope.get("rope_type"),
-        *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)),
-    ):
-        refuse("longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones")
-    if getattr(config, "final_logit_softcapping", None):
-        refuse("final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head")
-    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            refuse(f"{name} scales its logits, and the expectation over the vocabulary is of a linear head")
-    if getattr(config, "use_bidirectional_attention", False) not in (False, None):
-        refuse("use_bidirectional_attention lets a token see the future")
-    if getattr(config, "add_cross_attention", False):
-        refuse("add_cross_attention needs an encoder")
-    if getattr(config, "layerdrop", 0):
-        refuse(f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0")
-    projection = getattr(config, "word_embed_proj_dim", None)
-    if projection not in (None, config.hidden_size):
-        refuse(f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place to go in")
-    if getattr(config, "num_kv_shared_layers", 0):
-        refuse("num_kv_shared_layers makes layers read other layers' keys and values")
-    head = stock.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        refuse(f"its head is a {type(head).__name__}, not a linear map of the hidden state")
-    if not isinstance(stock.get_input_embeddings(), nn.Embedding):
-        refuse(f"its embedding is a {type(stock.get_input_embeddings()).__name__}, not a table")
-
-
 def _final_norm(body: nn.Module) -> nn.Module | None:
     for owner in (body, getattr(body, "decoder", None)):
         for name in _FINAL_NORMS:
             if isinstance(norm := getattr(owner, name, None), nn.Module):
                 return norm
     return None
-
-
-def _windows(config) -> dict[str, int | None]:
-    """Attention kind -> window in tokens (None: all), in the keys that decoders of mixed kinds take masks by."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return {"every_layer": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:

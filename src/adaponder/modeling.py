@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from adaponder.backbone import Backbone, refuse_halting
+from adaponder.backbone import Backbone
 from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import BackboneError, InputError
+from adaponder.families import refuse_halting
 from adaponder.generation import ASKED, LedgerGenerationMixin, check_cache
 from adaponder.halting import gate_probability
 from adaponder.ledger import Ledger

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import BackboneError
+from adaponder.families import layer_windows
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
         body=sum(linear.weight.numel() for linear, count in rows.items() if count == 1),
         expansion=sum(linear.weight.numel() for linear, count in rows.items() if count == 2),
         attention=tuple(_pair(config, keys, values) for keys, values in kept),
-        windows=_windows(config),
+        windows=tuple(layer_windows(config)),
         kv=sum(part.shape[1] * part.shape[3] for keys_values in kept for part in keys_values),
     )
 
@@ -154,14 +155,6 @@ def _pair(config: PreTrainedConfig, keys: Tensor, values: Tensor) -> int:
     key_size = getattr(config, "qk_head_dim", None) or keys.shape[3]
     value_size = getattr(config, "v_head_dim", None) or values.shape[3]
     return config.num_attention_heads * (key_size + value_size)
-
-
-def _windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _uncountable(config: PreTrainedConfig, reason: str) -> BackboneError:

@@ -19,6 +19,7 @@ ORDER = [
     "ops",
     "halting",
     "policies",
+    "families",
     "shape",
     "compute",
     "ledger",

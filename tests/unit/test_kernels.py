@@ -41,7 +41,8 @@ def _small_blocks(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _where_it_can_run(request):
     place = request.node.callspec.params.get("device", "cpu") if hasattr(request.node, "callspec") else "cpu"
-    if place == "cpu" and torch.cuda.is_available():
+    for_gpu = request.node.get_closest_marker("gpu") is not None
+    if place == "cpu" and not for_gpu and torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
 
 

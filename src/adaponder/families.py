@@ -1,0 +1,91 @@
+"""What is known of decoder families by their configs: which cannot be a backbone, and what others must be told."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from adaponder.errors import BackboneError
+
+# BLOOM builds its masks from padding alone; GPT-Neo's local layers count rows instead of positions. Both can be read
+# whole, from the first token on, and no other way.
+READ_WHOLE = ("bloom", "gpt_neo")
+
+
+def refuse_by_name(stock: PreTrainedModel) -> None:
+    """Raises with the reason if this family cannot be a backbone."""
+    config, family = stock.config, stock.config.model_type
+
+    def refuse(reason: str) -> None:
+        raise BackboneError(f"{family} cannot be a backbone: {reason}")
+
+    if config.is_encoder_decoder:
+        refuse("it is an encoder-decoder; a decoder that reads its own embeddings is needed")
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if any("linear" in kind or kind in ("conv", "mamba", "recurrent") for kind in kinds):
+        refuse(
+            "linear-attention and convolution layers keep one running state, not a row per token that could be reused"
+        )
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        refuse(f"attention of kind {', '.join(sorted(unknown))} is not modelled")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "longrope" in (
+        rope.get("rope_type"),
+        *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)),
+    ):
+        refuse("longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones")
+    if getattr(config, "final_logit_softcapping", None):
+        refuse("final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head")
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            refuse(f"{name} scales its logits, and the expectation over the vocabulary is of a linear head")
+    if getattr(config, "use_bidirectional_attention", False) not in (False, None):
+        refuse("use_bidirectional_attention lets a token see the future")
+    if getattr(config, "add_cross_attention", False):
+        refuse("add_cross_attention needs an encoder")
+    if getattr(config, "layerdrop", 0):
+        refuse(f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0")
+    projection = getattr(config, "word_embed_proj_dim", None)
+    if projection not in (None, config.hidden_size):
+        refuse(f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place to go in")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("num_kv_shared_layers makes layers read other layers' keys and values")
+    head = stock.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        refuse(f"its head is a {type(head).__name__}, not a linear map of the hidden state")
+    if not isinstance(stock.get_input_embeddings(), nn.Embedding):
+        refuse(f"its embedding is a {type(stock.get_input_embeddings()).__name__}, not a table")
+
+
+def refuse_halting(stock: PreTrainedModel, method: str) -> None:
+    """Raises if tokens of this family cannot be left out of a pass."""
+    if stock.config.model_type in READ_WHOLE:
+        raise BackboneError(
+            f"{stock.config.model_type} cannot be a backbone of {method}: it can be read only whole, so a halted token "
+            "cannot be skipped; use vanilla, ponder or loop"
+        )
+
+
+def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
+    """Attention kind -> window in tokens (None: all), in the keys that decoders of mixed kinds take masks by."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return {"every_layer": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The window of each layer."""
+    windows = windows_of(config)
+    return [windows[kind] for kind in getattr(config, "layer_types", None) or [*windows] * config.num_hidden_layers]
+
+
+def drops_attention(config: PreTrainedConfig) -> bool:
+    """Whether attention drops weights in training."""
+    return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
+
+
+def unfolds(config: PreTrainedConfig) -> bool:
+    """Whether each pass unfolds the keys and values it is given: latent attention caches less than it attends with."""
+    return getattr(config, "qk_head_dim", None) is not None
