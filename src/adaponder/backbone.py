@@ -19,7 +19,7 @@ from adaponder.errors import BackboneError, ConfigError
 from adaponder.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
 from adaponder.ledger import KeysValues
 from adaponder.masks import Places, visible
-from adaponder.ops import gelu, rotary
+from adaponder.ops import gelu, joined, rotary
 from adaponder.ops.compact_attention import Rows
 from adaponder.views import DenseView, GridView, IterationView
 
@@ -38,9 +38,9 @@ class Backbone:
     """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
 
     Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
-    compiled, the functions behind its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py). What
-    cannot be seen that way is refused by name when wrapping (structure) and by :meth:`verify` (numbers on random input,
-    against the stock model's own forward).
+    compiled, the functions behind its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py; ops/joined.py only
+    speaks to the compiler). What cannot be seen that way is refused by name when wrapping (structure) and by
+    :meth:`verify` (numbers on random input, against the stock model's own forward).
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -89,7 +89,7 @@ class Backbone:
         if self._compiled is None:
             options = dict(self.compile_options or {})
             memory_budget = options.pop("memory_budget")
-            compiled = torch.compile(self._one_pass, **options)
+            compiled = torch.compile(self._one_pass, **joined.settings(options))
 
             def within_budget(*arguments: Any) -> Reading:
                 # The compiler reads the budget when it splits a graph into forward and backward.

@@ -4,9 +4,11 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from adaponder import cli
@@ -223,10 +225,36 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most, counted):
             device=CPU,
             tried=lambda batch, fits: tried.append((batch, fits)),
         )
-        assert found == most * 3
-        assert (found, True) in tried or most == 0
-        assert (found + 3, False) in tried
+        assert (found and found.batch) == (most * 3 or None)
+        assert (most * 3, True) in tried or most == 0
+        assert (most * 3 + 3, False) in tried
         assert len(tried) == len(set(tried)) <= (4 if counted else 12)
+
+
+def test_the_search_compiles_twice_whatever_it_tries(monkeypatch):
+    """Once for the first batch, once for one that varies; each is a graph without and one with rows to reuse."""
+    compile_passes, measure_training = models.AdaPonderForCausalLM.compile_passes, training.measure_training
+
+    def measure(recipe, variant, *, batch, **rest):
+        if batch > 10:
+            raise torch.OutOfMemoryError("no")
+        done = measure_training(recipe, variant, batch=batch, **rest)
+        return replace(done, timing=timing.Timing(done.timing.seconds, batch))
+
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))
+    monkeypatch.setattr(training, "measure_training", measure)
+    monkeypatch.setattr(training, "capacity", lambda device: 10)
+    counters.clear()
+    graphs = []
+    found = training.largest_batch(
+        recipe(),
+        training.Variant("adaponder", checkpointing=True),
+        start=2,
+        device=CPU,
+        tried=lambda batch, fits: graphs.append((batch, counters["stats"]["unique_graphs"])),
+    )
+    assert found.batch == 10
+    assert graphs == [(2, 2), (4, 4), (10, 4), (12, 4)]
 
 
 # --- prefill -------------------------------------------------------------------------------------------------------
@@ -332,8 +360,19 @@ def test_torchs_own_loss_is_a_row_only_where_torch_has_it(monkeypatch):
 # --- tests first, records, options ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def a_checkout(monkeypatch, tmp_path):
+    """A folder that the check takes for the checkout: one source, and a file for each test."""
+    root = tmp_path / "checkout"
+    for name in ("src/source.py", *checks.TESTS):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("pass")
+    monkeypatch.setattr(checks, "checkout", lambda: root)
+    return root
+
+
 @pytest.mark.parametrize("kind", ["train", "prefill", "ops"])
-def test_a_failing_test_refuses(monkeypatch, tmp_path, kind):
+def test_a_failing_test_refuses(monkeypatch, tmp_path, a_checkout, kind):
     monkeypatch.setattr(record, "checkout", lambda: tmp_path)
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(checks, "run_tests", lambda arguments, where: (1, "…\nFAILED test_kernels.py::test_it"))
@@ -345,16 +384,30 @@ def test_a_failing_test_refuses(monkeypatch, tmp_path, kind):
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_tests_of_the_device_are_run_and_the_record_says_so(monkeypatch, tmp_path):
+def test_tests_of_the_device_are_run_and_the_record_says_so(monkeypatch, tmp_path, a_checkout):
     ran = []
     monkeypatch.setattr(checks, "run_tests", lambda arguments, where: (ran.append(arguments), (0, "passed"))[1])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     found = measured("ops", "--no-record", "--warmup=0", "--repeats=1", "--size=4,4,8", tmp_path=tmp_path)
     assert found["tested"] is True
     checks.require_tests(torch.device("cuda"))
     assert "gpu or not gpu" not in ran[0]
     assert "gpu or not gpu" in ran[1]
-    for name in ("kernels", "vocab_expectation", "linear_cross_entropy"):
+    for name in ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined"):
         assert f"tests/unit/test_{name}.py" in ran[0]
+
+
+def test_what_has_passed_is_not_tested_again_until_something_changes(monkeypatch, a_checkout):
+    ends = [1, 0, 0, 0]
+    monkeypatch.setattr(checks, "run_tests", lambda arguments, where: (ends.pop(0), "as it went"))
+    with pytest.raises(EvaluationError, match="as it went"):
+        checks.require_tests(CPU)
+    assert [checks.require_tests(CPU) for _ in range(3)] == [True, False, False], "a failure proves nothing"
+    (a_checkout / "src" / "source.py").write_text("pass  # changed")
+    assert checks.require_tests(CPU)
+    (a_checkout / checks.TESTS[-1]).write_text("pass  # changed")
+    assert checks.require_tests(CPU)
+    assert not checks.require_tests(CPU)
 
 
 def test_the_runner_runs_the_checkouts_own_sources(monkeypatch):

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
-from adaponder.bench.record import checkout
+from adaponder.bench.record import checkout, device_name
 from adaponder.errors import EvaluationError, InputError
 
-TESTS = tuple(f"tests/unit/test_{name}.py" for name in ("kernels", "vocab_expectation", "linear_cross_entropy"))
+_TESTED = ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined")
+TESTS = tuple(f"tests/unit/test_{name}.py" for name in _TESTED)
 TAIL = 30
 
 
-def require_tests(device: torch.device) -> None:
-    """Raises with the tail of what pytest said unless every test of the operations passes on this device."""
+def require_tests(device: torch.device) -> bool:
+    """Raises with the tail of what pytest said unless every test of the operations passes on this device.
+
+    False if they need not run: they have passed on such a device before, and no source and no test has changed since.
+    """
     root = checkout()
     if missing := [test for test in TESTS if not (root / test).is_file()]:
         raise InputError(f"{missing[0]} is not there: bench runs from a checkout; --trust measures untested operations")
+    proof = root / "build" / f"tested-{_digest(root, device)}"
+    if proof.is_file():
+        return False
     arguments = [sys.executable, "-m", "pytest", "-q", *TESTS]
     # Kernels are compiled or interpreted, never both in one process.
     where = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -29,6 +38,17 @@ def require_tests(device: torch.device) -> None:
     if code != 0:
         tail = "\n".join(said.rstrip().splitlines()[-TAIL:])
         raise EvaluationError(f"{tail}\nthe operations' tests fail (above): nothing is measured")
+    proof.parent.mkdir(exist_ok=True)
+    proof.write_text(said)
+    return True
+
+
+def _digest(root: Path, device: torch.device) -> str:
+    """Of all that decides how the tests end: every source and test by content, torch, the device."""
+    seen = hashlib.sha256(f"{torch.__version__} {device_name(device)}".encode())
+    for path in sorted([*(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py")]):
+        seen.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return seen.hexdigest()[:16]
 
 
 def run_tests(arguments: list[str], where: dict[str, str]) -> tuple[int, str]:

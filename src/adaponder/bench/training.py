@@ -106,22 +106,31 @@ def measure_training(
 
 def largest_batch(
     recipe: Recipe, variant: Variant, *, start: int, device: torch.device, tried: Callable[[int, bool], object]
-) -> int:
-    """The largest multiple of ``start`` whose step fits into memory; 0 if not even ``start`` does.
+) -> Result | None:
+    """The step of the largest multiple of ``start`` that fits into memory; ``None`` if not even ``start`` does.
 
-    Each trial builds and compiles anew, so few are made: memory grows evenly with the batch, two trials say where it
-    will be full, and the rest look around there. Where memory is not counted the batch doubles until it no longer
-    fits. The answer and the next multiple have both been tried. ``tried`` is told each batch and whether it fitted.
+    Few trials are made: memory grows evenly with the batch, two say where it will be full, and the rest look around
+    there. Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
+    both been tried. ``tried`` is told each batch and whether it fitted. The first two compile, the second for a batch
+    that varies, so that all later ones need not.
     """
     peaks: dict[int, int] = {}
+    fitting: dict[int, Result] = {}
+    trials = 0
 
     def fits(multiple: int) -> bool:
+        nonlocal trials
         # The second step is the first that holds the optimizer's moments from its beginning.
-        done = _if_it_fits(recipe, variant, batch=multiple * start, device=device, warmup=1, repeats=1)
+        settings = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": trials > 0}
+        done = _if_it_fits(recipe, variant, batch=multiple * start, **settings)
+        trials += 1
         tried(multiple * start, done.timing is not None)
-        if done.timing is not None and done.timing.peak_bytes is not None:
+        if done.timing is None:
+            return False
+        fitting[multiple] = done
+        if done.timing.peak_bytes is not None:
             peaks[multiple] = done.timing.peak_bytes
-        return done.timing is not None
+        return True
 
     below, above, probe, stride = 0, 0, 1, 1  # nothing has failed yet: above is 0
     while above - below != 1:
@@ -136,7 +145,7 @@ def largest_batch(
         if above and probe <= below:
             probe = (below + above) // 2
         stride *= 2
-    return below * start
+    return fitting.get(below)
 
 
 def full_at(peaks: dict[int, int], room: int | None) -> int:

@@ -22,6 +22,7 @@ from adaponder.terminal import console, table, write_json
 
 ON_GPU, ON_CPU = "paper/adaponder-70m", "cpu/demo"
 TRAIN_HEAD = ("variant", "tokens/s", "spread", "peak GiB", "x plain", "x memory", "of matmul")
+LARGEST_HEAD = ("variant", "sequences", "tokens/s", "peak GiB")
 PREFILL_HEAD = ("variant", "ms", "spread", "tokens/s", "x dense", "x compiled dense", "promised")
 OPS_HEAD = ("implementation", "ms", "spread", "peak GiB", "x plain", "of matmul", "of copy")
 NO_MEMORY = "out of memory"
@@ -207,7 +208,8 @@ def begin(how: How, kind: str, device: torch.device, recipe: Recipe | None = Non
         console.print("[yellow]--trust: the operations are not tested first")
     else:
         console.print("testing the operations …")
-        require_tests(device)
+        if not require_tests(device):
+            console.print("  these sources have passed already")
     console.print("measuring what the device can do at best …")
     found = {"command": f"bench {kind}", "path": path, "tested": not how.trust}
     return found | conditions(device, commit=commit)
@@ -255,10 +257,14 @@ def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.
     found = []
     for variant in variants:
         console.print(f"searching the largest batch of {variant.name} …")
-        largest = training_bench.largest_batch(recipe, variant, start=start, device=device, tried=_say_fit)
-        found.append({"variant": variant.name, "batch": largest})
-    cells = [(row["variant"], f"{row['batch']:,}" if row["batch"] else f"not even {start}") for row in found]
-    console.print(table(f"\nThe largest batch that fits, in multiples of {start}", ("variant", "sequences"), cells))
+        best = training_bench.largest_batch(recipe, variant, start=start, device=device, tried=_say_fit)
+        row: dict[str, Any] = {"variant": variant.name, "batch": 0, "tokens_per_second": None, "peak_bytes": None}
+        if best is not None and best.timing is not None:
+            row |= {"batch": best.batch, "tokens_per_second": best.tokens_per_second}
+            row |= {"peak_bytes": best.timing.peak_bytes}
+        found.append(row)
+    title = f"\nThe largest batch that fits, in multiples of {start}, with one step's speed"
+    console.print(table(title, LARGEST_HEAD, [largest_cells(row, start) for row in found]))
     return found
 
 
@@ -309,6 +315,12 @@ def train_cells(row: dict[str, Any]) -> tuple[str, ...]:
     speed = _number(row["tokens_per_second"], ",.0f") if row["fits"] else NO_MEMORY
     ratios = (_number(row["times_plain"], ".2f"), _number(row["memory_of_plain"], ".2f"))
     return (row["variant"], speed, _share(row["spread"]), _gib(row), *ratios, _share(row["matmul_share"]))
+
+
+def largest_cells(row: dict[str, Any], start: int) -> tuple[str, ...]:
+    """A row under :data:`LARGEST_HEAD`."""
+    batch = f"{row['batch']:,}" if row["batch"] else f"not even {start}"
+    return (row["variant"], batch, _number(row["tokens_per_second"], ",.0f"), _gib(row))
 
 
 def prefill_cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,91 @@
+"""The gradient of a fused query-key-value product, joined by one plain copy in compiled passes.
+
+GPT-NeoX cuts one product in three, so backward puts three gradients together again. A compiler fuses what made them
+into that concatenation, where every element then walks through the arithmetic of all three. Here each is computed by
+itself, in the order in which the product's own gradient reads it, and a copy that no compiler looks into joins them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+_aten = torch.ops.aten
+_SETTING = "post_grad_custom_pre_pass"
+
+
+@torch.library.custom_op("adaponder::join", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
+def join(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Equals ``torch.cat((query, key, value), -1)``."""
+    # Three arguments and not a list: a compiler lays out tensors as they were asked for, but not those in lists.
+    return torch.cat((query, key, value), -1)
+
+
+@join.register_fake
+def _(*parts: Tensor) -> Tensor:
+    return parts[0].new_empty(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+
+
+class JoinApart(CustomGraphPass):
+    """Turns and joins three gradients instead of joining, turning and copying them: the same numbers, bit for bit."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
+            if (copy := _turned_copy(node)) is None:
+                continue
+            turn, parts = copy.args[0], node.args[0]
+            with graph.inserting_before(copy):
+                turned = [_copied(graph, part, turn) for part in parts]
+                joined = graph.call_function(torch.ops.adaponder.join.default, tuple(turned))
+            joined.meta = dict(copy.meta)
+            copy.replace_all_uses_with(joined)
+            for gone in (copy, turn, node):
+                graph.erase_node(gone)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+# One for all: models that are compiled with equal options share their graphs.
+_JOIN_APART = JoinApart()
+
+
+def settings(options: dict[str, Any]) -> dict[str, Any]:
+    """``torch.compile``'s options with the pass added, unless another compiler or another such pass is asked for."""
+    if options.get("backend", "inductor") != "inductor":
+        return options
+    rest = {name: value for name, value in options.items() if name not in ("mode", "options")}
+    # Torch takes a mode or options, not both; a mode is a set of options.
+    mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
+    return rest | {"options": {_SETTING: _JOIN_APART} | mode | (options.get("options") or {})}
+
+
+def _turned_copy(cat: Any) -> Any | None:
+    """The copy of ``cat(three, -1)`` with heads and time exchanged, if nobody else reads what comes before it."""
+    parts, *dim = cat.args
+    if len(parts) != 3 or not dim or dim[0] not in (3, -1) or cat.meta["val"].ndim != 4 or len(cat.users) != 1:
+        return None
+    (turn,) = cat.users
+    exchanges = (turn.target is _aten.permute.default and list(turn.args[1]) == [0, 2, 1, 3]) or (
+        turn.target is _aten.transpose.int and sorted(turn.args[1:]) == [1, 2]
+    )
+    if not exchanges or len(turn.users) != 1:
+        return None
+    (copy,) = turn.users
+    contiguous = copy.kwargs.get("memory_format") is torch.contiguous_format
+    return copy if copy.target is _aten.clone.default and contiguous else None
+
+
+def _copied(graph: Graph, part: Any, turn: Any) -> Any:
+    """A part turned as the whole was, and laid out so."""
+    turned = graph.call_function(turn.target, (part, *turn.args[1:]))
+    turned.meta["val"] = part.meta["val"].transpose(1, 2)
+    if turned.meta["val"].is_contiguous():
+        return turned
+    laid = graph.call_function(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+    laid.meta["val"] = turned.meta["val"].contiguous()
+    return laid

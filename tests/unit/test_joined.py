@@ -1,0 +1,125 @@
+"""The gradient of a fused product, joined by one copy: found where it is, bit for bit the same, laid out for a copy."""
+
+import shutil
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from adaponder.ops import joined as op
+from support import ids, tiny
+
+ATEN = torch.ops.aten
+
+
+def targets(graph):
+    return [str(node.target) for node in graph.nodes]
+
+
+def gradients(model, rewrite):
+    """(per graph: how many joins, all gradients of the backbone)."""
+    joins = []
+
+    def look(module, given):
+        rewrite(module.graph)
+        module.graph.lint()
+        module.recompile()
+        joins.append(sum("adaponder.join" in name for name in targets(module.graph)))
+        return make_boxed_func(module.forward)
+
+    torch._dynamo.reset()
+    model.zero_grad()
+    model.compile_passes(backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    model(ids(), targets=ids(seed=1), output_logits=False).loss.backward()
+    return joins, [parameter.grad.clone() for parameter in model.backbone.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_every_layers_gradient_is_joined_so_and_is_the_same_bit_for_bit(dtype):
+    model = tiny(dtype=dtype).train()
+    nowhere, expected = gradients(model, lambda graph: None)
+    joins, found = gradients(model, op.JoinApart())
+    assert set(nowhere) == {0}
+    # Two backward graphs: without and with rows to reuse.
+    assert [count for count in joins if count] == [model.wrapped.layers] * 2
+    assert all(map(torch.equal, found, expected))
+
+
+def chain(*, dim=3, parts=3, turn=(0, 2, 1, 3), read_twice=False, laid_out=True):
+    """A graph that joins, turns and copies, with a deviation."""
+    graph = fx.Graph()
+    given = [graph.placeholder(f"x{index}") for index in range(parts)]
+    for node in given:
+        node.meta["val"] = torch.randn(2, 3, 4, 5)
+    cat = graph.call_function(ATEN.cat.default, (given, dim))
+    cat.meta["val"] = torch.cat([node.meta["val"] for node in given], dim)
+    turned = graph.call_function(ATEN.permute.default, (cat, list(turn)))
+    how = {"memory_format": torch.contiguous_format} if laid_out else {}
+    copy = graph.call_function(ATEN.clone.default, (turned,), how)
+    copy.meta["val"] = cat.meta["val"].permute(turn).contiguous()
+    graph.output((copy, cat) if read_twice else copy)
+    return graph, [node.meta["val"] for node in given]
+
+
+def test_parts_are_turned_and_laid_out_before_they_are_joined():
+    graph, given = chain()
+    expected = fx.GraphModule({}, graph)(*given)
+    op.JoinApart()(graph)
+    graph.lint()
+    assert targets(graph).count("aten.clone.default") == 3
+    assert "aten.cat.default" not in targets(graph)
+    assert torch.equal(fx.GraphModule({}, graph)(*given), expected)
+
+
+@pytest.mark.parametrize(
+    "deviation", [{"dim": 2}, {"parts": 2}, {"turn": (0, 1, 3, 2)}, {"read_twice": True}, {"laid_out": False}], ids=str
+)
+def test_whatever_else_is_concatenated_stays(deviation):
+    graph, _ = chain(**deviation)
+    before = targets(graph)
+    op.JoinApart()(graph)
+    assert targets(graph) == before
+
+
+def test_it_comes_on_top_of_what_was_asked_of_the_compiler():
+    assert op.settings({"backend": "eager", "mode": "x"}) == {"backend": "eager", "mode": "x"}
+    plain = op.settings({"fullgraph": True})
+    assert plain["fullgraph"]
+    assert isinstance(plain["options"][op._SETTING], op.JoinApart)
+    assert plain == op.settings({"fullgraph": True}), "equal options, so that models share their graphs"
+    tuned = op.settings({"mode": "max-autotune-no-cudagraphs", "options": None})
+    assert "mode" not in tuned
+    assert tuned["options"]["max_autotune"]
+    assert set(tuned["options"]) > {op._SETTING}
+    assert op.settings({"options": {op._SETTING: None}})["options"][op._SETTING] is None, "one's own pass stays"
+
+
+def test_compiled_graphs_are_kept_on_disk_under_this_files_name():
+    assert op.JoinApart().uuid() == op.JoinApart().uuid()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
+def test_the_compiler_hands_over_parts_that_a_plain_copy_joins(monkeypatch):
+    model, laid_out = tiny(dtype=torch.float32).train(), []
+    plain = torch.cat
+
+    def cat(parts, dim=0, **more):
+        if len(parts) == 3 and dim == -1:
+            laid_out.append([part.is_contiguous() for part in parts])
+        return plain(parts, dim, **more)
+
+    def gradient():
+        model.zero_grad()
+        model(ids(), targets=ids(seed=1), output_logits=False).loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.backbone.parameters()])
+
+    expected = gradient()
+    torch._dynamo.reset()
+    model.compile_passes()
+    monkeypatch.setattr(op.torch, "cat", cat)
+    found = gradient()
+    assert len(laid_out) == model.wrapped.layers * model.config.iterations
+    assert all(map(all, laid_out))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
