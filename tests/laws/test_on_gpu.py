@@ -1,5 +1,7 @@
 """The laws on a GPU: run with ``pytest -m gpu`` where there is one; the CPU suite leaves these out."""
 
+import copy
+
 import pytest
 import torch
 from test_near_ties import compare
@@ -56,25 +58,39 @@ def test_dense_training_does_not_wait_for_the_gpu():
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_compiled_dense_and_packed_passes_are_the_eager_ones_in_half_precision(family, padded):
+def test_compiled_dense_and_packed_passes_are_no_worse_than_eager_ones_in_half_precision(family, padded):
     """The path that training takes: compiled by inductor, kernels behind opaque operations, forward and backward."""
-    model = tiny("adaponder", family, iterations=4, dtype=torch.float32).cuda().train()
+    model = calm(tiny("adaponder", family, iterations=4, dtype=torch.float32)).cuda().train()
     case = on_gpu(make_case(3, 40, 4, "ragged", "left" if padded else "none", 0))
 
-    def gradients(execution):
+    def gradients(model, execution, *, low=True):
         model.zero_grad()
         policy = ForcedDepths(case.depths)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
             asked = {"attention_mask": case.mask, "targets": case.ids, "policy": policy, "execution": execution}
             loss = model(case.ids, **asked, output_logits=False).loss
         loss.backward()
         grads = [parameter.grad.flatten() for parameter in model.backbone.parameters() if parameter.grad is not None]
         return float(loss), torch.cat(grads).double()
 
-    eager = {execution: gradients(execution) for execution in ("dense", "compact")}
+    true_loss, truth = gradients(copy.deepcopy(model).double(), "dense", low=False)
+
+    def off(slope):
+        return float(1 - torch.nn.functional.cosine_similarity(slope, truth, dim=0))
+
+    eager = {execution: gradients(model, execution)[1] for execution in ("dense", "compact")}
     torch.compiler.reset()
     model.compile_passes()
-    for execution, (loss, gradient) in eager.items():
-        found, slope = gradients(execution)
-        assert found == pytest.approx(loss, rel=5e-3)
-        assert torch.nn.functional.cosine_similarity(slope, gradient, dim=0) > 0.999
+    for execution, gradient in eager.items():
+        loss, slope = gradients(model, execution)
+        assert loss == pytest.approx(true_loss, rel=5e-3)
+        assert off(slope) <= 2 * off(gradient) + 1e-4
+
+
+def calm(model):
+    """Weights so small that bf16's rounding stays small: four passes of a random decoder amplify it without bounds."""
+    with torch.no_grad():
+        for parameter in model.backbone.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(0.3)
+    return model

@@ -231,30 +231,78 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most, counted):
         assert len(tried) == len(set(tried)) <= (4 if counted else 12)
 
 
-def test_the_search_compiles_twice_whatever_it_tries(monkeypatch):
+def test_going_down_compiles_twice_however_far(monkeypatch):
     """Once for the first batch, once for one that varies; each is a graph without and one with rows to reuse."""
     compile_passes, measure_training = models.AdaPonderForCausalLM.compile_passes, training.measure_training
 
     def measure(recipe, variant, *, batch, **rest):
-        if batch > 10:
-            raise torch.OutOfMemoryError("no")
         done = measure_training(recipe, variant, batch=batch, **rest)
-        return replace(done, timing=timing.Timing(done.timing.seconds, batch))
+        if batch > 4:
+            raise torch.OutOfMemoryError("no")
+        return done
 
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))
     monkeypatch.setattr(training, "measure_training", measure)
-    monkeypatch.setattr(training, "capacity", lambda device: 10)
     counters.clear()
     graphs = []
-    found = training.largest_batch(
+    found = training.largest_from(
         recipe(),
         training.Variant("adaponder", checkpointing=True),
+        most=10,
         start=2,
         device=CPU,
-        tried=lambda batch, fits: graphs.append((batch, counters["stats"]["unique_graphs"])),
+        tried=lambda batch, fits: graphs.append((batch, fits, counters["stats"]["unique_graphs"])),
     )
-    assert found.batch == 10
-    assert graphs == [(2, 2), (4, 4), (10, 4), (12, 4)]
+    assert found.batch == 4
+    assert graphs == [(10, False, 2), (8, False, 4), (6, False, 4), (4, True, 4)]
+
+
+def test_the_compiled_variant_goes_on_from_what_the_eager_one_found(monkeypatch, capsys):
+    room = {"plain": 2, "adaponder, eager, checkpointed": 8, "adaponder, compiled, checkpointed": 6}
+
+    def measure(recipe, variant, *, batch, **rest):
+        if batch > room[variant.name]:
+            raise torch.OutOfMemoryError("no")
+        return training.Result(variant, batch, 12, timing.Timing([0.5], 10 * batch), 1.0)
+
+    monkeypatch.setattr(training, "measure_training", measure)
+    monkeypatch.setattr(training, "capacity", lambda device: 10_000)
+    rows = command.search_largest(recipe(), compiles=True, start=2, device=CPU)
+    assert {row["variant"]: row["batch"] for row in rows} == room
+    assert [row["tokens_per_second"] for row in rows] == [48, 192, 144]
+    assert [row["peak_bytes"] for row in rows] == [20, 80, 60]
+    room["plain"] = 0
+    command.search_largest(recipe(), compiles=False, start=2, device=CPU)
+    assert "not even 2" in capsys.readouterr().out
+
+
+def test_only_what_is_asked_for_is_measured(tmp_path):
+    found = measured("train", *QUICK, "--no-compile", "--only=ponder, eager", "--batch=2", *SET, tmp_path=tmp_path)
+    # adaponder's name holds ponder's.
+    assert [row["variant"] for row in found["metrics"]["rows"]][:2] == ["plain", "ponder, eager"]
+    assert all("eager" in row["variant"] for row in found["metrics"]["rows"][1:])
+    result = invoke("train", "--trust", "--no-record", "--only=faster", *SET)
+    assert isinstance(result.exception, InputError)
+    assert "--only faster" in str(result.exception)
+    assert "plain; adaponder, eager" in str(result.exception)
+
+
+def test_what_was_measured_before_a_fall_is_kept(monkeypatch, tmp_path):
+    measure = training.measure_training
+
+    def falls(recipe, variant, **rest):
+        if variant.method == "adaponder":
+            raise RuntimeError("fell")
+        return measure(recipe, variant, **rest)
+
+    monkeypatch.setattr(training, "measure_training", falls)
+    kept = tmp_path / "out.json"
+    result = invoke("train", *QUICK, "--trust", "--no-record", "--no-compile", "--batch=2", *SET, "--json", str(kept))
+    assert str(result.exception) == "fell"
+    found = json.loads(kept.read_text())
+    assert found["complete"] is False
+    assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "ponder, eager"]
+    assert found["hardware"]["device"]
 
 
 # --- prefill -------------------------------------------------------------------------------------------------------
@@ -482,7 +530,7 @@ def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch, tmp_pat
     assert result.exit_code == 130
     assert "ponder, eager" in result.output.split("a training step")[1]
     assert "no record is written" in result.output
-    assert not out.exists()
+    assert json.loads(out.read_text())["complete"] is False
 
 
 @pytest.mark.parametrize(

@@ -111,19 +111,13 @@ def largest_batch(
 
     Few trials are made: memory grows evenly with the batch, two say where it will be full, and the rest look around
     there. Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
-    both been tried. ``tried`` is told each batch and whether it fitted. The first two compile, the second for a batch
-    that varies, so that all later ones need not.
+    both been tried. ``tried`` is told each batch and whether it fitted.
     """
     peaks: dict[int, int] = {}
     fitting: dict[int, Result] = {}
-    trials = 0
 
     def fits(multiple: int) -> bool:
-        nonlocal trials
-        # The second step is the first that holds the optimizer's moments from its beginning.
-        settings = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": trials > 0}
-        done = _if_it_fits(recipe, variant, batch=multiple * start, **settings)
-        trials += 1
+        done = _second_step(recipe, variant, multiple * start, device)
         tried(multiple * start, done.timing is not None)
         if done.timing is None:
             return False
@@ -146,6 +140,27 @@ def largest_batch(
             probe = (below + above) // 2
         stride *= 2
     return fitting.get(below)
+
+
+def largest_from(
+    recipe: Recipe,
+    variant: Variant,
+    *,
+    most: int,
+    start: int,
+    device: torch.device,
+    tried: Callable[[int, bool], object],
+) -> Result | None:
+    """The step of the largest batch that fits, going down from ``most``: where each trial compiles, few are made.
+
+    The second compiles for a batch that varies, so that all later ones need not.
+    """
+    for batch in range(most, 0, -start):
+        done = _second_step(recipe, variant, batch, device, keep_graphs=batch < most)
+        tried(batch, done.timing is not None)
+        if done.timing is not None:
+            return done
+    return None
 
 
 def full_at(peaks: dict[int, int], room: int | None) -> int:
@@ -198,6 +213,14 @@ def _if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settings: Any
         if not out_of_memory(error):
             raise
     return Result(variant, batch, recipe.data.sequence)
+
+
+def _second_step(
+    recipe: Recipe, variant: Variant, batch: int, device: torch.device, *, keep_graphs: bool = False
+) -> Result:
+    # The second is the first that holds the optimizer's moments from its beginning.
+    settings = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": keep_graphs}
+    return _if_it_fits(recipe, variant, batch=batch, **settings)
 
 
 def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:

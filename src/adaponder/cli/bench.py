@@ -51,6 +51,13 @@ Commit = Annotated[
 Record = Annotated[bool, typer.Option("--record/--no-record", help="Keep a record under benchmarks/records/.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Do not run the operations' tests first; the record says so.")]
 
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WORD", help="Measure plain and what has this word in its name, as compiled; may be repeated."
+    ),
+]
+
 
 @bench.command()
 def train(
@@ -63,6 +70,7 @@ def train(
     ] = False,
     repeats: Repeats = 10,
     warmup: Warmup = 3,
+    only: Only = None,
     trust: Trust = False,
     commit: Commit = None,
     record: Record = True,
@@ -77,7 +85,7 @@ def train(
     from adaponder.commands import bench as command
 
     command.run_train(
-        _how(device, seed, warmup, repeats, commit, record, trust, json),
+        _how(device, seed, warmup, repeats, commit, record, trust, only, json),
         recipe=recipe,
         overrides=overrides or [],
         batch=batch,
@@ -100,6 +108,7 @@ def prefill(
     compiles: Compiles = True,
     repeats: Repeats = 10,
     warmup: Warmup = 3,
+    only: Only = None,
     trust: Trust = False,
     commit: Commit = None,
     record: Record = True,
@@ -114,7 +123,7 @@ def prefill(
     from adaponder.commands import bench as command
 
     command.run_prefill(
-        _how(device, seed, warmup, repeats, commit, record, trust, json),
+        _how(device, seed, warmup, repeats, commit, record, trust, only, json),
         recipe=recipe,
         overrides=overrides or [],
         batch=batch,
@@ -137,6 +146,7 @@ def ops(
     ] = None,
     repeats: Repeats = 10,
     warmup: Warmup = 3,
+    only: Only = None,
     trust: Trust = False,
     commit: Commit = None,
     record: Record = True,
@@ -151,7 +161,7 @@ def ops(
     from adaponder.commands import bench as command
 
     command.run_ops(
-        _how(device, seed, warmup, repeats, commit, record, trust, json),
+        _how(device, seed, warmup, repeats, commit, record, trust, only, json),
         sizes=[_size(text) for text in size or []],
         dtype=dtype,
     )
@@ -165,6 +175,7 @@ def _how(
     commit: str | None,
     record: bool,
     trust: bool,
+    only: list[str] | None,
     json: Path | None,
 ) -> How:
     from adaponder.commands.bench import How
@@ -177,6 +188,7 @@ def _how(
         commit=commit,
         record=record,
         trust=trust,
+        only=tuple(only or ()),
         json=json,
     )
 

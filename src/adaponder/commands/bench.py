@@ -28,6 +28,7 @@ OPS_HEAD = ("implementation", "ms", "spread", "peak GiB", "x plain", "of matmul"
 NO_MEMORY = "out of memory"
 
 Measured = TypeVar("Measured")
+Named = TypeVar("Named", training_bench.Variant, prefill_bench.Variant, op_bench.Case)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class How:
         commit: what is measured, where there is no git to ask.
         record: keep a record under ``benchmarks/records``.
         trust: do not run the operations' tests first; the record says so.
+        only: words; what has none of them in its name is not measured, but plain always is.
+        json: a file that holds what was measured so far at any moment, the whole record in the end.
     """
 
     device: str = "cpu"
@@ -48,6 +51,7 @@ class How:
     commit: str | None = None
     record: bool = True
     trust: bool = False
+    only: tuple[str, ...] = ()
     json: Path | None = None
 
 
@@ -66,6 +70,7 @@ def run_train(
         raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
     chosen = choose_recipe(recipe, overrides, how, device)
     rows_per_step = choose_batch(batch, chosen)
+    variants = chosen_variants(training_bench.variants(device, compiles=compiles), how.only)
     begun = begin(how, "train", device, chosen)
     matmul = begun["hardware"]["matmul_flops"]
     flops = {name: training_bench.flops_per_token(chosen, name) for name in (PLAIN, "ponder", "adaponder")}
@@ -81,13 +86,16 @@ def run_train(
         title = f"\n{described(chosen, rows_per_step, device)}: a training step"
         console.print(table(title, TRAIN_HEAD, [train_cells(row) for row in as_rows(results)]))
 
-    variants = training_bench.variants(device, compiles=compiles)
+    def keep(results: Sequence[training_bench.Result]) -> None:
+        keep_so_far(how, begun, {"rows": as_rows(results)})
+
     settings = {"batch": rows_per_step, "device": device, "warmup": how.warmup, "repeats": how.repeats}
-    results = collect(training_bench.compare(chosen, announced(variants), **settings), show)
+    results = collect(training_bench.compare(chosen, announced(variants), **settings), show, keep)
     metrics: dict[str, Any] = {"rows": as_rows(results), "adaponder_over_ponder": over_ponder(results)}
     if (ratio := metrics["adaponder_over_ponder"]) is not None:
         console.print(f"adaponder makes {ratio:.3f} of ponder's tokens/s, both {'compiled' if compiles else 'eager'}")
     if largest:
+        keep_so_far(how, begun, metrics)
         metrics["largest_batch"] = search_largest(chosen, compiles, start=rows_per_step, device=device)
     told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     return finish(how, begun, chosen, overrides, settings=told, metrics=metrics)
@@ -110,10 +118,10 @@ def run_prefill(
     keep = tuple(keep) or (1.0, *[0.5] * (iterations - 1))
     prefill_bench.check_keep(keep, iterations)
     depths = prefill_bench.depths_of(keep, prompts, chosen.data.sequence, seed=chosen.train.seed)
+    variants = chosen_variants([*prefill_bench.EAGER, *(prefill_bench.COMPILED if compiles else ())], how.only)
     begun = begin(how, "prefill", device, chosen)
     console.print("comparing dense and compact execution …")
     difference = prefill_bench.disagreement(chosen, depths, device=device)
-    variants = [*prefill_bench.EAGER, *(prefill_bench.COMPILED if compiles else ())]
 
     def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
         by_variant = {result.variant: result for result in results}
@@ -126,7 +134,11 @@ def run_prefill(
         console.print(table(title, PREFILL_HEAD, [prefill_cells(row) for row in as_rows(results)]))
 
     settings = {"device": device, "warmup": how.warmup, "repeats": how.repeats}
-    results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show)
+
+    def keep_rows(results: Sequence[prefill_bench.Result]) -> None:
+        keep_so_far(how, begun, {"rows": as_rows(results)})
+
+    results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, keep_rows)
     metrics = {"rows": as_rows(results), "dense_and_compact_differ_by": difference}
     told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     told |= {"keep": list(keep), "mean_depth": float(depths.double().mean())}
@@ -144,6 +156,7 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
     for size in sizes:
         if min(size) < 1:
             raise InputError(f"--size {','.join(map(str, size))}: tokens, d and vocabulary are at least 1")
+    cases = chosen_variants(op_bench.cases(sizes), how.only)
     begun = begin(how, "ops", device)
     if not op_bench.torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy of its own: no row for it")
@@ -167,7 +180,11 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
 
     settings: dict[str, Any] = {"device": device, "dtype": low[dtype], "seed": how.seed or 0}
     settings |= {"warmup": how.warmup, "repeats": how.repeats}
-    results = collect(op_bench.compare(announced(op_bench.cases(sizes)), **settings), show)
+
+    def keep(results: Sequence[op_bench.Result]) -> None:
+        keep_so_far(how, begun, {"rows": as_rows(results)})
+
+    results = collect(op_bench.compare(announced(cases), **settings), show, keep)
     told = {"sizes": [list(size) for size in sizes], "dtype": dtype}
     return finish(how, begun, None, (), settings=told, metrics={"rows": as_rows(results)})
 
@@ -223,11 +240,28 @@ def announced(chosen: Iterable[Any]) -> Iterator[Any]:
         yield one
 
 
-def collect(results: Iterable[Measured], show: Callable[[Sequence[Measured]], None]) -> list[Measured]:
-    """All results, shown; if interrupted, those there are are shown before leaving."""
+def chosen_variants(variants: Sequence[Named], only: Sequence[str]) -> list[Named]:
+    """The plain version, and those that have one of the words in their names; without words, all."""
+    for word in only:
+        if not any(word in variant.name for variant in variants):
+            names = "; ".join(dict.fromkeys(variant.name for variant in variants))
+            raise InputError(f"--only {word}: in none of the names: {names}")
+    return [
+        variant
+        for variant in variants
+        if not only or variant.name.startswith(PLAIN) or any(word in variant.name for word in only)
+    ]
+
+
+def collect(
+    results: Iterable[Measured], show: Callable[[Sequence[Measured]], None], keep: Callable[[list[Measured]], None]
+) -> list[Measured]:
+    """All results, kept as they come and shown together; if interrupted, those there are are shown before leaving."""
     found: list[Measured] = []
     try:
-        found.extend(results)  # one by one: what came before an interruption stays
+        for result in results:
+            found.append(result)
+            keep(found)
     except KeyboardInterrupt:
         console.print("interrupted: no record is written")
         if found:
@@ -235,6 +269,15 @@ def collect(results: Iterable[Measured], show: Callable[[Sequence[Measured]], No
         raise
     show(found)
     return found
+
+
+def keep_so_far(how: How, begun: dict[str, Any], metrics: dict[str, Any]) -> None:
+    """Writes ``--json`` with what there is, so that no measured figure is lost with those that are still to come."""
+    write_json(how.json, without_path(begun) | {"complete": False, "metrics": metrics})
+
+
+def without_path(begun: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in begun.items() if key != "path"}
 
 
 # --- after ---------------------------------------------------------------------------------------------------------
@@ -251,21 +294,30 @@ def over_ponder(results: Sequence[training_bench.Result]) -> float | None:
 
 
 def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> list[dict[str, Any]]:
-    """The largest batch of the plain version, and of ours when it saves memory."""
-    variants = [training_bench.Variant(PLAIN, compile=False)]
-    variants += [training_bench.Variant("adaponder", compiles, checkpointing=True)]
+    """The largest batch of the plain version, and of ours when it saves memory.
+
+    Nothing is compiled for the search itself; the compiled variant then goes on from what the eager one found.
+    """
     found = []
-    for variant in variants:
+    eager = training_bench.Variant("adaponder", compile=False, checkpointing=True)
+    settings: dict[str, Any] = {"start": start, "device": device, "tried": _say_fit}
+    for variant in (training_bench.Variant(PLAIN, compile=False), eager):
         console.print(f"searching the largest batch of {variant.name} …")
-        best = training_bench.largest_batch(recipe, variant, start=start, device=device, tried=_say_fit)
-        row: dict[str, Any] = {"variant": variant.name, "batch": 0, "tokens_per_second": None, "peak_bytes": None}
-        if best is not None and best.timing is not None:
-            row |= {"batch": best.batch, "tokens_per_second": best.tokens_per_second}
-            row |= {"peak_bytes": best.timing.peak_bytes}
-        found.append(row)
-    title = f"\nThe largest batch that fits, in multiples of {start}, with one step's speed"
+        found.append(largest_row(variant, best := training_bench.largest_batch(recipe, variant, **settings)))
+    if compiles and best is not None:
+        variant = replace(eager, compile=True)
+        console.print(f"does {variant.name} fit too?")
+        found.append(largest_row(variant, training_bench.largest_from(recipe, variant, most=best.batch, **settings)))
+    title = f"\nThe largest batch that fits, in multiples of {start}, with the speed of one step"
     console.print(table(title, LARGEST_HEAD, [largest_cells(row, start) for row in found]))
     return found
+
+
+def largest_row(variant: training_bench.Variant, best: training_bench.Result | None) -> dict[str, Any]:
+    if best is None or best.timing is None:
+        return {"variant": variant.name, "batch": 0, "tokens_per_second": None, "peak_bytes": None}
+    speed, peak = best.tokens_per_second, best.timing.peak_bytes
+    return {"variant": variant.name, "batch": best.batch, "tokens_per_second": speed, "peak_bytes": peak}
 
 
 def _say_fit(batch: int, fits: bool) -> None:
@@ -283,8 +335,8 @@ def finish(
 ) -> dict[str, Any]:
     """The whole record, written where it is wanted."""
     path: Path | None = begun["path"]
-    record = {key: value for key, value in begun.items() if key != "path"}
-    record |= {
+    record = without_path(begun) | {
+        "complete": True,
         "recipe": None if recipe is None else about(recipe, overrides),
         "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
         "settings": settings | {"warmup": how.warmup, "repeats": how.repeats},
