@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from adaponder import cli
-from adaponder.bench import checks, models, ops, prefill, record, timing, training
+from adaponder.bench import checks, largest, models, ops, prefill, record, timing, training
 from adaponder.commands import bench as command
 from adaponder.commands.bench import How
 from adaponder.errors import EvaluationError, InputError
@@ -216,9 +216,9 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most, counted):
     monkeypatch.setattr(training, "measure_training", measure)
     tried = []
     for room in (10 * most + 8, 10 * most + 25) if counted else (None,):
-        monkeypatch.setattr(training, "capacity", lambda device, room=room: room)
+        monkeypatch.setattr(largest, "capacity", lambda device, room=room: room)
         tried.clear()
-        found = training.largest_batch(
+        found = largest.search(
             recipe(),
             training.Variant("plain"),
             start=3,
@@ -245,7 +245,7 @@ def test_going_down_compiles_twice_however_far(monkeypatch):
     monkeypatch.setattr(training, "measure_training", measure)
     counters.clear()
     graphs = []
-    found = training.largest_from(
+    found = largest.down_from(
         recipe(),
         training.Variant("adaponder", checkpointing=True),
         most=10,
@@ -266,7 +266,7 @@ def test_the_compiled_variant_goes_on_from_what_the_eager_one_found(monkeypatch,
         return training.Result(variant, batch, 12, timing.Timing([0.5], 10 * batch), 1.0)
 
     monkeypatch.setattr(training, "measure_training", measure)
-    monkeypatch.setattr(training, "capacity", lambda device: 10_000)
+    monkeypatch.setattr(largest, "capacity", lambda device: 10_000)
     rows = command.search_largest(recipe(), compiles=True, start=2, device=CPU)
     assert {row["variant"]: row["batch"] for row in rows} == room
     assert [row["tokens_per_second"] for row in rows] == [48, 192, 144]

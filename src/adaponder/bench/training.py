@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, config_of
-from adaponder.bench.timing import Timing, capacity, forget, measure, out_of_memory
+from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM
@@ -81,7 +81,7 @@ def compare(
         # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
         shared = before is not None and before.memory_budget == variant.memory_budget
         settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
-        yield _if_it_fits(recipe, variant, batch=batch, **settings)
+        yield measure_if_it_fits(recipe, variant, batch=batch, **settings)
         before = variant
 
 
@@ -102,74 +102,6 @@ def measure_training(
     step = training_step(model, recipe, batches(recipe, batch, device), last)
     timing = measure(step, device, warmup=warmup, repeats=repeats)
     return Result(variant, batch, recipe.data.sequence, timing, float(last[0]))
-
-
-def largest_batch(
-    recipe: Recipe, variant: Variant, *, start: int, device: torch.device, tried: Callable[[int, bool], object]
-) -> Result | None:
-    """The step of the largest multiple of ``start`` that fits into memory; ``None`` if not even ``start`` does.
-
-    Few trials are made: memory grows evenly with the batch, two say where it will be full, and the rest look around
-    there. Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
-    both been tried. ``tried`` is told each batch and whether it fitted.
-    """
-    peaks: dict[int, int] = {}
-    fitting: dict[int, Result] = {}
-
-    def fits(multiple: int) -> bool:
-        done = _second_step(recipe, variant, multiple * start, device)
-        tried(multiple * start, done.timing is not None)
-        if done.timing is None:
-            return False
-        fitting[multiple] = done
-        if done.timing.peak_bytes is not None:
-            peaks[multiple] = done.timing.peak_bytes
-        return True
-
-    below, above, probe, stride = 0, 0, 1, 1  # nothing has failed yet: above is 0
-    while above - below != 1:
-        if fits(probe):
-            below = probe
-        else:
-            above = probe
-        if not above and (full := full_at(peaks, capacity(device))) > below:
-            probe, stride = full, 1
-            continue
-        probe = above - stride if above else below + stride
-        if above and probe <= below:
-            probe = (below + above) // 2
-        stride *= 2
-    return fitting.get(below)
-
-
-def largest_from(
-    recipe: Recipe,
-    variant: Variant,
-    *,
-    most: int,
-    start: int,
-    device: torch.device,
-    tried: Callable[[int, bool], object],
-) -> Result | None:
-    """The step of the largest batch that fits, going down from ``most``: where each trial compiles, few are made.
-
-    The second compiles for a batch that varies, so that all later ones need not.
-    """
-    for batch in range(most, 0, -start):
-        done = _second_step(recipe, variant, batch, device, keep_graphs=batch < most)
-        tried(batch, done.timing is not None)
-        if done.timing is not None:
-            return done
-    return None
-
-
-def full_at(peaks: dict[int, int], room: int | None) -> int:
-    """The multiple at which memory will be full if it goes on growing as between the two largest seen; 0: unknown."""
-    if room is None or len(peaks) < 2:
-        return 0
-    less, more = sorted(peaks)[-2:]
-    slope = (peaks[more] - peaks[less]) / (more - less)
-    return int(more + (room - peaks[more]) / slope) if slope > 0 else 0
 
 
 def flops_per_token(recipe: Recipe, method: str) -> float:
@@ -206,21 +138,13 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or below is None else above / below
 
 
-def _if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settings: Any) -> Result:
+def measure_if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settings: Any) -> Result:
     try:
         return measure_training(recipe, variant, batch=batch, **settings)
     except Exception as error:
         if not out_of_memory(error):
             raise
     return Result(variant, batch, recipe.data.sequence)
-
-
-def _second_step(
-    recipe: Recipe, variant: Variant, batch: int, device: torch.device, *, keep_graphs: bool = False
-) -> Result:
-    # The second is the first that holds the optimizer's moments from its beginning.
-    settings = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": keep_graphs}
-    return _if_it_fits(recipe, variant, batch=batch, **settings)
 
 
 def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:

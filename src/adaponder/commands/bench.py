@@ -9,23 +9,29 @@ from typing import Any, TypeVar
 
 import torch
 
+from adaponder.bench import largest as largest_bench
 from adaponder.bench import ops as op_bench
 from adaponder.bench import prefill as prefill_bench
 from adaponder.bench import training as training_bench
 from adaponder.bench.checks import require_tests
 from adaponder.bench.models import PLAIN, precision, vocabulary_of
 from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
+from adaponder.bench.tables import (
+    LARGEST_HEAD,
+    OPS_HEAD,
+    PREFILL_HEAD,
+    TRAIN_HEAD,
+    largest_cells,
+    op_cells,
+    prefill_cells,
+    train_cells,
+)
 from adaponder.convert import as_device
 from adaponder.errors import InputError
 from adaponder.recipe import Recipe, load_recipe
 from adaponder.terminal import console, table, write_json
 
 ON_GPU, ON_CPU = "paper/adaponder-70m", "cpu/demo"
-TRAIN_HEAD = ("variant", "tokens/s", "spread", "peak GiB", "x plain", "x memory", "of matmul")
-LARGEST_HEAD = ("variant", "sequences", "tokens/s", "peak GiB")
-PREFILL_HEAD = ("variant", "ms", "spread", "tokens/s", "x dense", "x compiled dense", "promised")
-OPS_HEAD = ("implementation", "ms", "spread", "peak GiB", "x plain", "of matmul", "of copy")
-NO_MEMORY = "out of memory"
 
 Measured = TypeVar("Measured")
 Named = TypeVar("Named", training_bench.Variant, prefill_bench.Variant, op_bench.Case)
@@ -301,23 +307,19 @@ def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.
     found = []
     eager = training_bench.Variant("adaponder", compile=False, checkpointing=True)
     settings: dict[str, Any] = {"start": start, "device": device, "tried": _say_fit}
+    best = None
     for variant in (training_bench.Variant(PLAIN, compile=False), eager):
         console.print(f"searching the largest batch of {variant.name} …")
-        found.append(largest_row(variant, best := training_bench.largest_batch(recipe, variant, **settings)))
+        best = largest_bench.search(recipe, variant, **settings)
+        found.append(largest_bench.as_row(variant, best))
     if compiles and best is not None:
         variant = replace(eager, compile=True)
         console.print(f"does {variant.name} fit too?")
-        found.append(largest_row(variant, training_bench.largest_from(recipe, variant, most=best.batch, **settings)))
+        best = largest_bench.down_from(recipe, variant, most=best.batch, **settings)
+        found.append(largest_bench.as_row(variant, best))
     title = f"\nThe largest batch that fits, in multiples of {start}, with the speed of one step"
     console.print(table(title, LARGEST_HEAD, [largest_cells(row, start) for row in found]))
     return found
-
-
-def largest_row(variant: training_bench.Variant, best: training_bench.Result | None) -> dict[str, Any]:
-    if best is None or best.timing is None:
-        return {"variant": variant.name, "batch": 0, "tokens_per_second": None, "peak_bytes": None}
-    speed, peak = best.tokens_per_second, best.timing.peak_bytes
-    return {"variant": variant.name, "batch": best.batch, "tokens_per_second": speed, "peak_bytes": peak}
 
 
 def _say_fit(batch: int, fits: bool) -> None:
@@ -360,43 +362,3 @@ def described(recipe: Recipe, batch: int, device: torch.device) -> str:
 
 def dtype_name(recipe: Recipe, device: torch.device) -> str:
     return str(precision(recipe, device)).removeprefix("torch.")
-
-
-def train_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row under :data:`TRAIN_HEAD`."""
-    speed = _number(row["tokens_per_second"], ",.0f") if row["fits"] else NO_MEMORY
-    ratios = (_number(row["times_plain"], ".2f"), _number(row["memory_of_plain"], ".2f"))
-    return (row["variant"], speed, _share(row["spread"]), _gib(row), *ratios, _share(row["matmul_share"]))
-
-
-def largest_cells(row: dict[str, Any], start: int) -> tuple[str, ...]:
-    """A row under :data:`LARGEST_HEAD`."""
-    batch = f"{row['batch']:,}" if row["batch"] else f"not even {start}"
-    return (row["variant"], batch, _number(row["tokens_per_second"], ",.0f"), _gib(row))
-
-
-def prefill_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row under :data:`PREFILL_HEAD`."""
-    time = _number(row["median_seconds"] and row["median_seconds"] * 1e3, ",.2f") if row["fits"] else NO_MEMORY
-    speed = _number(row["tokens_per_second"], ",.0f")
-    ratios = (_number(row[name], ".2f") for name in ("times_dense", "times_compiled", "times_promised"))
-    return (row["variant"], time, _share(row["spread"]), speed, *ratios)
-
-
-def op_cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-    """A row under :data:`OPS_HEAD`."""
-    time = _number(row["milliseconds"], ",.3f") if row["fits"] else NO_MEMORY
-    shares = (_share(row["matmul_share"]), _share(row["copy_share"]))
-    return (name, time, _share(row["spread"]), _gib(row), _number(row["times_plain"], ".2f"), *shares)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _gib(row: dict[str, Any]) -> str:
-    return _number(row["peak_bytes"] and row["peak_bytes"] / 2**30, ".1f")

@@ -1,0 +1,96 @@
+"""The largest batch whose training step fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from adaponder.bench import training
+from adaponder.bench.timing import capacity
+from adaponder.bench.training import Result, Variant
+from adaponder.recipe import Recipe
+
+
+def search(
+    recipe: Recipe, variant: Variant, *, start: int, device: torch.device, tried: Callable[[int, bool], object]
+) -> Result | None:
+    """The step of the largest multiple of ``start`` that fits into memory; ``None`` if not even ``start`` does.
+
+    Few trials are made: memory grows evenly with the batch, two say where it will be full, and the rest look around
+    there. Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
+    both been tried. ``tried`` is told each batch and whether it fitted.
+    """
+    peaks: dict[int, int] = {}
+    fitting: dict[int, Result] = {}
+
+    def fits(multiple: int) -> bool:
+        done = _second_step(recipe, variant, multiple * start, device)
+        tried(multiple * start, done.timing is not None)
+        if done.timing is None:
+            return False
+        fitting[multiple] = done
+        if done.timing.peak_bytes is not None:
+            peaks[multiple] = done.timing.peak_bytes
+        return True
+
+    below, above, probe, stride = 0, 0, 1, 1  # nothing has failed yet: above is 0
+    while above - below != 1:
+        if fits(probe):
+            below = probe
+        else:
+            above = probe
+        if not above and (full := full_at(peaks, capacity(device))) > below:
+            probe, stride = full, 1
+            continue
+        probe = above - stride if above else below + stride
+        if above and probe <= below:
+            probe = (below + above) // 2
+        stride *= 2
+    return fitting.get(below)
+
+
+def down_from(
+    recipe: Recipe,
+    variant: Variant,
+    *,
+    most: int,
+    start: int,
+    device: torch.device,
+    tried: Callable[[int, bool], object],
+) -> Result | None:
+    """The step of the largest batch that fits, going down from ``most``: where each trial compiles, few are made.
+
+    The second compiles for a batch that varies, so that all later ones need not.
+    """
+    for batch in range(most, 0, -start):
+        done = _second_step(recipe, variant, batch, device, keep_graphs=batch < most)
+        tried(batch, done.timing is not None)
+        if done.timing is not None:
+            return done
+    return None
+
+
+def full_at(peaks: dict[int, int], room: int | None) -> int:
+    """The multiple at which memory will be full if it goes on growing as between the two largest seen; 0: unknown."""
+    if room is None or len(peaks) < 2:
+        return 0
+    less, more = sorted(peaks)[-2:]
+    slope = (peaks[more] - peaks[less]) / (more - less)
+    return int(more + (room - peaks[more]) / slope) if slope > 0 else 0
+
+
+def _second_step(
+    recipe: Recipe, variant: Variant, batch: int, device: torch.device, *, keep_graphs: bool = False
+) -> Result:
+    # The second is the first that holds the optimizer's moments from its beginning.
+    settings = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": keep_graphs}
+    return training.measure_if_it_fits(recipe, variant, batch=batch, **settings)
+
+
+def as_row(variant: Variant, best: Result | None) -> dict[str, Any]:
+    if best is None or best.timing is None:
+        return {"variant": variant.name, "batch": 0, "tokens_per_second": None, "peak_bytes": None}
+    speed, peak = best.tokens_per_second, best.timing.peak_bytes
+    return {"variant": variant.name, "batch": best.batch, "tokens_per_second": speed, "peak_bytes": peak}

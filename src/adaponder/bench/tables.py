@@ -1,0 +1,51 @@
+"""Results as tables: a row of a record, cell by cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TRAIN_HEAD = ("variant", "tokens/s", "spread", "peak GiB", "x plain", "x memory", "of matmul")
+LARGEST_HEAD = ("variant", "sequences", "tokens/s", "peak GiB")
+PREFILL_HEAD = ("variant", "ms", "spread", "tokens/s", "x dense", "x compiled dense", "promised")
+OPS_HEAD = ("implementation", "ms", "spread", "peak GiB", "x plain", "of matmul", "of copy")
+NO_MEMORY = "out of memory"
+
+
+def train_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under :data:`TRAIN_HEAD`."""
+    speed = _number(row["tokens_per_second"], ",.0f") if row["fits"] else NO_MEMORY
+    ratios = (_number(row["times_plain"], ".2f"), _number(row["memory_of_plain"], ".2f"))
+    return (row["variant"], speed, _share(row["spread"]), _gib(row), *ratios, _share(row["matmul_share"]))
+
+
+def largest_cells(row: dict[str, Any], start: int) -> tuple[str, ...]:
+    """A row under :data:`LARGEST_HEAD`."""
+    batch = f"{row['batch']:,}" if row["batch"] else f"not even {start}"
+    return (row["variant"], batch, _number(row["tokens_per_second"], ",.0f"), _gib(row))
+
+
+def prefill_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under :data:`PREFILL_HEAD`."""
+    time = _number(row["median_seconds"] and row["median_seconds"] * 1e3, ",.2f") if row["fits"] else NO_MEMORY
+    speed = _number(row["tokens_per_second"], ",.0f")
+    ratios = (_number(row[name], ".2f") for name in ("times_dense", "times_compiled", "times_promised"))
+    return (row["variant"], time, _share(row["spread"]), speed, *ratios)
+
+
+def op_cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under :data:`OPS_HEAD`."""
+    time = _number(row["milliseconds"], ",.3f") if row["fits"] else NO_MEMORY
+    shares = (_share(row["matmul_share"]), _share(row["copy_share"]))
+    return (name, time, _share(row["spread"]), _gib(row), _number(row["times_plain"], ".2f"), *shares)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _gib(row: dict[str, Any]) -> str:
+    return _number(row["peak_bytes"] and row["peak_bytes"] / 2**30, ".1f")
