@@ -24,12 +24,17 @@ NAME = "adaponder"
 class Lane(NamedTuple):
     """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
 
-    ``arrived`` counts the layers that were handed it: a decoder that keeps it to itself would attend to other tokens.
+    ``windows`` has one entry per layer, or one for whichever is handed it. ``arrived`` gets an entry from each layer
+    that was: a decoder that keeps a lane to itself would attend to other tokens.
     """
 
     rows: Rows
     windows: list[int | None]
-    arrived: list[int]
+    arrived: list[bool]
+
+    def of_layer(self, layer: int) -> Lane:
+        """The lane as one layer is handed it, in which nothing says which layer that is (see compiling.py)."""
+        return Lane(self.rows, [self.windows[layer]], [])
 
 
 def attend(
@@ -42,13 +47,13 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if lane is not None:
-        lane.arrived.append(module.layer_idx)
+        lane.arrived.append(True)
         mixed = compact_attention(
             query[0].transpose(0, 1).to(value.dtype),
             key,
             value,
             lane.rows,
-            window=lane.windows[module.layer_idx],
+            window=lane.windows[module.layer_idx if len(lane.windows) > 1 else 0],
             scale=kwargs.get("scaling"),
             dropout=kwargs.get("dropout", 0.0),
         )

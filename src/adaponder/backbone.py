@@ -7,19 +7,17 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
-import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from adaponder import attention
+from adaponder import attention, compiling
 from adaponder.attention import Lane
-from adaponder.errors import BackboneError, ConfigError
+from adaponder.errors import BackboneError
 from adaponder.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
 from adaponder.ledger import KeysValues
 from adaponder.masks import Places, visible
-from adaponder.ops import gelu, joined, rotary
+from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import Rows
 from adaponder.views import DenseView, GridView, IterationView
 
@@ -56,8 +54,10 @@ class Backbone:
         self._compiled: Callable[..., Reading] | None = None
         self._packs: bool | None = None
 
-    def compile(self, *, memory_budget: float = 1.0, **options: Any) -> None:
+    def compile(self, *, by: str = "pass", memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles the pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
+
+        ``by="layer"`` compiles one layer for all instead (see compiling.py).
 
         A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
         in attention, or with a ledger, it stays as it is. So does the rest of a forward: the products over the
@@ -65,12 +65,11 @@ class Backbone:
         ``memory_budget`` is the share of a pass's activations that may be kept; the compiler chooses what is cheapest
         to compute again.
         """
-        if not 0 < memory_budget <= 1:
-            raise ConfigError(f"memory_budget={memory_budget}: a share above 0, and 1 to keep everything")
+        compiling.check(by, memory_budget)
         attention.use(self.stock)
         gelu.use(self.stock)
         rotary.use(self.stock)
-        self.compile_options, self._compiled = {"memory_budget": memory_budget} | options, None
+        self.compile_options, self._compiled = {"by": by, "memory_budget": memory_budget} | options, None
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled pass is bound to this very body: a copy compiles its own.
@@ -88,15 +87,17 @@ class Backbone:
     def _compiled_pass(self) -> Callable[..., Reading]:
         if self._compiled is None:
             options = dict(self.compile_options or {})
-            memory_budget = options.pop("memory_budget")
-            compiled = torch.compile(self._one_pass, **joined.settings(options))
+            by, memory_budget = options.pop("by"), options.pop("memory_budget")
+            if by == "pass":
+                self._compiled = compiling.compiled(self._one_pass, memory_budget, options)
+            else:
+                layers = compiling.Layers(self.body, self.layers, memory_budget, options)
 
-            def within_budget(*arguments: Any) -> Reading:
-                # The compiler reads the budget when it splits a graph into forward and backward.
-                with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-                    return compiled(*arguments)
+                def layer_by_layer(*arguments: Any) -> Reading:
+                    with layers.in_place():
+                        return self._one_pass(*arguments)
 
-            self._compiled = compiled if memory_budget == 1 else within_budget
+                self._compiled = layer_by_layer
         return self._compiled
 
     def packs(self) -> bool:
@@ -279,11 +280,8 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
 
 def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:
     """Tells the compiler that every pass over packed rows has another number of them."""
-    for grid in (x, position, lane.rows.query.slot, lane.rows.query.order):
-        torch._dynamo.maybe_mark_dynamic(grid, 1)
-    for listed in (lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]):
-        if listed is not None:
-            torch._dynamo.maybe_mark_dynamic(listed, 0)
+    compiling.vary([x, position, lane.rows.query.slot, lane.rows.query.order], 1)
+    compiling.vary([lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]], 0)
 
 
 class _Passing(IterationView):

@@ -330,6 +330,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def compile_passes(self, **options: Any) -> None:
         """Compiles the pass over the backbone, once for all iterations; ``options`` are those of ``torch.compile``.
 
+        ``by="layer"`` compiles one layer for all, which takes seconds instead of a minute or two with many of them.
         ``memory_budget=0.5`` keeps half of a pass's activations for backward and computes the rest again. The model
         can be saved, loaded and changed as before. ``torch.compile(model)`` works too, and makes one graph of all
         iterations: it takes K times as long to compile.

@@ -12,6 +12,7 @@ A view serves one pass and is never used again: replaying a pass (gradient check
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,16 @@ class IterationView(Cache):
         super().__init__(layers=[])
         self.calls = [0] * layers
         self.written: list[KeysValues | None] = [None] * layers
+        self.alone = False  # holds one layer's rows, whichever it is
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
-        self.calls[layer_idx] += 1
+        layer = 0 if self.alone else layer_idx
+        self.calls[layer] += 1
         # Under autocast rotary angles widen keys to float32 and attention narrows them again: rows are kept narrow.
-        return self.answer(key_states.to(value_states.dtype), value_states, layer_idx)
+        return self.answer(key_states.to(value_states.dtype), value_states, layer)
 
     def rows(self) -> list[KeysValues]:
         """What the pass wrote, after checking the counted contract: every layer asked exactly once."""
@@ -48,6 +51,17 @@ class IterationView(Cache):
                 "(use model.gradient_checkpointing_enable()), and layers that share or skip K/V are not supported"
             )
         return [row for row in self.written if row is not None]
+
+    def of_layer(self, layer: int) -> IterationView:
+        """What one layer sees of the view, in which nothing says which layer that is (see compiling.py)."""
+        part = copy.copy(self)
+        part.alone, part.calls, part.written = True, [0], [None]
+        return part
+
+    def take(self, layer: int, part: IterationView) -> None:
+        """What a layer left in its part."""
+        self.calls[layer] += part.calls[0]
+        self.written[layer] = part.written[0]
 
     # Masks are always ours, except for a plain causal pass where the backbone sizes its own by these.
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -78,6 +92,11 @@ class DenseView(IterationView):
         super().__init__(layers)
         self.previous = previous
         self.active = None if active is None else active[:, None, :, None]
+
+    def of_layer(self, layer: int) -> DenseView:
+        part: DenseView = super().of_layer(layer)  # type: ignore[assignment]
+        part.previous = None if self.previous is None else [self.previous[layer]]
+        return part
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         if self.previous is not None and self.active is not None:
@@ -117,6 +136,11 @@ class GridView(IterationView):
         super().__init__(layers)
         self.grids, self.shape, self.lanes = grids, shape, lanes
         self.sequence, self.slot, self.kept = sequence, slot, kept
+
+    def of_layer(self, layer: int) -> GridView:
+        part: GridView = super().of_layer(layer)  # type: ignore[assignment]
+        part.grids = None if self.grids is None else [self.grids[layer]]
+        return part
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]

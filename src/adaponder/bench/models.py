@@ -66,6 +66,11 @@ def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
         return build_ours(recipe, method).config
 
 
+def compiled_how(by: str) -> str:
+    """A variant's word for it: a graph of the whole pass is what is meant unless told."""
+    return "compiled" if by == "pass" else f"compiled by {by}"
+
+
 def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
     """The precision that training would use: bfloat16 is for GPUs, a CPU computes in the weights' own."""
     low = recipe.train.dtype == "bfloat16" and device.type == "cuda"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.backbone import relative_difference, rounding_bound
-from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, config_of, precision
+from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of, precision
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
 from adaponder.config import AdaPonderConfig
@@ -26,18 +26,23 @@ METHOD = "adaponder"
 
 @dataclass(frozen=True)
 class Variant:
-    """``plain``, or ours: ``dense`` (every token in every pass) or ``compact`` (halted tokens are skipped)."""
+    """``plain``, or ours: ``dense`` (every token in every pass) or ``compact`` (halted tokens are skipped).
+
+    ``by`` is what is compiled at once, a whole ``pass`` or one ``layer`` for all; ``None`` compiles nothing.
+    """
 
     execution: str
-    compile: bool = False
+    by: str | None = None
 
     @property
     def name(self) -> str:
-        return PLAIN if self.execution == PLAIN else f"{self.execution}, {'compiled' if self.compile else 'eager'}"
+        if self.execution == PLAIN:
+            return PLAIN
+        return f"{self.execution}, {'eager' if self.by is None else compiled_how(self.by)}"
 
 
 EAGER = (Variant(PLAIN), Variant("dense"), Variant("compact"))
-COMPILED = (Variant("dense", compile=True), Variant("compact", compile=True))
+COMPILED = tuple(Variant(execution, by) for by in ("layer", "pass") for execution in ("dense", "compact"))
 
 
 @dataclass(frozen=True)
@@ -119,12 +124,13 @@ def compare(
     recipe: Recipe, chosen: Iterable[Variant], depths: Tensor, *, device: torch.device, warmup: int, repeats: int
 ) -> Iterator[Result]:
     """Each variant's result as soon as it is there, one model in memory at a time."""
-    shared = False
+    before: Variant | None = None
     for variant in chosen:
         tokens, flops = depths.numel(), flops_of(variant, depths, recipe)
-        settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
         # Dense and compact begin with the same compiled pass.
-        shared = variant.compile
+        shared = before is not None and before.by == variant.by
+        settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
+        before = variant
         try:
             timing = measure_prefill(recipe, variant, depths, **settings)
         except Exception as error:
@@ -149,8 +155,8 @@ def measure_prefill(
     draws = batches(recipe, depths.shape[0], device)
     model: Any = build_plain(recipe) if variant.execution == PLAIN else build_ours(recipe, METHOD)
     model.to(device).eval()
-    if variant.compile:
-        model.compile_passes()
+    if variant.by is not None:
+        model.compile_passes(by=variant.by)
     forward = _plain_forward(model) if variant.execution == PLAIN else _our_forward(model, variant, depths.to(device))
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, config_of
+from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
 from adaponder.methods import Objective
@@ -25,6 +25,7 @@ class Variant:
     Attributes:
         method: ``plain``, ``ponder`` or ``adaponder``.
         compile: compile the pass over the backbone; ``plain`` never is.
+        by: what is compiled at once, a whole ``pass`` or one ``layer`` for all.
         checkpointing: keep one pass's activations at a time and compute the others' again.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.
         keep_logits: keep the vocabulary's logits of every iteration for backward.
@@ -32,6 +33,7 @@ class Variant:
 
     method: str
     compile: bool = True
+    by: str = "pass"
     checkpointing: bool = False
     memory_budget: float = 1.0
     keep_logits: bool = False
@@ -40,7 +42,7 @@ class Variant:
     def name(self) -> str:
         if self.method == PLAIN:
             return PLAIN
-        words = [self.method, "compiled" if self.compile else "eager"]
+        words = [self.method, compiled_how(self.by) if self.compile else "eager"]
         words += [f"memory budget {self.memory_budget:g}"] if self.memory_budget != 1 else []
         words += ["checkpointed"] if self.checkpointing else []
         words += ["logits kept"] if self.keep_logits else []
@@ -67,6 +69,7 @@ def variants(device: torch.device, *, compiles: bool = True) -> list[Variant]:
     ours = [Variant("adaponder", compile=False)] if compiles else []
     ours += [Variant("ponder", compiles), Variant("adaponder", compiles)]
     ours += [Variant("adaponder", compiles, keep_logits=True), Variant("adaponder", compiles, checkpointing=True)]
+    ours += [Variant("adaponder", by="layer")] if compiles else []
     if compiles and device.type == "cuda":
         ours.append(Variant("adaponder", memory_budget=0.5))
     return [Variant(PLAIN, compile=False), *ours]
@@ -79,7 +82,7 @@ def compare(
     before: Variant | None = None
     for variant in chosen:
         # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
-        shared = before is not None and before.memory_budget == variant.memory_budget
+        shared = before is not None and (before.memory_budget, before.by) == (variant.memory_budget, variant.by)
         settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
         yield measure_if_it_fits(recipe, variant, batch=batch, **settings)
         before = variant
@@ -155,8 +158,7 @@ def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
     nn.Module.to(model, device)
     model.method.keep_logits = variant.keep_logits
     if variant.compile:
-        options = {} if variant.memory_budget == 1 else {"memory_budget": variant.memory_budget}
-        model.compile_passes(**options)
+        model.compile_passes(by=variant.by, memory_budget=variant.memory_budget)
     if variant.checkpointing:
         model.gradient_checkpointing_enable()
     return model

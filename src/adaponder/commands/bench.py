@@ -131,7 +131,7 @@ def run_prefill(
 
     def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
         by_variant = {result.variant: result for result in results}
-        dense, compiled = (by_variant.get(prefill_bench.Variant("dense", compile=flag)) for flag in (False, True))
+        dense, compiled = (by_variant.get(prefill_bench.Variant("dense", by)) for by in (None, "pass"))
         return [prefill_bench.as_row(result, dense, compiled) for result in results]
 
     def show(results: Sequence[prefill_bench.Result]) -> None:

@@ -65,7 +65,8 @@ class Trainer:
             self.model.gradient_checkpointing_enable()
         self.model.method.keep_logits = self.recipe.train.keep_logits
         if self.recipe.train.compile:
-            self.model.compile_passes(memory_budget=self.recipe.train.memory_budget)
+            how = {"by": self.recipe.train.compile_by, "memory_budget": self.recipe.train.memory_budget}
+            self.model.compile_passes(**how)
         self.shape: Shape = shape_of(self.model.config)
         self.rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
         self.micro = min(self.recipe.train.micro_batch or self.rows[1], self.rows[1])

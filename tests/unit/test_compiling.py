@@ -1,0 +1,139 @@
+"""Compiling one layer for all: the same numbers for every family and method, graphs that do not grow with depth."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.errors import BackboneError, ConfigError
+from adaponder.methods import Objective
+from adaponder.policies import ForcedDepths
+from support import METHODS, ids, stir, tiny
+
+ASKED = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+
+
+def deep(layers, **recurrence):
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 61}
+    torch.manual_seed(0)
+    stock = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=layers, **shape)).double()
+    return stir(AdaPonderForCausalLM.from_backbone(stock, method="adaponder", iterations=4, tau=0.5, **recurrence))
+
+
+def compile_layers(model, **options):
+    torch._dynamo.reset()
+    counters.clear()
+    model.compile_passes(by="layer", **{"backend": "aot_eager", "fullgraph": True} | options)
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = model(ids(2, 9), **ASKED).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for found, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [*((method, "gpt_neox") for method in METHODS), *(("adaponder", family) for family in ("llama", "gemma3", "gpt2"))],
+)
+def test_a_layer_compiled_for_all_changes_nothing(method, family):
+    model = tiny(method, family, iterations=4).train()
+    expected = gradients(model)
+    compile_layers(model)
+    assert_same(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_graphs_do_not_grow_with_layers_and_iterations():
+    made = []
+    for layers in (2, 7):
+        model = deep(layers).train()
+        expected = gradients(model)
+        compile_layers(model)
+        assert_same(gradients(model), expected)
+        assert_same(gradients(model), expected)
+        made.append(counters["stats"]["unique_graphs"])
+    assert made == [2, 2], "one that reuses nothing, one that reuses rows"
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["reads", "trains"])
+@pytest.mark.parametrize("given", [{}, {"attention_mask": PADDED}], ids=["whole", "padded"])
+def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
+    model = deep(5).train(trains)
+
+    def results():
+        found = []
+        for depth in DEPTHS:
+            asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}
+            model.zero_grad()
+            with torch.set_grad_enabled(trains):
+                loss = model(ids(2, 6), **asked, output_logits=False).loss
+            found.append(loss.detach())
+            if trains:
+                loss.backward()
+                found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        return found
+
+    expected = results()
+    compile_layers(model)
+    assert_same(results(), expected)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 3
+
+
+def test_it_is_replayed_when_checkpointed():
+    model = deep(3).train()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable()
+    compile_layers(model)
+    assert_same(gradients(model), expected)
+
+
+def test_a_memory_budget_holds_for_each_layer():
+    model, kept, found = deep(3).train(), [], []
+    for budget in (1.0, 0.2):
+        compile_layers(model, backend="aot_eager_decomp_partition", memory_budget=budget)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: (saved.append(x.numel()), x)[1], lambda x: x
+        ):
+            loss = model(ids(2, 9), **ASKED).loss
+        kept.append(sum(saved))
+        found.append(loss.detach())
+    assert kept[1] < 0.8 * kept[0]
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_layers_are_left_as_they_were_also_after_an_error():
+    model = deep(3).train()
+    before = [dict(layer.__dict__) for layer in model.backbone.base_model.layers]
+
+    def fails(graph, inputs):
+        raise RuntimeError("the compiler fell")
+
+    compile_layers(model, backend=fails)
+    with pytest.raises(Exception, match="the compiler fell"):
+        gradients(model)
+    assert [dict(layer.__dict__).keys() for layer in model.backbone.base_model.layers] == [b.keys() for b in before]
+    compile_layers(model)
+    gradients(model)
+    assert all("forward" not in layer.__dict__ for layer in model.backbone.base_model.layers)
+
+
+def test_what_cannot_be_compiled_so_is_named():
+    model = deep(2).train()
+    with pytest.raises(ConfigError, match="by='module': pass or layer"):
+        model.compile_passes(by="module")
+    compile_layers(model)
+    model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
+    with pytest.raises(BackboneError, match="by='pass'"):
+        gradients(model)
