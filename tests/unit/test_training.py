@@ -1,6 +1,5 @@
 """The loop against a plain one, resume against never having stopped, several processes against one."""
 
-import functools
 import json
 import math
 import os
@@ -295,25 +294,37 @@ def test_what_is_said_of_gates_that_no_longer_tell_tokens_apart(step, halted, ga
     assert (seen and seen[0]) == kind
 
 
-def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards, tmp_path, monkeypatch):
-    # Without a C++ compiler only the tracing half of torch.compile can run, and that is the half that could go wrong.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+@pytest.fixture
+def traced(monkeypatch):
+    """Where there is no C++ compiler only the tracing half of torch.compile can run: the half that could go wrong."""
+
+    def with_backend(backend):
+        plain = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda function, options=None: plain(function, backend=backend))
+
+    return with_backend
+
+
+@pytest.mark.parametrize("by", ["pass", "layer"])
+def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards, tmp_path, traced, by):
+    traced("aot_eager")
     long = ["train.steps=14", "train.ponder_start=3", "train.ponder_full=11", "train.save_every=0"]
-    for compiled in ("false", "true"):
-        recipe = small(shards, "train.dtype=float64", f"train.compile={compiled}", *long)
+    for name, how in (("eager", []), ("compiled", ["train.compile=true", f"train.compile_by={by}"])):
+        recipe = small(shards, "train.dtype=float64", *how, *long)
         torch._dynamo.utils.counters.clear()
-        train(recipe, out=tmp_path / compiled, quiet=True)
-    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), abs=1e-12)
+        train(recipe, out=tmp_path / name, quiet=True)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=1e-12)
     # The first pass and the later ones, in training and in evaluation: not one for every step of k's warm-up.
     assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
-def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["pass", "layer"])
+def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, monkeypatch, traced, by):
     """Each phase has graphs of its own for training and evaluation; past its limit the compiler would go eager."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    traced("eager")
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    recipe = small(shards, "train.compile=true", "train.freeze_backbone_steps=3", "train.eval_every=1")
-    train(recipe, out=tmp_path / "run", quiet=True)
+    how = ["train.compile=true", f"train.compile_by={by}", "train.freeze_backbone_steps=3", "train.eval_every=1"]
+    train(small(shards, *how), out=tmp_path / "run", quiet=True)
     assert len(losses(tmp_path / "run")) == 8
 
 
