@@ -79,4 +79,6 @@ def quiet_libraries() -> None:
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        beside = path.with_name(path.name + ".part")  # whole or not there, also when killed while writing
+        beside.write_text(json.dumps(result, indent=2) + "\n")
+        beside.replace(path)

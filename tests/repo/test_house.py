@@ -26,6 +26,7 @@ ORDER = [
     "views",
     "tokens",
     "attention",
+    "compiling",
     "backbone",
     "checkpoints",
     "runs",

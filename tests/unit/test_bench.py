@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from adaponder import cli
-from adaponder.bench import checks, largest, models, ops, prefill, record, timing, training
+from adaponder.bench import checks, largest, models, ops, prefill, record, tables, timing, training
 from adaponder.commands import bench as command
 from adaponder.commands.bench import How
 from adaponder.errors import EvaluationError, InputError
@@ -231,13 +231,14 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most, counted):
         assert len(tried) == len(set(tried)) <= (4 if counted else 12)
 
 
-def test_going_down_compiles_twice_however_far(monkeypatch):
+@pytest.mark.parametrize(("guess", "room"), [(10, 4), (4, 8)], ids=["down", "up"])
+def test_looking_around_compiles_twice_however_far(monkeypatch, guess, room):
     """Once for the first batch, once for one that varies; each is a graph without and one with rows to reuse."""
     compile_passes, measure_training = models.AdaPonderForCausalLM.compile_passes, training.measure_training
 
     def measure(recipe, variant, *, batch, **rest):
         done = measure_training(recipe, variant, batch=batch, **rest)
-        if batch > 4:
+        if batch > room:
             raise torch.OutOfMemoryError("no")
         return done
 
@@ -245,20 +246,23 @@ def test_going_down_compiles_twice_however_far(monkeypatch):
     monkeypatch.setattr(training, "measure_training", measure)
     counters.clear()
     graphs = []
-    found = largest.down_from(
+    found = largest.around(
         recipe(),
         training.Variant("adaponder", checkpointing=True),
-        most=10,
+        guess=guess,
         start=2,
         device=CPU,
         tried=lambda batch, fits: graphs.append((batch, fits, counters["stats"]["unique_graphs"])),
     )
-    assert found.batch == 4
-    assert graphs == [(10, False, 2), (8, False, 4), (6, False, 4), (4, True, 4)]
+    assert found.batch == room
+    assert {(room, True), (room + 2, False)} <= {trial[:2] for trial in graphs}
+    assert [made for _, _, made in graphs] == [2, *[4] * (len(graphs) - 1)]
 
 
-def test_the_compiled_variant_goes_on_from_what_the_eager_one_found(monkeypatch, capsys):
-    room = {"plain": 2, "adaponder, eager, checkpointed": 8, "adaponder, compiled, checkpointed": 6}
+@pytest.mark.parametrize("compiled", [4, 8, 12])
+@pytest.mark.parametrize("eager", [0, 8])
+def test_the_compiled_variant_is_looked_for_around_the_eager_one(monkeypatch, eager, compiled):
+    room = {"plain": 2, "adaponder, eager, checkpointed": eager, "adaponder, compiled, checkpointed": compiled}
 
     def measure(recipe, variant, *, batch, **rest):
         if batch > room[variant.name]:
@@ -267,24 +271,25 @@ def test_the_compiled_variant_goes_on_from_what_the_eager_one_found(monkeypatch,
 
     monkeypatch.setattr(training, "measure_training", measure)
     monkeypatch.setattr(largest, "capacity", lambda device: 10_000)
-    rows = command.search_largest(recipe(), compiles=True, start=2, device=CPU)
+    rows = list(command.search_largest(recipe(), compiles=True, start=2, device=CPU))
     assert {row["variant"]: row["batch"] for row in rows} == room
-    assert [row["tokens_per_second"] for row in rows] == [48, 192, 144]
-    assert [row["peak_bytes"] for row in rows] == [20, 80, 60]
-    room["plain"] = 0
-    command.search_largest(recipe(), compiles=False, start=2, device=CPU)
-    assert "not even 2" in capsys.readouterr().out
+    assert [row["tokens_per_second"] for row in rows] == [batch * 24 or None for batch in room.values()]
+    assert [row["peak_bytes"] for row in rows] == [batch * 10 or None for batch in room.values()]
+    assert tables.largest_cells(rows[1], 2)[1] == ("8" if eager else "not even 2")
 
 
-def test_only_what_is_asked_for_is_measured(tmp_path):
-    found = measured("train", *QUICK, "--no-compile", "--only=ponder, eager", "--batch=2", *SET, tmp_path=tmp_path)
-    # adaponder's name holds ponder's.
-    assert [row["variant"] for row in found["metrics"]["rows"]][:2] == ["plain", "ponder, eager"]
-    assert all("eager" in row["variant"] for row in found["metrics"]["rows"][1:])
+def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_path):
+    asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--no-compile", "--only=checkpointed", "--batch=2")
+    found = measured("train", *asked, *SET, tmp_path=tmp_path)
+    assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "adaponder, eager, checkpointed"]
+    assert found["settings"]["only"] == ["checkpointed"]
+    assert "no record is kept" in found["shown"]
     result = invoke("train", "--trust", "--no-record", "--only=faster", *SET)
     assert isinstance(result.exception, InputError)
     assert "--only faster" in str(result.exception)
     assert "plain; adaponder, eager" in str(result.exception)
+    chosen = command.chosen_variants(ops.cases([ops.Size(2, 3, 5)]), ["vocab_expectation"])
+    assert {case.op for case in chosen if case.implementation != "plain"} == {"vocab_expectation"}
 
 
 def test_what_was_measured_before_a_fall_is_kept(monkeypatch, tmp_path):
@@ -301,6 +306,9 @@ def test_what_was_measured_before_a_fall_is_kept(monkeypatch, tmp_path):
     assert str(result.exception) == "fell"
     found = json.loads(kept.read_text())
     assert found["complete"] is False
+    assert found["recipe"]["name"] == "cpu/demo"
+    assert found["settings"]["batch"] == 2
+    assert list(tmp_path.iterdir()) == [kept]
     assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "ponder, eager"]
     assert found["hardware"]["device"]
 
@@ -412,7 +420,7 @@ def test_torchs_own_loss_is_a_row_only_where_torch_has_it(monkeypatch):
 def a_checkout(monkeypatch, tmp_path):
     """A folder that the check takes for the checkout: one source, and a file for each test."""
     root = tmp_path / "checkout"
-    for name in ("src/source.py", *checks.TESTS):
+    for name in ("src/source.py", "pyproject.toml", *checks.TESTS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("pass")
     monkeypatch.setattr(checks, "checkout", lambda: root)

@@ -319,12 +319,12 @@ def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards,
 
 
 @pytest.mark.parametrize("by", ["pass", "layer"])
-def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, monkeypatch, traced, by):
+def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, traced, by):
     """Each phase has graphs of its own for training and evaluation; past its limit the compiler would go eager."""
     traced("eager")
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     how = ["train.compile=true", f"train.compile_by={by}", "train.freeze_backbone_steps=3", "train.eval_every=1"]
-    train(small(shards, *how), out=tmp_path / "run", quiet=True)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        train(small(shards, *how), out=tmp_path / "run", quiet=True)
     assert len(losses(tmp_path / "run")) == 8
 
 

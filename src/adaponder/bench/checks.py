@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from adaponder.bench.record import checkout, device_name
+from adaponder.bench.record import checkout, device_name, versions
 from adaponder.errors import EvaluationError, InputError
 
 _TESTED = ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined")
@@ -44,9 +44,10 @@ def require_tests(device: torch.device) -> bool:
 
 
 def _digest(root: Path, device: torch.device) -> str:
-    """Of all that decides how the tests end: every source and test by content, torch, the device."""
-    seen = hashlib.sha256(f"{torch.__version__} {device_name(device)}".encode())
-    for path in sorted([*(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py")]):
+    """Of what decides how the tests end: every source and test by content, versions, device, the kernels' switch."""
+    switch = os.environ.get("ADAPONDER_KERNELS", "")
+    seen = hashlib.sha256(f"{versions()} {device_name(device)} {switch}".encode())
+    for path in sorted([*(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py"), root / "pyproject.toml"]):
         seen.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return seen.hexdigest()[:16]
 

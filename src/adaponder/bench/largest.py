@@ -51,25 +51,30 @@ def search(
     return fitting.get(below)
 
 
-def down_from(
+def around(
     recipe: Recipe,
     variant: Variant,
     *,
-    most: int,
+    guess: int,
     start: int,
     device: torch.device,
     tried: Callable[[int, bool], object],
 ) -> Result | None:
-    """The step of the largest batch that fits, going down from ``most``: where each trial compiles, few are made.
+    """The step of the largest batch that fits, up or down from a good guess: where each trial compiles, few are made.
 
     The second compiles for a batch that varies, so that all later ones need not.
     """
-    for batch in range(most, 0, -start):
-        done = _second_step(recipe, variant, batch, device, keep_graphs=batch < most)
-        tried(batch, done.timing is not None)
-        if done.timing is not None:
-            return done
-    return None
+    best, batch, direction = None, guess, 0
+    while batch > 0:
+        done = _second_step(recipe, variant, batch, device, keep_graphs=direction != 0)
+        fits = done.timing is not None
+        tried(batch, fits)
+        direction = direction or (1 if fits else -1)
+        best = done if fits else best
+        if fits != (direction == 1):
+            break
+        batch += direction * start
+    return best
 
 
 def full_at(peaks: dict[int, int], room: int | None) -> int:

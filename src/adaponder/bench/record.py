@@ -34,9 +34,13 @@ def conditions(device: torch.device, *, commit: str) -> dict[str, Any]:
             "matmul_flops": matmul_rate(device),
             "copy_bytes": copy_rate(device),
         },
-        "versions": {"adaponder": __version__, "python": platform.python_version()}
-        | {package: _version(package) for package in ("torch", "transformers", "triton")},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    own = {"adaponder": __version__, "python": platform.python_version()}
+    return own | {package: _version(package) for package in ("torch", "transformers", "triton")}
 
 
 def about(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:

@@ -54,7 +54,9 @@ Trust = Annotated[bool, typer.Option("--trust", help="Do not run the operations'
 Only = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="WORD", help="Measure plain and what has this word in its name, as compiled; may be repeated."
+        metavar="WORD",
+        help="Measure only plain and variants whose name contains WORD (for example: compiled); may be repeated. "
+        "Keeps no record.",
     ),
 ]
 

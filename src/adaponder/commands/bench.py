@@ -77,8 +77,9 @@ def run_train(
     chosen = choose_recipe(recipe, overrides, how, device)
     rows_per_step = choose_batch(batch, chosen)
     variants = chosen_variants(training_bench.variants(device, compiles=compiles), how.only)
-    begun = begin(how, "train", device, chosen)
-    matmul = begun["hardware"]["matmul_flops"]
+    told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
+    record = begin(how, "train", device, told, chosen, overrides)
+    matmul = record.hardware["matmul_flops"]
     flops = {name: training_bench.flops_per_token(chosen, name) for name in (PLAIN, "ponder", "adaponder")}
 
     def as_rows(results: Sequence[training_bench.Result]) -> list[dict[str, Any]]:
@@ -92,19 +93,20 @@ def run_train(
         title = f"\n{described(chosen, rows_per_step, device)}: a training step"
         console.print(table(title, TRAIN_HEAD, [train_cells(row) for row in as_rows(results)]))
 
-    def keep(results: Sequence[training_bench.Result]) -> None:
-        keep_so_far(how, begun, {"rows": as_rows(results)})
-
     settings = {"batch": rows_per_step, "device": device, "warmup": how.warmup, "repeats": how.repeats}
-    results = collect(training_bench.compare(chosen, announced(variants), **settings), show, keep)
+    results = collect(training_bench.compare(chosen, announced(variants), **settings), show, as_rows, record)
     metrics: dict[str, Any] = {"rows": as_rows(results), "adaponder_over_ponder": over_ponder(results)}
     if (ratio := metrics["adaponder_over_ponder"]) is not None:
         console.print(f"adaponder makes {ratio:.3f} of ponder's tokens/s, both {'compiled' if compiles else 'eager'}")
     if largest:
-        keep_so_far(how, begun, metrics)
-        metrics["largest_batch"] = search_largest(chosen, compiles, start=rows_per_step, device=device)
-    told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
-    return finish(how, begun, chosen, overrides, settings=told, metrics=metrics)
+        metrics["largest_batch"] = []
+        for row in search_largest(chosen, compiles, start=rows_per_step, device=device):
+            metrics["largest_batch"].append(row)
+            record.keep(metrics)
+        title = f"\nThe largest batch that fits, in multiples of {rows_per_step}, with the speed of one step"
+        cells = [largest_cells(row, rows_per_step) for row in metrics["largest_batch"]]
+        console.print(table(title, LARGEST_HEAD, cells))
+    return record.finish(metrics)
 
 
 def run_prefill(
@@ -125,7 +127,9 @@ def run_prefill(
     prefill_bench.check_keep(keep, iterations)
     depths = prefill_bench.depths_of(keep, prompts, chosen.data.sequence, seed=chosen.train.seed)
     variants = chosen_variants([*prefill_bench.EAGER, *(prefill_bench.COMPILED if compiles else ())], how.only)
-    begun = begin(how, "prefill", device, chosen)
+    told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
+    told |= {"keep": list(keep), "mean_depth": float(depths.double().mean())}
+    record = begin(how, "prefill", device, told, chosen, overrides)
     console.print("comparing dense and compact execution …")
     difference = prefill_bench.disagreement(chosen, depths, device=device)
 
@@ -141,14 +145,8 @@ def run_prefill(
 
     settings = {"device": device, "warmup": how.warmup, "repeats": how.repeats}
 
-    def keep_rows(results: Sequence[prefill_bench.Result]) -> None:
-        keep_so_far(how, begun, {"rows": as_rows(results)})
-
-    results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, keep_rows)
-    metrics = {"rows": as_rows(results), "dense_and_compact_differ_by": difference}
-    told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
-    told |= {"keep": list(keep), "mean_depth": float(depths.double().mean())}
-    return finish(how, begun, chosen, overrides, settings=told, metrics=metrics)
+    results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, as_rows, record)
+    return record.finish({"rows": as_rows(results), "dense_and_compact_differ_by": difference})
 
 
 def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None = None) -> dict[str, Any]:
@@ -163,11 +161,10 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
         if min(size) < 1:
             raise InputError(f"--size {','.join(map(str, size))}: tokens, d and vocabulary are at least 1")
     cases = chosen_variants(op_bench.cases(sizes), how.only)
-    begun = begin(how, "ops", device)
+    record = begin(how, "ops", device, {"sizes": [list(size) for size in sizes], "dtype": dtype})
     if not op_bench.torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy of its own: no row for it")
-    hardware = begun["hardware"]
-    rates = {"matmul_rate": hardware["matmul_flops"], "copy_rate": hardware["copy_bytes"]}
+    rates = {"matmul_rate": record.hardware["matmul_flops"], "copy_rate": record.hardware["copy_bytes"]}
 
     def as_rows(results: Sequence[op_bench.Result]) -> list[dict[str, Any]]:
         by_case = {result.case: result for result in results}
@@ -187,12 +184,8 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
     settings: dict[str, Any] = {"device": device, "dtype": low[dtype], "seed": how.seed or 0}
     settings |= {"warmup": how.warmup, "repeats": how.repeats}
 
-    def keep(results: Sequence[op_bench.Result]) -> None:
-        keep_so_far(how, begun, {"rows": as_rows(results)})
-
-    results = collect(op_bench.compare(announced(cases), **settings), show, keep)
-    told = {"sizes": [list(size) for size in sizes], "dtype": dtype}
-    return finish(how, begun, None, (), settings=told, metrics={"rows": as_rows(results)})
+    results = collect(op_bench.compare(announced(cases), **settings), show, as_rows, record)
+    return record.finish({"rows": as_rows(results)})
 
 
 # --- before --------------------------------------------------------------------------------------------------------
@@ -221,12 +214,53 @@ def choose_batch(asked: int | None, recipe: Recipe) -> int:
     return asked or recipe.train.micro_batch or recipe.train.global_batch
 
 
-def begin(how: How, kind: str, device: torch.device, recipe: Recipe | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Record:
+    """What is known before the first figure, and where the figures go."""
+
+    how: How
+    path: Path | None
+    known: dict[str, Any]
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        return self.known["hardware"]
+
+    def keep(self, metrics: dict[str, Any]) -> None:
+        """Writes ``--json`` with what there is, so that no figure is lost with those that are still to come."""
+        write_json(self.how.json, self.known | {"complete": False, "metrics": metrics})
+
+    def finish(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The whole record, written where it is wanted."""
+        ceilings = (
+            f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
+            f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
+        )
+        console.print(f"\n{self.hardware['device']}: {ceilings}; medians of {self.how.repeats}", style="dim")
+        whole = self.known | {"complete": True, "metrics": metrics}
+        if self.path is not None:
+            write_json(self.path, whole)
+            console.print(f"the record is [bold]{self.path.relative_to(checkout())}[/]")
+        write_json(self.how.json, whole)
+        return whole
+
+
+def begin(
+    how: How,
+    kind: str,
+    device: torch.device,
+    settings: dict[str, Any],
+    recipe: Recipe | None = None,
+    overrides: Sequence[str] = (),
+) -> Record:
     """What the record begins with, after the operations' tests have passed."""
-    path = record_path(kind, device, recipe) if how.record else None
+    # A record stands for the whole comparison: a part of it must not take its place.
+    path = record_path(kind, device, recipe) if how.record and not how.only else None
     commit = commit_of(how.commit, needed=how.record)
     if recipe is not None:
         console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
+    if how.record and how.only:
+        console.print("--only: a part is measured, and no record is kept; --json PATH keeps the figures")
     if how.trust:
         console.print("[yellow]--trust: the operations are not tested first")
     else:
@@ -234,56 +268,61 @@ def begin(how: How, kind: str, device: torch.device, recipe: Recipe | None = Non
         if not require_tests(device):
             console.print("  these sources have passed already")
     console.print("measuring what the device can do at best …")
-    found = {"command": f"bench {kind}", "path": path, "tested": not how.trust}
-    return found | conditions(device, commit=commit)
+    told = settings | {"warmup": how.warmup, "repeats": how.repeats} | ({"only": list(how.only)} if how.only else {})
+    known = {"command": f"bench {kind}", "tested": not how.trust, **conditions(device, commit=commit)}
+    known |= {
+        "recipe": None if recipe is None else about(recipe, overrides),
+        "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
+        "settings": told,
+    }
+    return Record(how, path, known)
+
+
+def label(variant: Any) -> str:
+    """What a variant is called on the screen: an operation's has that before it."""
+    return f"{variant.op}: {variant.name}" if hasattr(variant, "op") else variant.name
 
 
 def announced(chosen: Iterable[Any]) -> Iterator[Any]:
     """Says what is measured next, when it is: a line each, so that long work shows where it is."""
     for one in chosen:
-        where = f"{one.op}: " if hasattr(one, "op") else ""
-        console.print(f"measuring {where}{one.name} …")
+        console.print(f"measuring {label(one)} …")
         yield one
 
 
 def chosen_variants(variants: Sequence[Named], only: Sequence[str]) -> list[Named]:
     """The plain version, and those that have one of the words in their names; without words, all."""
     for word in only:
-        if not any(word in variant.name for variant in variants):
-            names = "; ".join(dict.fromkeys(variant.name for variant in variants))
+        if not any(word in label(variant) for variant in variants):
+            names = "; ".join(dict.fromkeys(map(label, variants)))
             raise InputError(f"--only {word}: in none of the names: {names}")
     return [
         variant
         for variant in variants
-        if not only or variant.name.startswith(PLAIN) or any(word in variant.name for word in only)
+        if not only or variant.name.startswith(PLAIN) or any(word in label(variant) for word in only)
     ]
 
 
 def collect(
-    results: Iterable[Measured], show: Callable[[Sequence[Measured]], None], keep: Callable[[list[Measured]], None]
+    results: Iterable[Measured],
+    show: Callable[[Sequence[Measured]], None],
+    as_rows: Callable[[Sequence[Measured]], list[dict[str, Any]]],
+    record: Record,
 ) -> list[Measured]:
     """All results, kept as they come and shown together; if interrupted, those there are are shown before leaving."""
     found: list[Measured] = []
     try:
         for result in results:
             found.append(result)
-            keep(found)
+            record.keep({"rows": as_rows(found)})
     except KeyboardInterrupt:
-        console.print("interrupted: no record is written")
+        where = f"; {record.how.json} has what there is" if found and record.how.json is not None else ""
+        console.print(f"interrupted: no record is written{where}")
         if found:
             show(found)
         raise
     show(found)
     return found
-
-
-def keep_so_far(how: How, begun: dict[str, Any], metrics: dict[str, Any]) -> None:
-    """Writes ``--json`` with what there is, so that no measured figure is lost with those that are still to come."""
-    write_json(how.json, without_path(begun) | {"complete": False, "metrics": metrics})
-
-
-def without_path(begun: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in begun.items() if key != "path"}
 
 
 # --- after ---------------------------------------------------------------------------------------------------------
@@ -299,61 +338,27 @@ def over_ponder(results: Sequence[training_bench.Result]) -> float | None:
     return None if ours is None or theirs is None else ours / theirs
 
 
-def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> list[dict[str, Any]]:
+def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """The largest batch of the plain version, and of ours when it saves memory.
 
-    Nothing is compiled for the search itself; the compiled variant then goes on from what the eager one found.
+    Nothing is compiled for the search itself; the compiled variant is looked for around what the eager one found.
     """
-    found = []
     eager = training_bench.Variant("adaponder", compile=False, checkpointing=True)
     settings: dict[str, Any] = {"start": start, "device": device, "tried": _say_fit}
     best = None
     for variant in (training_bench.Variant(PLAIN, compile=False), eager):
         console.print(f"searching the largest batch of {variant.name} …")
         best = largest_bench.search(recipe, variant, **settings)
-        found.append(largest_bench.as_row(variant, best))
-    if compiles and best is not None:
+        yield largest_bench.as_row(variant, best)
+    if compiles:
         variant = replace(eager, compile=True)
-        console.print(f"does {variant.name} fit too?")
-        best = largest_bench.down_from(recipe, variant, most=best.batch, **settings)
-        found.append(largest_bench.as_row(variant, best))
-    title = f"\nThe largest batch that fits, in multiples of {start}, with the speed of one step"
-    console.print(table(title, LARGEST_HEAD, [largest_cells(row, start) for row in found]))
-    return found
+        console.print(f"searching the largest batch of {variant.name} …")
+        guess = start if best is None else best.batch
+        yield largest_bench.as_row(variant, largest_bench.around(recipe, variant, guess=guess, **settings))
 
 
 def _say_fit(batch: int, fits: bool) -> None:
     console.print(f"  {batch:,} sequences: {'fits' if fits else 'does not fit'}")
-
-
-def finish(
-    how: How,
-    begun: dict[str, Any],
-    recipe: Recipe | None,
-    overrides: Sequence[str],
-    *,
-    settings: dict[str, Any],
-    metrics: dict[str, Any],
-) -> dict[str, Any]:
-    """The whole record, written where it is wanted."""
-    path: Path | None = begun["path"]
-    record = without_path(begun) | {
-        "complete": True,
-        "recipe": None if recipe is None else about(recipe, overrides),
-        "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
-        "settings": settings | {"warmup": how.warmup, "repeats": how.repeats},
-        "metrics": metrics,
-    }
-    hardware = record["hardware"]
-    ceilings = (
-        f"{hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, {hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
-    )
-    console.print(f"\n{hardware['device']}: {ceilings}; medians of {how.repeats}", style="dim")
-    if path is not None:
-        write_json(path, record)
-        console.print(f"the record is [bold]{path.relative_to(checkout())}[/]")
-    write_json(how.json, record)
-    return record
 
 
 def described(recipe: Recipe, batch: int, device: torch.device) -> str:

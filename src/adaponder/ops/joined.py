@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
@@ -56,7 +57,9 @@ _JOIN_APART = JoinApart()
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
     """``torch.compile``'s options with the pass added, unless another compiler or another such pass is asked for."""
-    if options.get("backend", "inductor") != "inductor":
+    theirs = {name.replace("-", "_") for name in options.get("options") or {}}
+    taken = _SETTING in theirs or getattr(torch._inductor.config, _SETTING) is not None
+    if options.get("backend", "inductor") != "inductor" or taken:
         return options
     rest = {name: value for name, value in options.items() if name not in ("mode", "options")}
     # Torch takes a mode or options, not both; a mode is a set of options.
@@ -67,9 +70,13 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 def _turned_copy(cat: Any) -> Any | None:
     """The copy of ``cat(three, -1)`` with heads and time exchanged, if nobody else reads what comes before it."""
     parts, *dim = cat.args
-    if len(parts) != 3 or not dim or dim[0] not in (3, -1) or cat.meta["val"].ndim != 4 or len(cat.users) != 1:
+    whole = cat.meta["val"]
+    if len(parts) != 3 or not dim or dim[0] not in (3, -1) or whole.ndim != 4 or len(cat.users) != 1:
         return None
+    if any(part.meta["val"].dtype != whole.dtype for part in parts):
+        return None  # a concatenation promotes, and a join does not
     (turn,) = cat.users
+    # Inductor writes every transpose as a permutation; a graph that was not decomposed has it as it was.
     exchanges = (turn.target is _aten.permute.default and list(turn.args[1]) == [0, 2, 1, 3]) or (
         turn.target is _aten.transpose.int and sorted(turn.args[1:]) == [1, 2]
     )
