@@ -8,12 +8,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from adaponder import AdaPonderForCausalLM
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.methods import Objective
-from adaponder.policies import ForcedDepths
+from packed_support import PADDED, packed_results
 from support import METHODS, ids, stir, tiny
 
 ASKED = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
-DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
-PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 
 
 def deep(layers, **recurrence):
@@ -72,22 +70,9 @@ def test_graphs_do_not_grow_with_layers_and_iterations():
 def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
     model = deep(4).train(trains)
 
-    def results():
-        found = []
-        for depth in DEPTHS:
-            asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}
-            model.zero_grad()
-            with torch.set_grad_enabled(trains):
-                loss = model(ids(2, 6), **asked, output_logits=False).loss
-            found.append(loss.detach())
-            if trains:
-                loss.backward()
-                found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        return found
-
-    expected = results()
+    expected = packed_results(model, given, trains)
     compile_layers(model)
-    assert_same(results(), expected)
+    assert_same(packed_results(model, given, trains), expected)
     assert 1 <= counters["stats"]["unique_graphs"] <= 3
 
 

@@ -21,6 +21,7 @@ from adaponder import (
     runs,
 )
 from adaponder.errors import ConfigError
+from packed_support import PADDED, packed_results
 from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
 
 
@@ -436,9 +437,6 @@ def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(metho
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations)
 
 
-# Another number of rows in every pass, another in every batch, and a batch in which a sequence has none.
-DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
-PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
 # Passes that run compiled: the first one, which reads every token of unpadded sequences, and those over packed rows.
 PACKED = {
@@ -451,20 +449,6 @@ PACKED = {
     "documents": (("adaponder", "gpt_neox"), {}, {"document_ids": DOCUMENTS}, 0),
     "windows": (("adaponder", "mistral"), {}, {}, 1),
 }
-
-
-def packed_results(model, given, trains):
-    found = []
-    for depth in DEPTHS:
-        asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}
-        with torch.set_grad_enabled(trains):
-            loss = model(ids(2, 6), **asked, output_logits=False).loss
-        found.append(loss.detach())
-        if trains:
-            loss.backward()
-            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-            model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["reads", "trains"])

@@ -1,0 +1,27 @@
+"""Batches whose active rows are packed, another number of them in every pass."""
+
+from __future__ import annotations
+
+import torch
+
+from adaponder.policies import ForcedDepths
+from support import ids
+
+# Another number of rows in every pass, another in every batch, and a batch in which a sequence has none.
+DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([[1] * 6, [4, 3, 3, 4, 2, 4]])]
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+
+
+def packed_results(model, given, trains):
+    """Losses and, where it trains, gradients of each batch."""
+    found = []
+    for depth in DEPTHS:
+        asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}
+        with torch.set_grad_enabled(trains):
+            loss = model(ids(2, 6), **asked, output_logits=False).loss
+        found.append(loss.detach())
+        if trains:
+            loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            model.zero_grad()
+    return found
