@@ -54,10 +54,8 @@ class Backbone:
         self._compiled: Callable[..., Reading] | None = None
         self._packs: bool | None = None
 
-    def compile(self, *, by: str = "pass", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles the pass, once for all iterations: the first one, and those that reuse rows, are two graphs.
-
-        ``by="layer"`` compiles one layer for all instead (see compiling.py).
+    def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
+        """Compiles a layer or a pass, for all iterations: the first one and those that reuse rows are two graphs.
 
         A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
         in attention, or with a ledger, it stays as it is. So does the rest of a forward: the products over the

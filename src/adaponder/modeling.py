@@ -327,15 +327,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
 
     # --- training aids ------------------------------------------------------------------------------------------
 
-    def compile_passes(self, **options: Any) -> None:
-        """Compiles the pass over the backbone, once for all iterations; ``options`` are those of ``torch.compile``.
+    def compile_passes(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
+        """Compiles passes over the backbone; ``options`` are those of ``torch.compile``.
 
-        ``by="layer"`` compiles one layer for all, which takes seconds instead of a minute or two with many of them.
-        ``memory_budget=0.5`` keeps half of a pass's activations for backward and computes the rest again. The model
-        can be saved, loaded and changed as before. ``torch.compile(model)`` works too, and makes one graph of all
-        iterations: it takes K times as long to compile.
+        One layer is compiled for all of them and for all iterations; ``by="pass"`` makes a graph of a whole pass, which
+        takes a minute or two with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward
+        and computes the rest again. The model can be saved, loaded and changed as before. ``torch.compile(model)``
+        works too, and makes one graph of all iterations: it takes K times as long to compile as a pass.
         """
-        self.wrapped.compile(**options)
+        self.wrapped.compile(by=by, memory_budget=memory_budget, **options)
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any

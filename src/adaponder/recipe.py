@@ -85,7 +85,7 @@ class TrainRecipe:
         execution: ``dense`` computes every token and masks; ``compact`` computes active rows only, with the same
             gradients: cheaper once many tokens halt.
         compile: torch.compile the pass over the backbone; each shape and setting compiles once.
-        compile_by: ``pass`` makes one graph of all layers; ``layer`` one for each of them: seconds instead of minutes.
+        compile_by: ``layer`` compiles one for all; ``pass`` makes one graph of all layers: minutes instead of seconds.
         memory_budget: compiled, the share of activations kept for backward; the rest is computed again.
         gradient_checkpointing: replay each iteration in backward.
         keep_logits: adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of
@@ -120,7 +120,7 @@ class TrainRecipe:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     execution: Literal["dense", "compact"] = "dense"
     compile: bool = False
-    compile_by: Literal["pass", "layer"] = "pass"
+    compile_by: Literal["layer", "pass"] = "layer"
     memory_budget: float = 1.0
     gradient_checkpointing: bool = False
     keep_logits: bool = False
@@ -193,7 +193,7 @@ class TrainRecipe:
             f"memory_budget={self.memory_budget}: a share above 0 and up to 1, and below 1 only with compile=true",
         )
         require(
-            self.compile or self.compile_by == "pass",
+            self.compile or self.compile_by == "layer",
             f"compile_by={self.compile_by}: nothing is compiled; add compile=true",
         )
         micro = self.micro_batch

@@ -159,6 +159,8 @@ def test_variants_are_told_apart_by_name():
     assert names[:4] == ["plain", "adaponder, eager", "ponder, compiled", "adaponder, compiled"]
     assert [variant.memory_budget for variant in on_gpu if variant.memory_budget != 1] == [0.5]
     assert all(variant.memory_budget == 1 for variant in training.variants(CPU))
+    by_pass = {variant.name for variant in training.variants(CPU, by="pass") if variant.compile}
+    assert all("compiled by pass" in name for name in by_pass)
 
 
 def test_a_memory_budget_is_passed_on(monkeypatch):
@@ -361,8 +363,12 @@ def test_prefill_refuses_to_time_what_disagrees(monkeypatch):
 
 def test_compact_is_promised_what_it_skips():
     depths = prefill.depths_of((1, 0.5, 0.5), 2, 12, seed=0)
-    plain, dense, compact = (prefill.flops_of(variant, depths, recipe()) for variant in prefill.EAGER)
-    assert [dense, compact] * 2 == [prefill.flops_of(variant, depths, recipe()) for variant in prefill.COMPILED]
+    plain, dense, compact = (
+        prefill.flops_of(variant, depths, recipe()) for variant in prefill.variants(compiles=False)
+    )
+    compiled = prefill.variants(by="pass")[3:]
+    assert [variant.name for variant in compiled] == ["dense, compiled by pass", "compact, compiled by pass"]
+    assert [dense, compact] == [prefill.flops_of(variant, depths, recipe()) for variant in compiled]
     gates = 2 * 12 * 2 * (2 * (16 * 64 + 64))
     assert dense - plain == gates
     assert compact < dense

@@ -1,4 +1,4 @@
-"""The gradient of a fused product, joined by one copy: found where it is, bit for bit the same, laid out for a copy."""
+"""The gradient of a fused product, joined in place: found where it is, and bit for bit the same."""
 
 import shutil
 
@@ -7,6 +7,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 
 from adaponder.ops import joined as op
 from support import ids, tiny
@@ -31,7 +32,7 @@ def gradients(model, rewrite):
 
     torch._dynamo.reset()
     model.zero_grad()
-    model.compile_passes(backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    model.compile_passes(by="pass", backend=aot_autograd(fw_compiler=look, bw_compiler=look))
     model(ids(), targets=ids(seed=1), output_logits=False).loss.backward()
     return joins, [parameter.grad.clone() for parameter in model.backbone.parameters()]
 
@@ -65,13 +66,13 @@ def chain(*, dim=3, parts=3, turn=(0, 2, 1, 3), read_twice=False, laid_out=True,
     return graph, [node.meta["val"] for node in given]
 
 
-def test_parts_are_turned_and_laid_out_before_they_are_joined():
+def test_parts_are_turned_before_they_are_joined():
     graph, given = chain()
     expected = fx.GraphModule({}, graph)(*given)
     op.JoinApart()(graph)
     graph.lint()
-    assert targets(graph).count("aten.clone.default") == 3
-    assert "aten.cat.default" not in targets(graph)
+    assert targets(graph)[-5:-1] == ["aten.permute.default"] * 3 + ["adaponder.join.default"]
+    assert not {"aten.cat.default", "aten.clone.default"} & set(targets(graph))
     assert torch.equal(fx.GraphModule({}, graph)(*given), expected)
 
 
@@ -108,24 +109,30 @@ def test_compiled_graphs_are_kept_on_disk_under_this_files_name():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
-def test_under_the_compiler_it_changes_no_bit_and_is_handed_parts_that_a_plain_copy_joins(monkeypatch):
-    model, laid_out, plain = tiny(dtype=torch.float32, iterations=2).train(), [], torch.cat
-
-    def cat(parts, dim=0, **more):
-        if len(parts) == 3 and dim == -1:
-            laid_out.append([part.is_contiguous() for part in parts])
-        return plain(parts, dim, **more)
+@pytest.mark.parametrize("by", ["layer", "pass"])
+def test_under_the_compiler_it_changes_no_bit(by):
+    model = tiny(dtype=torch.float32, iterations=2).train()
 
     def gradient(**options):
         torch._dynamo.reset()
-        model.compile_passes(**options)
+        model.compile_passes(by=by, **options)
         model.zero_grad()
         model(ids(), targets=ids(seed=1), output_logits=False).loss.backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.backbone.parameters()])
 
-    expected = gradient(options={op._SETTING: None})
-    monkeypatch.setattr(op.torch, "cat", cat)
-    found = gradient()
-    assert len(laid_out) == model.wrapped.layers * model.config.iterations
-    assert all(map(all, laid_out))
-    assert torch.equal(found, expected)
+    assert torch.equal(gradient(), gradient(options={op._SETTING: None}))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
+def test_compiled_every_part_is_written_to_its_place_and_nothing_is_copied():
+    def joined(query, key, value):
+        parts = [torch.transpose(part + number, 1, 2) for number, part in enumerate((query, key, value))]
+        return op.join(parts)
+
+    given = [torch.randn(2, 3, 4, 5) for _ in range(3)]
+    torch._dynamo.reset()
+    found, (code,) = run_and_get_code(torch.compile(joined, **op.settings({})), *given)
+    assert torch.equal(found, joined(*given))
+    assert found.is_contiguous()
+    assert code.count("= empty_strided") == 1, "one buffer, the result"
+    assert "adaponder.join" not in code

@@ -423,7 +423,8 @@ def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(metho
         torch._dynamo.utils.counters.clear()
         if compiled:
             # The residual stream is read by a hook, around which the compiler breaks its graph in two.
-            model.compile_passes(backend="aot_eager", fullgraph=not model.method.needs_stream(iterations))
+            how = {"by": "pass", "backend": "aot_eager"}
+            model.compile_passes(**how, fullgraph=not model.method.needs_stream(iterations))
         loss = model(ids(), **asked).loss
         loss.backward()
         losses.append(loss.detach())
@@ -459,7 +460,7 @@ def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, tra
     expected = packed_results(model, given, trains)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model.compile_passes(backend="aot_eager", fullgraph=case != "mor")
+    model.compile_passes(by="pass", backend="aot_eager", fullgraph=case != "mor")
     for mine, theirs in zip(packed_results(model, given, trains), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
     if graphs is not None:
@@ -520,7 +521,7 @@ def test_a_memory_budget_keeps_fewer_activations_and_changes_nothing():
     kept, gradients = [], []
     for budget in (1.0, 0.2):
         torch._dynamo.reset()
-        model.compile_passes(backend="aot_eager_decomp_partition", memory_budget=budget)
+        model.compile_passes(by="pass", backend="aot_eager_decomp_partition", memory_budget=budget)
         saved = 0
 
         def count(tensor):

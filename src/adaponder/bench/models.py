@@ -67,8 +67,8 @@ def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
 
 
 def compiled_how(by: str) -> str:
-    """A variant's word for it: a graph of the whole pass is what is meant unless told."""
-    return "compiled" if by == "pass" else f"compiled by {by}"
+    """A variant's word for it: one layer for all is what is meant unless told."""
+    return "compiled" if by == "layer" else f"compiled by {by}"
 
 
 def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:

@@ -28,7 +28,7 @@ METHOD = "adaponder"
 class Variant:
     """``plain``, or ours: ``dense`` (every token in every pass) or ``compact`` (halted tokens are skipped).
 
-    ``by`` is what is compiled at once, a whole ``pass`` or one ``layer`` for all; ``None`` compiles nothing.
+    ``by`` is what is compiled at once, one ``layer`` for all or a whole ``pass``; ``None`` compiles nothing.
     """
 
     execution: str
@@ -41,8 +41,10 @@ class Variant:
         return f"{self.execution}, {'eager' if self.by is None else compiled_how(self.by)}"
 
 
-EAGER = (Variant(PLAIN), Variant("dense"), Variant("compact"))
-COMPILED = tuple(Variant(execution, by) for by in ("layer", "pass") for execution in ("dense", "compact"))
+def variants(*, compiles: bool = True, by: str = "layer") -> list[Variant]:
+    """What ``adaponder bench prefill`` compares, the plain version first."""
+    ways = (None, by) if compiles else (None,)
+    return [Variant(PLAIN), *(Variant(execution, way) for way in ways for execution in ("dense", "compact"))]
 
 
 @dataclass(frozen=True)

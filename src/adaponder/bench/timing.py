@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -31,26 +32,25 @@ class Timing:
 
 
 def measure(step: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Timing:
+    """Times steps that follow each other as training's do: nobody waits for a GPU between them."""
     for _ in range(warmup):
         step()
-    seconds = []
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(repeats):
-        if on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+    if device.type != "cuda":
+        clock = [time.perf_counter()]
+        for _ in range(repeats):
             step()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - began)
-    return Timing(seconds, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+            clock.append(time.perf_counter())
+        return Timing([after - before for before, after in pairwise(clock)], None)
+    # The last warm-up may still be running: memory is counted as it is asked for, not as it is used.
+    torch.cuda.reset_peak_memory_stats(device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        step()
+    marks[-1].record()
+    torch.cuda.synchronize(device)
+    seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    return Timing(seconds, torch.cuda.max_memory_allocated(device))
 
 
 def forget(device: torch.device, *, graphs: bool = True) -> None:

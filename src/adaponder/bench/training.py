@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Variant:
     Attributes:
         method: ``plain``, ``ponder`` or ``adaponder``.
         compile: compile the pass over the backbone; ``plain`` never is.
-        by: what is compiled at once, a whole ``pass`` or one ``layer`` for all.
+        by: what is compiled at once, one ``layer`` for all or a whole ``pass``.
         checkpointing: keep one pass's activations at a time and compute the others' again.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.
         keep_logits: keep the vocabulary's logits of every iteration for backward.
@@ -33,7 +33,7 @@ class Variant:
 
     method: str
     compile: bool = True
-    by: str = "pass"
+    by: str = "layer"
     checkpointing: bool = False
     memory_budget: float = 1.0
     keep_logits: bool = False
@@ -64,14 +64,13 @@ class Result:
         return None if self.timing is None else self.batch * self.sequence / self.timing.median
 
 
-def variants(device: torch.device, *, compiles: bool = True) -> list[Variant]:
+def variants(device: torch.device, *, compiles: bool = True, by: str = "layer") -> list[Variant]:
     """What ``adaponder bench train`` compares, the plain version first, what shares its graphs together."""
     ours = [Variant("adaponder", compile=False)] if compiles else []
-    ours += [Variant("ponder", compiles), Variant("adaponder", compiles)]
-    ours += [Variant("adaponder", compiles, keep_logits=True), Variant("adaponder", compiles, checkpointing=True)]
-    ours += [Variant("adaponder", by="layer")] if compiles else []
+    ponder, best = (Variant(method, compiles, by) for method in ("ponder", "adaponder"))
+    ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
     if compiles and device.type == "cuda":
-        ours.append(Variant("adaponder", memory_budget=0.5))
+        ours.append(replace(best, memory_budget=0.5))
     return [Variant(PLAIN, compile=False), *ours]
 
 

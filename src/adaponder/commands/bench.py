@@ -76,7 +76,7 @@ def run_train(
         raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
     chosen = choose_recipe(recipe, overrides, how, device)
     rows_per_step = choose_batch(batch, chosen)
-    variants = chosen_variants(training_bench.variants(device, compiles=compiles), how.only)
+    variants = chosen_variants(training_bench.variants(device, compiles=compiles, by=chosen.train.compile_by), how.only)
     told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     record = begin(how, "train", device, told, chosen, overrides)
     matmul = record.hardware["matmul_flops"]
@@ -126,7 +126,7 @@ def run_prefill(
     keep = tuple(keep) or (1.0, *[0.5] * (iterations - 1))
     prefill_bench.check_keep(keep, iterations)
     depths = prefill_bench.depths_of(keep, prompts, chosen.data.sequence, seed=chosen.train.seed)
-    variants = chosen_variants([*prefill_bench.EAGER, *(prefill_bench.COMPILED if compiles else ())], how.only)
+    variants = chosen_variants(prefill_bench.variants(compiles=compiles, by=chosen.train.compile_by), how.only)
     told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     told |= {"keep": list(keep), "mean_depth": float(depths.double().mean())}
     record = begin(how, "prefill", device, told, chosen, overrides)
@@ -135,7 +135,7 @@ def run_prefill(
 
     def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
         by_variant = {result.variant: result for result in results}
-        dense, compiled = (by_variant.get(prefill_bench.Variant("dense", by)) for by in (None, "pass"))
+        dense, compiled = (by_variant.get(prefill_bench.Variant("dense", by)) for by in (None, chosen.train.compile_by))
         return [prefill_bench.as_row(result, dense, compiled) for result in results]
 
     def show(results: Sequence[prefill_bench.Result]) -> None:
@@ -351,7 +351,7 @@ def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.
         best = largest_bench.search(recipe, variant, **settings)
         yield largest_bench.as_row(variant, best)
     if compiles:
-        variant = replace(eager, compile=True)
+        variant = replace(eager, compile=True, by=recipe.train.compile_by)
         console.print(f"searching the largest batch of {variant.name} …")
         guess = start if best is None else best.batch
         yield largest_bench.as_row(variant, largest_bench.around(recipe, variant, guess=guess, **settings))

@@ -1,12 +1,14 @@
-"""The gradient of a fused query-key-value product, joined by one plain copy in compiled passes.
+"""The gradient of a fused query-key-value product, each part written to its place in compiled passes.
 
 GPT-NeoX cuts one product in three, so backward puts three gradients together again. A compiler fuses what made them
-into that concatenation, where every element then walks through the arithmetic of all three. Here each is computed by
-itself, in the order in which the product's own gradient reads it, and a copy that no compiler looks into joins them.
+into that concatenation, where every element walks through the arithmetic of all three, and then copies the whole into
+the order in which the product's own gradient reads it. Here each part is turned first, computed by itself, and written
+straight to where it belongs.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,16 +21,26 @@ _aten = torch.ops.aten
 _SETTING = "post_grad_custom_pre_pass"
 
 
-@torch.library.custom_op("adaponder::join", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,))
-def join(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Equals ``torch.cat((query, key, value), -1)``."""
-    # Three arguments and not a list: a compiler lays out tensors as they were asked for, but not those in lists.
-    return torch.cat((query, key, value), -1)
+@torch.library.custom_op("adaponder::join", mutates_args=())
+def join(parts: list[Tensor]) -> Tensor:
+    """Equals ``torch.cat(parts, -1)``; an operation of its own, so that compiling it can be told how."""
+    return torch.cat(parts, -1)
 
 
 @join.register_fake
-def _(*parts: Tensor) -> Tensor:
+def _(parts: list[Tensor]) -> Tensor:
     return parts[0].new_empty(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+
+
+@cache
+def _compile_in_place() -> None:
+    """Tells the compiler how: the result is one buffer, and what computes a part writes into its slice of it."""
+    from torch._inductor import ir  # two seconds that only those who compile should wait
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(torch.ops.adaponder.join.default, type_promotion_kind=None)
+    def _(parts: list[Any]) -> Any:
+        return ir.TensorBox(ir.ConcatKernel.create(parts, len(parts[0].get_size()) - 1))
 
 
 class JoinApart(CustomGraphPass):
@@ -40,8 +52,8 @@ class JoinApart(CustomGraphPass):
                 continue
             turn, parts = copy.args[0], node.args[0]
             with graph.inserting_before(copy):
-                turned = [_copied(graph, part, turn) for part in parts]
-                joined = graph.call_function(torch.ops.adaponder.join.default, tuple(turned))
+                turned = [_turned(graph, part, turn) for part in parts]
+                joined = graph.call_function(torch.ops.adaponder.join.default, (turned,))
             joined.meta = dict(copy.meta)
             copy.replace_all_uses_with(joined)
             for gone in (copy, turn, node):
@@ -61,6 +73,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
     taken = _SETTING in theirs or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:
         return options
+    _compile_in_place()
     rest = {name: value for name, value in options.items() if name not in ("mode", "options")}
     # Torch takes a mode or options, not both; a mode is a set of options.
     mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
@@ -87,12 +100,8 @@ def _turned_copy(cat: Any) -> Any | None:
     return copy if copy.target is _aten.clone.default and contiguous else None
 
 
-def _copied(graph: Graph, part: Any, turn: Any) -> Any:
-    """A part turned as the whole was, and laid out so."""
+def _turned(graph: Graph, part: Any, turn: Any) -> Any:
+    """A view of a part, turned as the whole was."""
     turned = graph.call_function(turn.target, (part, *turn.args[1:]))
     turned.meta["val"] = part.meta["val"].transpose(1, 2)
-    if turned.meta["val"].is_contiguous():
-        return turned
-    laid = graph.call_function(_aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
-    laid.meta["val"] = turned.meta["val"].contiguous()
-    return laid
+    return turned
