@@ -20,6 +20,7 @@ from adaponder.recipe import Recipe
 from adaponder.training.build import build_model
 
 PLAIN = "plain"
+CPU = torch.device("cpu")
 
 
 def vocabulary_of(recipe: Recipe) -> int:
@@ -41,29 +42,28 @@ def vocabulary_of(recipe: Recipe) -> int:
     return int(learned)
 
 
-def build_ours(recipe: Recipe, method: str) -> AdaPonderForCausalLM:
-    """The recipe's model with that method, on the CPU, in training mode."""
-    return build_model(replace(recipe, model=replace(recipe.model, method=_ours(method))), vocabulary_of(recipe))
+def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
+    """The recipe's model with that method, in training mode; made where it will run, which a GPU does in no time."""
+    with device:
+        return build_model(replace(recipe, model=replace(recipe.model, method=_ours(method))), vocabulary_of(recipe))
 
 
-def build_plain(recipe: Recipe) -> Any:
+def build_plain(recipe: Recipe, device: torch.device = CPU) -> Any:
     """The plain PonderLM with the weights of our ``ponder``: the same function, so that only speed can differ."""
-    ours = build_ours(recipe, PLAIN)
+    ours = build_ours(recipe, PLAIN, device)
     config = ours.config
     if config.input_scale != config.table_scale:
         raise InputError(f"--set model.initial_multiplier={config.initial_multiplier}: the plain version knows only 1")
-    plain = _plain_module().PlainPonder(
-        config.backbone_config, iterations=config.iterations, scale=config.embedding_scale
-    )
-    plain.to(ours.dtype)
+    shape = {"iterations": config.iterations, "scale": config.embedding_scale}
+    with device:
+        plain = _plain_module().PlainPonder(config.backbone_config, **shape).to(ours.dtype)
     plain.stock.load_state_dict(ours.backbone.state_dict())
     return plain.train()
 
 
 def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
     """The config alone: no weight is allocated."""
-    with torch.device("meta"):
-        return build_ours(recipe, method).config
+    return build_ours(recipe, method, torch.device("meta")).config
 
 
 def compiled_how(by: str) -> str:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adaponder.backbone import relative_difference, rounding_bound
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of, precision
@@ -99,7 +99,7 @@ def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> flo
     forget(device)
     batch = depths.shape[0]
     ids, _ = next(batches(recipe, batch, device))
-    model = nn.Module.to(build_ours(recipe, METHOD), device).eval()
+    model = build_ours(recipe, METHOD, device).eval()
     policy = ForcedDepths(depths.to(device))
     states: dict[str, Tensor] = {}
     for execution in ("dense", "compact"):
@@ -155,8 +155,8 @@ def measure_prefill(
     """Times one variant's forward; raises torch's own error if memory does not suffice."""
     forget(device, graphs=not keep_graphs)
     draws = batches(recipe, depths.shape[0], device)
-    model: Any = build_plain(recipe) if variant.execution == PLAIN else build_ours(recipe, METHOD)
-    model.to(device).eval()
+    model: Any = build_plain(recipe, device) if variant.execution == PLAIN else build_ours(recipe, METHOD, device)
+    model.eval()
     if variant.by is not None:
         model.compile_passes(by=variant.by)
     forward = _plain_forward(model) if variant.execution == PLAIN else _our_forward(model, variant, depths.to(device))

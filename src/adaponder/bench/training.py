@@ -152,9 +152,8 @@ def measure_if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settin
 def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
     """The variant's model on its device, ready to train."""
     if variant.method == PLAIN:
-        return build_plain(recipe).to(device)
-    model = build_ours(recipe, variant.method)
-    nn.Module.to(model, device)
+        return build_plain(recipe, device)
+    model = build_ours(recipe, variant.method, device)
     model.method.keep_logits = variant.keep_logits
     if variant.compile:
         model.compile_passes(by=variant.by, memory_budget=variant.memory_budget)
