@@ -249,7 +249,7 @@ class Backbone:
         if weight.device.type == "meta":
             return
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.stock.config.vocab_size, (2, 7), generator=generator).to(weight.device)
+        ids = torch.randint(self.stock.config.vocab_size, (2, 7), generator=generator, device="cpu").to(weight.device)
         with _evaluating(self.stock):
             expected = self.stock(input_ids=ids, use_cache=False)
             position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)

@@ -320,7 +320,7 @@ def _ours(model: PreTrainedModel) -> TypeGuard[AdaPonderForCausalLM]:
 
 def _probe(vocabulary: int) -> Tensor:
     """Tokens to compare on: random, the same every time."""
-    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(0))
+    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def _compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) -> Check:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_near_ties import compare
 
+from adaponder import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from laws import assert_one_function, counted_rows, make_case
 from support import METHODS, ids, tiny
@@ -42,6 +43,15 @@ def test_generation_on_the_gpu_is_cached_uncached_and_counted(method):
         result = model.generate(prompt, **ask, return_dict_in_generate=True)
     assert rows == [int(result.past_key_values.depth.sum())] * 2
     assert torch.equal(result.sequences, model.generate(prompt, **ask, use_cache=False))
+
+
+def test_models_can_be_made_on_the_gpu():
+    config = tiny("adaponder").config
+    with torch.device("cuda"):
+        model = AdaPonderForCausalLM(config)
+        model.compile_passes(backend="eager")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert model(ids().cuda()).logits.isfinite().all()
 
 
 def test_dense_training_does_not_wait_for_the_gpu():

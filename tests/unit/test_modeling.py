@@ -491,6 +491,13 @@ def test_attention_that_drops_is_not_compiled_over_packed_rows():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "in evaluation nothing is dropped"
 
 
+def test_the_check_does_not_depend_on_where_tensors_are_made_by_default():
+    """Models may be made under ``torch.device("cuda")``; meta is such a place that any machine has."""
+    model = tiny()
+    with torch.device("meta"):
+        model.wrapped.verify()
+
+
 def test_a_mask_may_lie_in_memory_as_it_likes():
     model = tiny(iterations=4).eval()
     strided = PADDED.t().contiguous().t()

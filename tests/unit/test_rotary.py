@@ -92,3 +92,9 @@ def test_asking_twice_wraps_once(restored):
     op.use(stock)
     assert getattr(module, op.NAME) is once
     assert once.parts == {1, 2, 4}
+
+
+def test_a_known_function_is_found_wherever_tensors_are_made_by_default():
+    own = getattr(family_of("llama")[1], op.NAME)
+    with torch.device("meta"):
+        assert op._same(getattr(own, "__wrapped__", own), 1)

@@ -64,7 +64,7 @@ def _same(own: Rotary, parts: int) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu")
 
     given = (draw(2, 3, 5, 4 * parts), draw(2, 3, 5, 4 * parts), draw(2, 5, 4), draw(2, 5, 4))
     try:
