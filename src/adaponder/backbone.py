@@ -52,6 +52,7 @@ class Backbone:
         self.unfolds = unfolds(stock.config)
         self.compile_options: dict[str, Any] | None = None
         self._compiled: Callable[..., Reading] | None = None
+        self._fused: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
@@ -67,11 +68,22 @@ class Backbone:
         attention.use(self.stock)
         gelu.use(self.stock)
         rotary.use(self.stock)
-        self.compile_options, self._compiled = {"by": by, "memory_budget": memory_budget} | options, None
+        self.compile_options = {"by": by, "memory_budget": memory_budget} | options
+        self._compiled, self._fused = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled pass is bound to this very body: a copy compiles its own.
-        return self.__dict__ | {"_compiled": None}
+        return self.__dict__ | {"_compiled": None, "_fused": {}}
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A small function between passes: compiled if passes are, so that it reads and writes what it needs once."""
+        if self.compile_options is None:
+            return function
+        if function not in self._fused:
+            options = dict(self.compile_options)
+            del options["by"], options["memory_budget"]
+            self._fused[function] = torch.compile(function, **options)
+        return self._fused[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | None) -> bool:
         """Whether a pass runs compiled: if that was asked for, dense ones and those over plain packed rows."""

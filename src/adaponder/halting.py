@@ -6,8 +6,10 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from adaponder.errors import ConfigError
+from adaponder.ops.gelu import gelu
 
 
 class Gate(nn.Module):
@@ -32,8 +34,16 @@ class Gate(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.inner is not None:
-            hidden = nn.functional.gelu(self.inner(hidden))
+            hidden = gelu(self.inner(hidden))
+        if is_compiling():
+            # One column: a compiler fuses the sum into what comes before, a product would read all of it once more.
+            return (hidden * self.out.weight[0]).sum(-1) + self.out.bias
         return self.out(hidden).squeeze(-1)
+
+
+def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
+    """Equals ``gate(hidden)``: one function for all gates, to be compiled once."""
+    return gate(hidden)
 
 
 def gate_probability(logit: Tensor) -> Tensor:
@@ -44,6 +54,17 @@ def gate_probability(logit: Tensor) -> Tensor:
 def stays_active(probability: Tensor, tau: float) -> Tensor:
     """Equals ``s >= tau`` compared in float32 (eq. 4), so that no precision of the model moves the threshold."""
     return probability.float() >= tau
+
+
+def pondered(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
+    """Equals ``E + (m s) e`` (eq. 9): what is expected next, by how much it should count, of those who read on."""
+    weight = (active * probability).to(embedding.dtype)
+    return embedding + weight[..., None] * expected
+
+
+def settled(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """The new hidden state of active tokens; the others' is static."""
+    return torch.where(active[..., None], new, old)
 
 
 def ponder_fraction(step: int, *, start: int, full: int, k_max: float) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adaponder.attention import Lane
 from adaponder.backbone import Backbone, Reading
+from adaponder.halting import settled
 from adaponder.ledger import KeysValues, Ledger
 from adaponder.masks import Places
 from adaponder.ops.compact_attention import Rows
@@ -65,7 +66,11 @@ class Run(ABC):
         """The hidden state each token now has: a halted token's is static (law 3), unless it is read again."""
         if self.reuse in ("kv", "none"):
             return new
-        return torch.where(self.active[..., None], new, old)
+        return self.fused(settled)(self.active, new, old)
+
+    def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A small function between passes, compiled if passes are and rows do not vary."""
+        return function
 
     def halt(self, keep: Tensor) -> None:
         """Monotone (eq. 5): ``keep`` is per row of :meth:`rows`, and nobody comes back."""
@@ -139,6 +144,9 @@ class DenseRun(Run):
 
     def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
         return function(grid)
+
+    def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self.backbone.fused(function)
 
     def rows(self, grid: Tensor) -> Tensor:
         return grid

@@ -314,8 +314,9 @@ def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards,
         torch._dynamo.utils.counters.clear()
         train(recipe, out=tmp_path / name, quiet=True)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=1e-12)
-    # The first pass and the later ones, in training and in evaluation: not one for every step of k's warm-up.
-    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    # The first pass, the later ones and three functions between them, in training and in evaluation: not one for every
+    # step of k's warm-up.
+    assert 5 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
 
 
 @pytest.mark.parametrize("by", ["pass", "layer"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
-from adaponder.halting import Gate, gate_probability, ponder_pool
+from adaponder.halting import Gate, gate_probability, ponder_pool, pondered, read_gate
 from adaponder.methods.base import (
     Ask,
     Iteration,
@@ -39,13 +41,14 @@ class AdaPonder(Method):
         hidden = run.read(embedding).hidden  # eq. 1: h^0
         gates = []
         for i in range(ask.iterations - 1):
-            gate = run.map(self.gate(i), hidden, everyone=ask.every_gate)  # eq. 2: g^i = MLP_i(h^i)
+            read = partial(run.fused(read_gate), self.gate(i))
+            gate = run.map(read, hidden, everyone=ask.every_gate)  # eq. 2: g^i = MLP_i(h^i)
             s = gate_probability(gate)  # eq. 3: s^i = sigmoid(g^i)
             ask.show(Iteration(i, hidden, s, run.active))
             run.decide(ask.policy, s, hidden, seed=ask.seed)  # eq. 4 and 5: m^{i+1} = m^i * (s^i >= tau)
             expected = run.map(lambda h: expected_embedding(run.backbone, h, self), hidden)  # eq. 6 to 8
-            weight = (run.active * s).to(embedding.dtype)
-            embedding = embedding + weight[..., None] * expected  # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
+            # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
+            embedding = run.fused(pondered)(embedding, expected, run.active, s)
             # eq. 1 again, with eq. 10 inside: halted tokens keep their keys, values and hidden state.
             hidden = run.settle(run.read(embedding).hidden, hidden)
             gates.append(gate)
