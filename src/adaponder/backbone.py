@@ -52,15 +52,16 @@ class Backbone:
         self.unfolds = unfolds(stock.config)
         self.compile_options: dict[str, Any] | None = None
         self._compiled: Callable[..., Reading] | None = None
-        self._fused: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._between: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles a layer or a pass, for all iterations: the first one and those that reuse rows are two graphs.
 
         A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
-        in attention, or with a ledger, it stays as it is. So does the rest of a forward: the products over the
-        vocabulary are kernels already, and the ponder term's size changes at every step of its warm-up.
+        in attention, or with a ledger, it stays as it is. So does the rest of a forward but for what methods hand to
+        :meth:`compiled`: the products over the vocabulary are kernels already, and the ponder term's size changes at
+        every step of its warm-up.
         ``memory_budget`` is the share of a pass's activations that may be kept; the compiler chooses what is cheapest
         to compute again.
         """
@@ -69,21 +70,21 @@ class Backbone:
         gelu.use(self.stock)
         rotary.use(self.stock)
         self.compile_options = {"by": by, "memory_budget": memory_budget} | options
-        self._compiled, self._fused = None, {}
+        self._compiled, self._between = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled pass is bound to this very body: a copy compiles its own.
-        return self.__dict__ | {"_compiled": None, "_fused": {}}
+        return self.__dict__ | {"_compiled": None, "_between": {}}
 
-    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A small function between passes: compiled if passes are, so that it reads and writes what it needs once."""
         if self.compile_options is None:
             return function
-        if function not in self._fused:
-            options = dict(self.compile_options)
-            del options["by"], options["memory_budget"]
-            self._fused[function] = torch.compile(function, **options)
-        return self._fused[function]
+        if function not in self._between:
+            _, _, options = self._compile_how()
+            # It keeps little for backward: no budget is needed.
+            self._between[function] = compiling.compiled(function, 1.0, options)
+        return self._between[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | None) -> bool:
         """Whether a pass runs compiled: if that was asked for, dense ones and those over plain packed rows."""
@@ -96,12 +97,11 @@ class Backbone:
 
     def _compiled_pass(self) -> Callable[..., Reading]:
         if self._compiled is None:
-            options = dict(self.compile_options or {})
-            by, memory_budget = options.pop("by"), options.pop("memory_budget")
+            by, memory_budget, options = self._compile_how()
             if by == "pass":
                 self._compiled = compiling.compiled(self._one_pass, memory_budget, options)
             else:
-                layers = compiling.Layers(self.body, self.layers, memory_budget, options)
+                layers = compiling.Layers(self.body, self.layer_windows, memory_budget, options)
 
                 def layer_by_layer(*arguments: Any) -> Reading:
                     with layers.in_place():
@@ -109,6 +109,10 @@ class Backbone:
 
                 self._compiled = layer_by_layer
         return self._compiled
+
+    def _compile_how(self) -> tuple[str, float, dict[str, Any]]:
+        options = dict(self.compile_options or {})
+        return options.pop("by"), options.pop("memory_budget"), options
 
     def packs(self) -> bool:
         """Whether rows of several sequences can be packed into one lane: asked of the decoder once, with one token."""

@@ -1,8 +1,8 @@
 """Compiling passes over the backbone: one layer's graph for all layers and passes, or each pass as one graph.
 
 A layer's graph takes seconds, and serves every layer of the same kind. A graph of a whole pass lets the compiler fuse
-across layers, which gains nothing that could be measured; with 24 of them it takes a minute or two to make. Neither
-changes what is computed.
+across layers, which gained no speed beyond the spread and less than a gigabyte; with 24 of them it takes a minute or
+two to make. Neither changes what is computed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ def compiled(function: Callable[..., Any], memory_budget: float, options: dict[s
 class Layers:
     """A decoder's layers, each run by the compiled forward of its class."""
 
-    def __init__(self, body: nn.Module, count: int, memory_budget: float, options: dict[str, Any]):
-        self.layers = _layers(body, count)
+    def __init__(self, body: nn.Module, windows: Sequence[int | None], memory_budget: float, options: dict[str, Any]):
+        self.layers = _layers(body, len(windows))
+        # Layers that see differently far are kinds of their own, and the compiler counts the graphs of all together. Of
+        # each there may be a dozen: without or with rows to reuse, in training or evaluation, for one shape or any.
+        self.limit = 2 * torch._dynamo.config.recompile_limit * len(set(windows))
         kinds = {type(layer) for layer in self.layers}
         self.forwards = {kind: compiled(kind.forward, memory_budget, options) for kind in kinds}
 
@@ -64,8 +67,8 @@ class Layers:
         try:
             for index, layer in enumerate(self.layers):
                 layer.forward = partial(self._forward, index, layer)
-            # Layers differ in their number alone, and nothing in a graph depends on it.
-            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            # Layers of a kind differ in their number alone, and nothing in a graph depends on it.
+            with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=self.limit):
                 yield
         finally:
             for layer in self.layers:

@@ -12,6 +12,22 @@ from adaponder.errors import ConfigError
 from adaponder.ops.gelu import gelu
 
 
+class Column(nn.Linear):
+    """A linear map to one number, never in less than float32: bf16 is a sixteenth apart where tau = 1e-4 decides."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        hidden, weight, bias = hidden.to(wide), self.weight.to(wide), self.bias.to(wide)
+        if is_compiling():
+            # A compiler fuses a sum into what comes before it; a product would write and read all of that once more.
+            return (hidden * weight).sum(-1, keepdim=True) + bias
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden, weight, bias)
+
+
 class Gate(nn.Module):
     """One iteration's gate: reads the final-normed hidden state, says how much to keep pondering.
 
@@ -22,7 +38,7 @@ class Gate(nn.Module):
     def __init__(self, hidden_size: int, *, width: int, bias: float):
         super().__init__()
         self.inner = nn.Linear(hidden_size, width * hidden_size) if width else None
-        self.out = nn.Linear(width * hidden_size if width else hidden_size, 1)
+        self.out = Column(width * hidden_size if width else hidden_size)
         self.bias_init = bias
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -35,14 +51,11 @@ class Gate(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.inner is not None:
             hidden = gelu(self.inner(hidden))
-        if is_compiling():
-            # One column: a compiler fuses the sum into what comes before, a product would read all of it once more.
-            return (hidden * self.out.weight[0]).sum(-1) + self.out.bias
         return self.out(hidden).squeeze(-1)
 
 
 def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
-    """Equals ``gate(hidden)``: one function for all gates, to be compiled once."""
+    """Equals ``gate(hidden)``: one function, and so one compiled graph, for all gates."""
     return gate(hidden)
 
 
@@ -62,8 +75,8 @@ def pondered(embedding: Tensor, expected: Tensor, active: Tensor, probability: T
     return embedding + weight[..., None] * expected
 
 
-def settled(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The new hidden state of active tokens; the others' is static."""
+def freeze_halted(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Active tokens have their new hidden state; a halted token keeps the one it had."""
     return torch.where(active[..., None], new, old)
 
 

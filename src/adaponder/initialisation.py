@@ -23,7 +23,8 @@ _INTO_THE_STREAM = ("attention.dense", "dense_4h_to_h", "o_proj", "down_proj", "
 @torch.no_grad()
 def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None:
     """Initialises a stock decoder in place to be read ``iterations`` times; norms to 1, biases to 0."""
-    generator = torch.Generator("cpu" if stock.device.type == "meta" else stock.device).manual_seed(seed)
+    device = next(stock.parameters()).device
+    generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
     std = math.sqrt(2.0 / (5.0 * stock.config.hidden_size))
     shrink = math.sqrt(2.0 * stock.config.num_hidden_layers * iterations)
     scaled = 0
@@ -48,6 +49,6 @@ def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None
 
 def _truncated_normal_(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
     # Drawn in float32: the same weights in every precision, and on every device if made on the CPU, as training does.
-    drawn = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    drawn = torch.empty(weight.shape, dtype=torch.float32, device="meta" if weight.is_meta else generator.device)
     nn.init.trunc_normal_(drawn, std=std, a=-3.0 * std, b=3.0 * std, generator=generator)
     weight.copy_(drawn)

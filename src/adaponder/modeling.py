@@ -328,7 +328,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     # --- training aids ------------------------------------------------------------------------------------------
 
     def compile_passes(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles passes over the backbone; ``options`` are those of ``torch.compile``.
+        """Compiles passes over the backbone, and gates and the like; ``options`` are those of ``torch.compile``.
 
         One layer is compiled for all of them and for all iterations; ``by="pass"`` makes a graph of a whole pass, which
         takes a minute or two with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward

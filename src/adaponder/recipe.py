@@ -20,7 +20,7 @@ from adaponder.errors import ConfigError
 
 # What says nothing of what is computed: no part of the hash, and free to change when a run is resumed.
 FREE = ("name", "about", "provenance")
-FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits")
+FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits", "compile_by")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TrainRecipe:
         dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
         execution: ``dense`` computes every token and masks; ``compact`` computes active rows only, with the same
             gradients: cheaper once many tokens halt.
-        compile: torch.compile the pass over the backbone; each shape and setting compiles once.
+        compile: torch.compile the passes over the backbone and what stands between them; each shape compiles once.
         compile_by: ``layer`` compiles one for all; ``pass`` makes one graph of all layers: minutes instead of seconds.
         memory_budget: compiled, the share of activations kept for backward; the rest is computed again.
         gradient_checkpointing: replay each iteration in backward.

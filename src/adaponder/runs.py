@@ -1,7 +1,7 @@
 """How to run one recurrence: every token in every pass and masks (dense), or active rows only (packed, compact).
 
-A method is written once, over token grids ``[batch, time, …]``, and asks a run for three things: ``read`` (one pass),
-``map`` (a function of each active token) and ``halt``. Dense computes everything and masks; packed
+A method is written once, over token grids ``[batch, time, …]``, and asks a run for its passes (``read``), for functions
+of each active token (``map``), and who reads on (``decide``, ``settle``). Dense computes everything and masks; packed
 and compact gather active rows, compute those and put them back. With a ledger that already holds tokens, compact is
 cached decoding.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaponder.attention import Lane
 from adaponder.backbone import Backbone, Reading
-from adaponder.halting import settled
+from adaponder.halting import freeze_halted
 from adaponder.ledger import KeysValues, Ledger
 from adaponder.masks import Places
 from adaponder.ops.compact_attention import Rows
@@ -66,10 +66,10 @@ class Run(ABC):
         """The hidden state each token now has: a halted token's is static (law 3), unless it is read again."""
         if self.reuse in ("kv", "none"):
             return new
-        return self.fused(settled)(self.active, new, old)
+        return self.compiled(freeze_halted)(self.active, new, old)
 
-    def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A small function between passes, compiled if passes are and rows do not vary."""
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A small function between passes, compiled if passes are; as it is where the number of rows varies."""
         return function
 
     def halt(self, keep: Tensor) -> None:
@@ -145,8 +145,8 @@ class DenseRun(Run):
     def map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool = False) -> Tensor:
         return function(grid)
 
-    def fused(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return self.backbone.fused(function)
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self.backbone.compiled(function)
 
     def rows(self, grid: Tensor) -> Tensor:
         return grid

@@ -61,7 +61,19 @@ def test_graphs_do_not_grow_with_layers_and_iterations():
         assert_same(gradients(model), expected)
         assert_same(gradients(model), expected)
         made.append(counters["stats"]["unique_graphs"])
-    assert made == [5, 5], "a layer that reuses nothing, one that reuses rows; a gate, eq. 9, and who keeps what he had"
+    assert made == [5, 5], "a layer without and with rows to reuse; a gate, eq. 9, frozen states"
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma3"])
+def test_the_compiler_has_room_for_every_kind_of_layer(family):
+    """Gemma's layers are of two kinds, with graphs of their own; past its limit the compiler would go eager."""
+    model = tiny("adaponder", family, iterations=4)
+    compile_layers(model, backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for batch in (2, 3):
+            model.train()(ids(batch, 9), targets=ids(batch, 9, seed=1)).loss.backward()
+            with torch.no_grad():
+                model.eval()(ids(batch, 9), execution="dense")
 
 
 @pytest.mark.parametrize(

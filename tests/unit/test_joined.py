@@ -41,7 +41,7 @@ def gradients(model, rewrite):
 def test_every_layers_gradient_is_joined_so_and_is_the_same_bit_for_bit(dtype):
     model = tiny(dtype=dtype).train()
     nowhere, expected = gradients(model, lambda graph: None)
-    joins, found = gradients(model, op.JoinApart())
+    joins, found = gradients(model, op.JoinInPlace())
     assert set(nowhere) == {0}
     # Two backward graphs: without and with rows to reuse.
     assert [count for count in joins if count] == [model.wrapped.layers] * 2
@@ -69,7 +69,7 @@ def chain(*, dim=3, parts=3, turn=(0, 2, 1, 3), read_twice=False, laid_out=True,
 def test_parts_are_turned_before_they_are_joined():
     graph, given = chain()
     expected = fx.GraphModule({}, graph)(*given)
-    op.JoinApart()(graph)
+    op.JoinInPlace()(graph)
     graph.lint()
     assert targets(graph)[-5:-1] == ["aten.permute.default"] * 3 + ["adaponder.join.default"]
     assert not {"aten.cat.default", "aten.clone.default"} & set(targets(graph))
@@ -84,7 +84,7 @@ def test_parts_are_turned_before_they_are_joined():
 def test_whatever_else_is_concatenated_stays(deviation):
     graph, _ = chain(**deviation)
     before = targets(graph)
-    op.JoinApart()(graph)
+    op.JoinInPlace()(graph)
     assert targets(graph) == before
 
 
@@ -92,7 +92,7 @@ def test_it_comes_on_top_of_what_was_asked_of_the_compiler():
     assert op.settings({"backend": "eager", "mode": "x"}) == {"backend": "eager", "mode": "x"}
     plain = op.settings({"fullgraph": True})
     assert plain["fullgraph"]
-    assert isinstance(plain["options"][op._SETTING], op.JoinApart)
+    assert isinstance(plain["options"][op._SETTING], op.JoinInPlace)
     assert plain == op.settings({"fullgraph": True}), "equal options, so that models share their graphs"
     tuned = op.settings({"mode": "max-autotune-no-cudagraphs", "options": None})
     assert "mode" not in tuned
@@ -100,18 +100,27 @@ def test_it_comes_on_top_of_what_was_asked_of_the_compiler():
     assert set(tuned["options"]) > {op._SETTING}
     for name in (op._SETTING, op._SETTING.replace("_", "-")):
         assert op.settings({"options": {name: None}}) == {"options": {name: None}}, "one's own pass stays"
-    with torch._inductor.config.patch({op._SETTING: op.JoinApart()}):
+    with torch._inductor.config.patch({op._SETTING: op.JoinInPlace()}):
         assert op.settings({}) == {}, "so does one that is set for all"
 
 
 def test_compiled_graphs_are_kept_on_disk_under_this_files_name():
-    assert op.JoinApart().uuid() == op.JoinApart().uuid() is not None
+    assert op.JoinInPlace().uuid() == op.JoinInPlace().uuid() is not None
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
 @pytest.mark.parametrize("by", ["layer", "pass"])
-def test_under_the_compiler_it_changes_no_bit(by):
-    model = tiny(dtype=torch.float32, iterations=2).train()
+def test_under_the_compiler_it_changes_no_bit(monkeypatch, by):
+    model, joins = tiny(dtype=torch.float32, iterations=2).train(), []
+    rewrite = op.JoinInPlace.__call__
+
+    def counted(self, graph):
+        rewrite(self, graph)
+        joins.extend(name for name in targets(graph) if name == "adaponder.join.default")
+
+    monkeypatch.setattr(op.JoinInPlace, "__call__", counted)
+    # Graphs that were made before and kept on disk would not be rewritten again.
+    monkeypatch.setattr(op.JoinInPlace, "uuid", lambda self: None)
 
     def gradient(**options):
         torch._dynamo.reset()
@@ -120,7 +129,10 @@ def test_under_the_compiler_it_changes_no_bit(by):
         model(ids(), targets=ids(seed=1), output_logits=False).loss.backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.backbone.parameters()])
 
-    assert torch.equal(gradient(), gradient(options={op._SETTING: None}))
+    found = gradient()
+    # Backward without and with rows to reuse: of one layer for all, or of every layer.
+    assert len(joins) == 2 * (1 if by == "layer" else model.wrapped.layers)
+    assert torch.equal(found, gradient(options={op._SETTING: None}))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")

@@ -24,7 +24,7 @@ class Variant:
 
     Attributes:
         method: ``plain``, ``ponder`` or ``adaponder``.
-        compile: compile the pass over the backbone; ``plain`` never is.
+        compile: as ``train.compile``; ``plain`` never is.
         by: what is compiled at once, one ``layer`` for all or a whole ``pass``.
         checkpointing: keep one pass's activations at a time and compute the others' again.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.

@@ -41,14 +41,14 @@ class AdaPonder(Method):
         hidden = run.read(embedding).hidden  # eq. 1: h^0
         gates = []
         for i in range(ask.iterations - 1):
-            read = partial(run.fused(read_gate), self.gate(i))
+            read = partial(run.compiled(read_gate), self.gate(i))
             gate = run.map(read, hidden, everyone=ask.every_gate)  # eq. 2: g^i = MLP_i(h^i)
             s = gate_probability(gate)  # eq. 3: s^i = sigmoid(g^i)
             ask.show(Iteration(i, hidden, s, run.active))
             run.decide(ask.policy, s, hidden, seed=ask.seed)  # eq. 4 and 5: m^{i+1} = m^i * (s^i >= tau)
             expected = run.map(lambda h: expected_embedding(run.backbone, h, self), hidden)  # eq. 6 to 8
             # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
-            embedding = run.fused(pondered)(embedding, expected, run.active, s)
+            embedding = run.compiled(pondered)(embedding, expected, run.active, s)
             # eq. 1 again, with eq. 10 inside: halted tokens keep their keys, values and hidden state.
             hidden = run.settle(run.read(embedding).hidden, hidden)
             gates.append(gate)

@@ -43,7 +43,7 @@ def _compile_in_place() -> None:
         return ir.TensorBox(ir.ConcatKernel.create(parts, len(parts[0].get_size()) - 1))
 
 
-class JoinApart(CustomGraphPass):
+class JoinInPlace(CustomGraphPass):
     """Turns and joins three gradients instead of joining, turning and copying them: the same numbers, bit for bit."""
 
     def __call__(self, graph: Graph) -> None:
@@ -64,7 +64,7 @@ class JoinApart(CustomGraphPass):
 
 
 # One for all: models that are compiled with equal options share their graphs.
-_JOIN_APART = JoinApart()
+_JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in options.items() if name not in ("mode", "options")}
     # Torch takes a mode or options, not both; a mode is a set of options.
     mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
-    return rest | {"options": {_SETTING: _JOIN_APART} | mode | (options.get("options") or {})}
+    return rest | {"options": {_SETTING: _JOIN_IN_PLACE} | mode | (options.get("options") or {})}
 
 
 def _turned_copy(cat: Any) -> Any | None:

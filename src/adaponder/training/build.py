@@ -31,7 +31,7 @@ _CONFIG_FIELDS = (
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
-    """The recipe's model on the CPU in float32 (float64 if it trains in that), ready to train; the seed decides it."""
+    """The recipe's model in float32 (float64 if it trains in that), on the default device; the seed decides it."""
     asked = {name: getattr(recipe.model, name) for name in _CONFIG_FIELDS}
     asked = {name: value for name, value in asked.items() if value is not None}
     asked["ponder_on"] = recipe.train.ponder_on
