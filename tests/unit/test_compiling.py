@@ -64,16 +64,15 @@ def test_graphs_do_not_grow_with_layers_and_iterations():
     assert made == [5, 5], "a layer without and with rows to reuse; a gate, eq. 9, frozen states"
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "gemma3"])
-def test_the_compiler_has_room_for_every_kind_of_layer(family):
+def test_the_compiler_has_room_for_every_kind_of_layer():
     """Gemma's layers are of two kinds, with graphs of their own; past its limit the compiler would go eager."""
-    model = tiny("adaponder", family, iterations=4)
+    model = tiny("adaponder", "gemma3", iterations=2)
     compile_layers(model, backend="eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for batch in (2, 3):
-            model.train()(ids(batch, 9), targets=ids(batch, 9, seed=1)).loss.backward()
-            with torch.no_grad():
-                model.eval()(ids(batch, 9), execution="dense")
+        model.train()(ids(2, 9), targets=ids(2, 9, seed=1)).loss.backward()
+        with torch.no_grad():
+            model.eval()(ids(2, 9), execution="dense")
+    assert counters["stats"]["unique_graphs"] > torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,8 @@ def gradients(model, rewrite):
     return joins, [parameter.grad.clone() for parameter in model.backbone.parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_every_layers_gradient_is_joined_so_and_is_the_same_bit_for_bit(dtype):
-    model = tiny(dtype=dtype).train()
+def test_every_layers_gradient_is_joined_so_and_is_the_same_bit_for_bit():
+    model = tiny(dtype=torch.bfloat16).train()
     nowhere, expected = gradients(model, lambda graph: None)
     joins, found = gradients(model, op.JoinInPlace())
     assert set(nowhere) == {0}
@@ -109,8 +108,7 @@ def test_compiled_graphs_are_kept_on_disk_under_this_files_name():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
-@pytest.mark.parametrize("by", ["layer", "pass"])
-def test_under_the_compiler_it_changes_no_bit(monkeypatch, by):
+def test_under_the_compiler_it_changes_no_bit(monkeypatch):
     model, joins = tiny(dtype=torch.float32, iterations=2).train(), []
     rewrite = op.JoinInPlace.__call__
 
@@ -124,14 +122,13 @@ def test_under_the_compiler_it_changes_no_bit(monkeypatch, by):
 
     def gradient(**options):
         torch._dynamo.reset()
-        model.compile_passes(by=by, **options)
+        model.compile_passes(**options)
         model.zero_grad()
         model(ids(), targets=ids(seed=1), output_logits=False).loss.backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.backbone.parameters()])
 
     found = gradient()
-    # Backward without and with rows to reuse: of one layer for all, or of every layer.
-    assert len(joins) == 2 * (1 if by == "layer" else model.wrapped.layers)
+    assert len(joins) == 2, "one layer for all: its backward without and with rows to reuse"
     assert torch.equal(found, gradient(options={op._SETTING: None}))
 
 
