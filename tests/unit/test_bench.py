@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from adaponder import cli
-from adaponder.bench import checks, largest, models, ops, prefill, record, tables, timing, training
+from adaponder.bench import checks, halting, largest, models, ops, prefill, record, tables, timing, training
 from adaponder.commands import bench as command
 from adaponder.commands.bench import How
 from adaponder.errors import EvaluationError, InputError
@@ -130,8 +130,8 @@ def test_ratios_of_train_are_of_one_run(trained):
 
 
 def test_a_share_of_matmul_counts_every_product_three_times():
-    flops = training.flops_per_token(recipe(), "plain")
-    assert flops == training.flops_per_token(recipe(), "ponder")
+    flops = training.flops_per_token(recipe(), training.Variant("plain"))
+    assert flops == training.flops_per_token(recipe(), training.Variant("ponder"))
     # Per token and pass: attention's four and the MLP's two matrices in two layers, then on average 6.5 keys of 12;
     # a mixture after all passes but the last, logits after the last.
     body, attention = 2 * 2 * (4 * 16 * 16 + 2 * 16 * 24), 2 * 2 * 2 * 16 * 6.5
@@ -294,6 +294,56 @@ def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_pat
     assert {case.op for case in chosen if case.implementation != "plain"} == {"vocab_expectation"}
 
 
+def test_training_that_skips_halted_tokens_is_compared_with_dense_training(tmp_path):
+    found = measured("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.25", *SET, tmp_path=tmp_path)
+    rows = {row["variant"]: row for row in found["metrics"]["rows"]}
+    assert list(rows) == ["plain", "ponder, eager", "adaponder, eager", "adaponder, eager, compact"]
+    dense, compact = (rows[f"adaponder, eager{how}"] for how in ("", ", compact"))
+    speeds = compact["tokens_per_second"] / dense["tokens_per_second"]
+    assert found["metrics"]["compact_over_dense"] == pytest.approx(speeds)
+    # The body is read 1.75 instead of 3 times, a mixture is made 0.75 instead of 2 times, a loss and gates are for all.
+    promised = found["metrics"]["compact_over_dense_by_flops"]
+    assert 1.2 < promised < 3 / 1.75
+    assert compact["matmul_share"] / dense["matmul_share"] == pytest.approx(speeds / promised)
+    # The same function: after the same steps the same loss.
+    assert compact["loss"] == pytest.approx(dense["loss"], rel=1e-5)
+    assert found["metrics"]["dense_and_compact_differ_by"] < 1e-5
+    assert found["settings"]["keep"] == [1, 0.5, 0.25]
+    assert found["settings"]["mean_depth"] == pytest.approx(1.75)
+    shown = " ".join(found["shown"].split())
+    assert "that reads 1, 0.5, 0.25 of the tokens" in shown
+    assert "of dense's tokens/s, both eager; by FLOPs alone" in shown
+
+
+def test_forced_depths_hold_for_adaponder_alone_and_say_what_is_read(monkeypatch):
+    depths, seen = halting.depths_of((1, 0.5, 0.25), 2, 12, seed=0), []
+    forward = models.AdaPonderForCausalLM.forward
+
+    def watch(self, *args, **how):
+        output = forward(self, *args, **how)
+        seen.append((how["execution"], output.depth))
+        return output
+
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "forward", watch)
+    settings = {"batch": 2, "depths": depths, "device": CPU, "warmup": 0, "repeats": 1}
+    for variant in training.variants(CPU, compiles=False, halting=True)[1:]:
+        training.measure_training(recipe(), variant, **settings)
+    assert [execution for execution, _ in seen] == ["dense", "dense", "compact"]
+    assert (seen[0][1] == 3).all()
+    assert all(torch.equal(depth, depths) for _, depth in seen[1:])
+
+
+def test_a_record_of_halting_does_not_take_the_others_place(monkeypatch, tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr(record, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(command, "checkout", lambda: tmp_path)
+    asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--no-compile", "--batch=2", *SET)
+    for more in ([], ["--keep=1,.5,.5"]):
+        assert invoke("train", *asked, *more).exit_code == 0
+    names = sorted(path.name for path in (tmp_path / "benchmarks" / "records").iterdir())
+    assert names == ["train-demo-cpu.json", "train-halting-demo-cpu.json"]
+
+
 def test_what_was_measured_before_a_fall_is_kept(monkeypatch, tmp_path):
     measure = training.measure_training
 
@@ -334,12 +384,12 @@ def test_prefill_compares_dense_and_compact(tmp_path):
 
 @pytest.mark.parametrize(("keep", "sequence"), [((1, 0.5, 0.5, 0.5), 64), ((1, 0.75, 0.25, 0), 20), ((1, 1, 1), 7)])
 def test_forced_depths_have_exactly_these_shares(keep, sequence):
-    depths = prefill.depths_of(keep, 5, sequence, seed=3)
+    depths = halting.depths_of(keep, 5, sequence, seed=3)
     for iteration, share in enumerate(keep):
         assert ((depths > iteration).sum(1) == share * sequence).all()
-    assert torch.equal(depths, prefill.depths_of(keep, 5, sequence, seed=3))
+    assert torch.equal(depths, halting.depths_of(keep, 5, sequence, seed=3))
     if keep[1] < 1:
-        assert not torch.equal(depths, prefill.depths_of(keep, 5, sequence, seed=4))
+        assert not torch.equal(depths, halting.depths_of(keep, 5, sequence, seed=4))
         assert len({tuple(row) for row in depths.tolist()}) == 5, "each sequence draws its own"
 
 
@@ -362,7 +412,7 @@ def test_prefill_refuses_to_time_what_disagrees(monkeypatch):
 
 
 def test_compact_is_promised_what_it_skips():
-    depths = prefill.depths_of((1, 0.5, 0.5), 2, 12, seed=0)
+    depths = halting.depths_of((1, 0.5, 0.5), 2, 12, seed=0)
     plain, dense, compact = (
         prefill.flops_of(variant, depths, recipe()) for variant in prefill.variants(compiles=False)
     )
@@ -555,6 +605,7 @@ def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch, tmp_pat
         (["prefill", "--warmup", "-1"], "--warmup -1"),
         (["ops", "--device", "abacus"], "--device abacus"),
         (["train", "--largest"], "--largest"),
+        (["train", "--keep", "1,.5"], "--keep 1,0.5: 3 shares"),
         (["prefill", "--keep", "1,.5"], "--keep 1,0.5: 3 shares"),
         (["prefill", "--keep", "1,.5,.6"], "--keep 1,0.5,0.6"),
         (["prefill", "--keep", ".9,.5,.5"], "--keep 0.9,0.5,0.5: the first"),

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adaponder.backbone import relative_difference, rounding_bound
-from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of, precision
+from adaponder.bench.halting import METHOD
+from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
-from adaponder.config import AdaPonderConfig
-from adaponder.errors import EvaluationError, InputError
-from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from adaponder.recipe import Recipe
-
-METHOD = "adaponder"
 
 
 @dataclass(frozen=True)
@@ -61,65 +55,11 @@ class Result:
         return None if self.timing is None else self.tokens / self.timing.median
 
 
-def check_keep(keep: Sequence[float], iterations: int) -> None:
-    """Refuses shares that no halting can have."""
-    said = "--keep " + ",".join(f"{share:g}" for share in keep)
-    if len(keep) != iterations:
-        raise InputError(f"{said}: {iterations} shares are needed, one per iteration of the recipe")
-    if keep[0] != 1:
-        raise InputError(f"{said}: the first share is 1, every token is read once")
-    if any(not 0 <= later <= earlier for earlier, later in pairwise(keep)):
-        raise InputError(f"{said}: shares of all tokens, each at most the one before: nobody comes back")
-
-
-def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) -> Tensor:
-    """``[batch, sequence]``: in each sequence, random tokens of exactly these shares, to the nearest token."""
-    generator = torch.Generator().manual_seed(seed)
-    rank = torch.rand(batch, sequence, generator=generator).argsort(dim=1).argsort(dim=1)
-    return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
-
-
 def flops_of(variant: Variant, depths: Tensor, recipe: Recipe) -> int:
     """What one forward has to compute, the last position's logits included: dense skips nothing."""
     config = config_of(recipe, PLAIN if variant.execution == PLAIN else METHOD)
     read = depths if variant.execution == "compact" else torch.full_like(depths, config.iterations)
     return cost_of(read, config, logits=depths.shape[0]).flops
-
-
-def prefill_config(recipe: Recipe) -> AdaPonderConfig:
-    return config_of(recipe, METHOD)
-
-
-@torch.no_grad()
-def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> float:
-    """The largest difference between dense and compact final hidden states, relative to the largest state.
-
-    Raises if it is more than rounding: a forward that computes something else is not a faster one.
-    """
-    forget(device)
-    batch = depths.shape[0]
-    ids, _ = next(batches(recipe, batch, device))
-    model = build_ours(recipe, METHOD, device).eval()
-    policy = ForcedDepths(depths.to(device))
-    states: dict[str, Tensor] = {}
-    for execution in ("dense", "compact"):
-
-        def keep_last(iteration: Iteration, execution: str = execution) -> None:
-            states[execution] = iteration.hidden
-
-        with autocast(recipe, device):
-            output: Any = model(
-                ids, execution=execution, policy=policy, logits_to_keep=1, output_gates=False, on_iteration=keep_last
-            )
-        if not torch.equal(output.depth.cpu(), depths):
-            raise EvaluationError(f"{execution} execution read tokens less or more often than told: nothing is timed")
-    error = relative_difference(states["compact"], states["dense"])
-    bound = rounding_bound(precision(recipe, device))
-    if not error <= bound:
-        raise EvaluationError(
-            f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e}): nothing is timed"
-        )
-    return error
 
 
 def compare(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adaponder.bench.halting import METHOD
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import ForcedDepths
 from adaponder.recipe import Recipe
 from adaponder.training.optim import build_optimizer
 
@@ -29,6 +31,7 @@ class Variant:
         checkpointing: keep one pass's activations at a time and compute the others' again.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.
         keep_logits: keep the vocabulary's logits of every iteration for backward.
+        execution: as ``train.execution``: ``compact`` skips tokens that have halted.
     """
 
     method: str
@@ -37,6 +40,7 @@ class Variant:
     checkpointing: bool = False
     memory_budget: float = 1.0
     keep_logits: bool = False
+    execution: str = "dense"
 
     @property
     def name(self) -> str:
@@ -46,6 +50,7 @@ class Variant:
         words += [f"memory budget {self.memory_budget:g}"] if self.memory_budget != 1 else []
         words += ["checkpointed"] if self.checkpointing else []
         words += ["logits kept"] if self.keep_logits else []
+        words += [self.execution] if self.execution != "dense" else []
         return ", ".join(words)
 
 
@@ -64,18 +69,31 @@ class Result:
         return None if self.timing is None else self.batch * self.sequence / self.timing.median
 
 
-def variants(device: torch.device, *, compiles: bool = True, by: str = "layer") -> list[Variant]:
-    """What ``adaponder bench train`` compares, the plain version first, what shares its graphs together."""
-    ours = [Variant("adaponder", compile=False)] if compiles else []
+def variants(device: torch.device, *, compiles: bool = True, by: str = "layer", halting: bool = False) -> list[Variant]:
+    """What ``adaponder bench train`` compares, the plain version first, what shares its graphs together.
+
+    Where tokens are ``halting``, skipping them is compared with computing them; else, what saves time or memory.
+    """
     ponder, best = (Variant(method, compiles, by) for method in ("ponder", "adaponder"))
+    plain = Variant(PLAIN, compile=False)
+    if halting:
+        return [plain, ponder, best, replace(best, execution="compact")]
+    ours = [Variant("adaponder", compile=False)] if compiles else []
     ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
     if compiles and device.type == "cuda":
         ours.append(replace(best, memory_budget=0.5))
-    return [Variant(PLAIN, compile=False), *ours]
+    return [plain, *ours]
 
 
 def compare(
-    recipe: Recipe, chosen: Iterable[Variant], *, batch: int, device: torch.device, warmup: int, repeats: int
+    recipe: Recipe,
+    chosen: Iterable[Variant],
+    *,
+    batch: int,
+    depths: Tensor | None = None,
+    device: torch.device,
+    warmup: int,
+    repeats: int,
 ) -> Iterator[Result]:
     """Each variant's result as soon as it is there, one model in memory at a time."""
     before: Variant | None = None
@@ -83,7 +101,7 @@ def compare(
         # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
         shared = before is not None and (before.memory_budget, before.by) == (variant.memory_budget, variant.by)
         settings = {"device": device, "warmup": warmup, "repeats": repeats, "keep_graphs": shared}
-        yield measure_if_it_fits(recipe, variant, batch=batch, **settings)
+        yield measure_if_it_fits(recipe, variant, batch=batch, depths=depths, **settings)
         before = variant
 
 
@@ -92,25 +110,36 @@ def measure_training(
     variant: Variant,
     *,
     batch: int,
+    depths: Tensor | None = None,
     device: torch.device,
     warmup: int,
     repeats: int,
     keep_graphs: bool = False,
 ) -> Result:
-    """Times one variant of a recipe's model; raises torch's own error if memory does not suffice."""
+    """Times one variant of a recipe's model; raises torch's own error if memory does not suffice.
+
+    AdaPonder's tokens halt as ``depths [batch, sequence]`` says, or as its gates do, which are open in the beginning.
+    """
     forget(device, graphs=not keep_graphs)
     model = build(recipe, variant, device)
+    how: dict[str, Any] = {"execution": variant.execution}
+    if depths is not None and variant.method == METHOD:
+        how["policy"] = ForcedDepths(depths.to(device))
     last: list[Tensor] = []
-    step = training_step(model, recipe, batches(recipe, batch, device), last)
+    step = training_step(model, recipe, batches(recipe, batch, device), last, **how)
     timing = measure(step, device, warmup=warmup, repeats=repeats)
     return Result(variant, batch, recipe.data.sequence, timing, float(last[0]))
 
 
-def flops_per_token(recipe: Recipe, method: str) -> float:
-    """Matrix FLOPs of a training step per token: three times the forward's, nothing computed twice counted."""
-    config = config_of(recipe, method)
-    depth = torch.full((1, recipe.data.sequence), config.iterations)
-    return 3 * cost_of(depth, config, every_gate=True).flops / recipe.data.sequence
+def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = None) -> float:
+    """Matrix FLOPs of a training step per token: three times the forward's, nothing computed twice counted.
+
+    Dense execution skips nothing, whatever the ``depths``.
+    """
+    config = config_of(recipe, variant.method)
+    if depths is None or variant.execution == "dense":
+        depths = torch.full((1, recipe.data.sequence), config.iterations)
+    return 3 * cost_of(depths, config, every_gate=True).flops / depths.numel()
 
 
 def as_row(result: Result, plain: Result | None, *, flops: float, matmul_rate: float) -> dict[str, Any]:
@@ -134,6 +163,28 @@ def as_row(result: Result, plain: Result | None, *, flops: float, matmul_rate: f
         row |= {"spread": result.timing.spread, "seconds": result.timing.seconds, "peak_bytes": peak}
         row |= {"memory_of_plain": _ratio(peak, reference)}
     return row
+
+
+def over_ponder(results: Sequence[Result]) -> float | None:
+    """AdaPonder's tokens/s over PonderLM's, both run the same way; ``None`` where one is missing."""
+    speed = {result.variant: result.tokens_per_second for result in results}
+    ponder = next((variant for variant in speed if variant.method == "ponder"), None)
+    if ponder is None:
+        return None
+    ours, theirs = speed.get(replace(ponder, method="adaponder")), speed[ponder]
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def over_dense(results: Sequence[Result], flops: dict[Variant, float]) -> dict[str, float | None]:
+    """Compact execution's tokens/s over dense execution's, and what FLOPs promise; ``None`` where one is missing."""
+    found = {result.variant.execution: result for result in results if result.variant.method == METHOD}
+    dense, compact = found.get("dense"), found.get("compact")
+    if dense is None or compact is None or dense.tokens_per_second is None or compact.tokens_per_second is None:
+        return {"compact_over_dense": None, "compact_over_dense_by_flops": None}
+    return {
+        "compact_over_dense": compact.tokens_per_second / dense.tokens_per_second,
+        "compact_over_dense_by_flops": flops[dense.variant] / flops[compact.variant],
+    }
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
@@ -163,9 +214,12 @@ def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
 
 
 def training_step(
-    model: nn.Module, recipe: Recipe, draws: Iterator[tuple[Tensor, Tensor]], last: list[Tensor]
+    model: nn.Module, recipe: Recipe, draws: Iterator[tuple[Tensor, Tensor]], last: list[Tensor], **how: Any
 ) -> Callable[[], None]:
-    """A step of the recipe's optimizer, the loss left in ``last``; as in stage 2, where AdaPonder has most to do."""
+    """A step of the recipe's optimizer, the loss left in ``last``; as in stage 2, where AdaPonder has most to do.
+
+    ``how`` says how our models run: their execution and policy.
+    """
     train = recipe.train
     optimizer = build_optimizer(model, train)
     objective = Objective(ponder_weight=train.ponder_weight, ponder_fraction=train.k_max)
@@ -174,7 +228,7 @@ def training_step(
         ids, targets = next(draws)
         with autocast(recipe, ids.device):
             if isinstance(model, AdaPonderForCausalLM):
-                output: Any = model(input_ids=ids, targets=targets, objective=objective, output_logits=False)
+                output: Any = model(input_ids=ids, targets=targets, objective=objective, output_logits=False, **how)
                 loss = output.loss
             else:
                 loss = model(ids, targets)

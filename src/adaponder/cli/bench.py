@@ -37,6 +37,7 @@ Overrides = Annotated[
 Batch = Annotated[
     int | None, typer.Option(help="Sequences at once; default: the recipe's micro_batch, else its global_batch.")
 ]
+SHARES = "Share of tokens read at each iteration; random tokens halt."
 Compiles = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Measure compiled variants too (needs a C++ compiler on a CPU).")
 ]
@@ -66,6 +67,12 @@ def train(
     recipe: RecipeName = None,
     overrides: Overrides = None,
     batch: Batch = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1,.5,…", help=f"{SHARES} Compares training that skips halted tokens with dense training."
+        ),
+    ] = None,
     compiles: Compiles = True,
     largest: Annotated[
         bool, typer.Option("--largest", help="Search the largest batch too, in multiples of --batch (GPU only).")
@@ -83,6 +90,8 @@ def train(
     """Time a training step: plain PonderLM, our ponder, and adaponder compiled, eager and checkpointed.
 
     [dim]adaponder bench train --device cuda --batch 32 --largest[/]
+
+    [dim]adaponder bench train --device cuda --batch 32 --keep 1,.5,.5,.5[/]
     """
     from adaponder.commands import bench as command
 
@@ -91,6 +100,7 @@ def train(
         recipe=recipe,
         overrides=overrides or [],
         batch=batch,
+        keep=decimals("--keep", keep),
         compiles=compiles,
         largest=largest,
     )
@@ -102,10 +112,7 @@ def prefill(
     overrides: Overrides = None,
     batch: Batch = None,
     keep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="1,.5,…", help="Share of tokens read at each iteration; default: all once, half of them to the end."
-        ),
+        str | None, typer.Option(metavar="1,.5,…", help=f"{SHARES} Default: all once, half of them to the end.")
     ] = None,
     compiles: Compiles = True,
     repeats: Repeats = 10,

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from adaponder.bench import largest as largest_bench
 from adaponder.bench import ops as op_bench
 from adaponder.bench import prefill as prefill_bench
 from adaponder.bench import training as training_bench
 from adaponder.bench.checks import require_tests
-from adaponder.bench.models import PLAIN, precision, vocabulary_of
+from adaponder.bench.halting import METHOD, check_keep, depths_of, disagreement
+from adaponder.bench.models import PLAIN, config_of, precision, vocabulary_of
 from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
 from adaponder.bench.tables import (
     LARGEST_HEAD,
@@ -67,37 +69,55 @@ def run_train(
     recipe: str | None = None,
     overrides: Sequence[str] = (),
     batch: int | None = None,
+    keep: Sequence[float] = (),
     compiles: bool = True,
     largest: bool = False,
 ) -> dict[str, Any]:
-    """One training step of each variant; with ``largest``, also the largest batch that fits."""
+    """One training step of each variant; with ``largest``, also the largest batch that fits.
+
+    With ``keep`` a share of the tokens halts, and skipping them is compared with computing them: a record of its own.
+    """
     device = checked(how)
     if largest and device.type != "cuda":
         raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
+    if largest and keep:
+        raise InputError("--largest --keep: the largest batch is searched with every token read to the end; ask apart")
     chosen = choose_recipe(recipe, overrides, how, device)
     rows_per_step = choose_batch(batch, chosen)
-    variants = chosen_variants(training_bench.variants(device, compiles=compiles, by=chosen.train.compile_by), how.only)
+    depths = choose_depths(keep, chosen, rows_per_step) if keep else None
+    options: dict[str, Any] = {"compiles": compiles, "by": chosen.train.compile_by, "halting": bool(keep)}
+    variants = chosen_variants(training_bench.variants(device, **options), how.only)
     told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
+    told |= {} if depths is None else halting_settings(keep, depths)
     record = begin(how, "train", device, told, chosen, overrides)
     matmul = record.hardware["matmul_flops"]
-    flops = {name: training_bench.flops_per_token(chosen, name) for name in (PLAIN, "ponder", "adaponder")}
+    flops = {variant: training_bench.flops_per_token(chosen, variant, depths) for variant in variants}
+    metrics: dict[str, Any] = {} if depths is None else compared_executions(chosen, depths, device)
 
     def as_rows(results: Sequence[training_bench.Result]) -> list[dict[str, Any]]:
         plain = next((result for result in results if result.variant.method == PLAIN), None)
         return [
-            training_bench.as_row(result, plain, flops=flops[result.variant.method], matmul_rate=matmul)
-            for result in results
+            training_bench.as_row(result, plain, flops=flops[result.variant], matmul_rate=matmul) for result in results
         ]
 
     def show(results: Sequence[training_bench.Result]) -> None:
-        title = f"\n{described(chosen, rows_per_step, device)}: a training step"
+        title = f"\n{described(chosen, rows_per_step, device)}: a training step{reading(keep)}"
         console.print(table(title, TRAIN_HEAD, [train_cells(row) for row in as_rows(results)]))
 
-    settings = {"batch": rows_per_step, "device": device, "warmup": how.warmup, "repeats": how.repeats}
+    settings = {"batch": rows_per_step, "depths": depths, "device": device}
+    settings |= {"warmup": how.warmup, "repeats": how.repeats}
     results = collect(training_bench.compare(chosen, announced(variants), **settings), show, as_rows, record)
-    metrics: dict[str, Any] = {"rows": as_rows(results), "adaponder_over_ponder": over_ponder(results)}
+    metrics |= {"rows": as_rows(results), "adaponder_over_ponder": training_bench.over_ponder(results)}
+    both = "both compiled" if compiles else "both eager"
     if (ratio := metrics["adaponder_over_ponder"]) is not None:
-        console.print(f"adaponder makes {ratio:.3f} of ponder's tokens/s, both {'compiled' if compiles else 'eager'}")
+        console.print(f"adaponder makes {ratio:.3f} of ponder's tokens/s, {both}")
+    if depths is not None:
+        metrics |= (gain := training_bench.over_dense(results, flops))
+        if None not in gain.values():
+            console.print(
+                f"compact makes {gain['compact_over_dense']:.3f} of dense's tokens/s, {both}; "
+                f"by FLOPs alone it would make {gain['compact_over_dense_by_flops']:.3f}"
+            )
     if largest:
         metrics["largest_batch"] = []
         for row in search_largest(chosen, compiles, start=rows_per_step, device=device):
@@ -122,16 +142,12 @@ def run_prefill(
     device = checked(how)
     chosen = choose_recipe(recipe, overrides, how, device)
     prompts = choose_batch(batch, chosen)
-    iterations = prefill_bench.prefill_config(chosen).iterations
-    keep = tuple(keep) or (1.0, *[0.5] * (iterations - 1))
-    prefill_bench.check_keep(keep, iterations)
-    depths = prefill_bench.depths_of(keep, prompts, chosen.data.sequence, seed=chosen.train.seed)
+    keep = tuple(keep) or (1.0, *[0.5] * (config_of(chosen, METHOD).iterations - 1))
+    depths = choose_depths(keep, chosen, prompts)
     variants = chosen_variants(prefill_bench.variants(compiles=compiles, by=chosen.train.compile_by), how.only)
     told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
-    told |= {"keep": list(keep), "mean_depth": float(depths.double().mean())}
-    record = begin(how, "prefill", device, told, chosen, overrides)
-    console.print("comparing dense and compact execution …")
-    difference = prefill_bench.disagreement(chosen, depths, device=device)
+    record = begin(how, "prefill", device, told | halting_settings(keep, depths), chosen, overrides)
+    agreement = compared_executions(chosen, depths, device)
 
     def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
         by_variant = {result.variant: result for result in results}
@@ -139,14 +155,13 @@ def run_prefill(
         return [prefill_bench.as_row(result, dense, compiled) for result in results]
 
     def show(results: Sequence[prefill_bench.Result]) -> None:
-        shares = ", ".join(f"{share:g}" for share in keep)
-        title = f"\n{described(chosen, prompts, device)}: a prefill that reads {shares} of the tokens"
+        title = f"\n{described(chosen, prompts, device)}: a prefill{reading(keep)}"
         console.print(table(title, PREFILL_HEAD, [prefill_cells(row) for row in as_rows(results)]))
 
     settings = {"device": device, "warmup": how.warmup, "repeats": how.repeats}
 
     results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, as_rows, record)
-    return record.finish({"rows": as_rows(results), "dense_and_compact_differ_by": difference})
+    return record.finish({"rows": as_rows(results)} | agreement)
 
 
 def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None = None) -> dict[str, Any]:
@@ -214,6 +229,22 @@ def choose_batch(asked: int | None, recipe: Recipe) -> int:
     return asked or recipe.train.micro_batch or recipe.train.global_batch
 
 
+def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
+    """How often each token is read, if these shares are possible."""
+    check_keep(keep, config_of(recipe, METHOD).iterations)
+    return depths_of(keep, batch, recipe.data.sequence, seed=recipe.train.seed)
+
+
+def halting_settings(keep: Sequence[float], depths: Tensor) -> dict[str, Any]:
+    return {"keep": list(keep), "mean_depth": float(depths.double().mean())}
+
+
+def compared_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> dict[str, Any]:
+    """By how much dense and compact execution differ, refused if that is more than rounding."""
+    console.print("comparing dense and compact execution …")
+    return {"dense_and_compact_differ_by": disagreement(recipe, depths, device=device)}
+
+
 @dataclass(frozen=True)
 class Record:
     """What is known before the first figure, and where the figures go."""
@@ -254,8 +285,9 @@ def begin(
     overrides: Sequence[str] = (),
 ) -> Record:
     """What the record begins with, after the operations' tests have passed."""
-    # A record stands for the whole comparison: a part of it must not take its place.
-    path = record_path(kind, device, recipe) if how.record and not how.only else None
+    # A record stands for the whole comparison: neither a part nor another one must take its place.
+    named = f"{kind}-halting" if kind == "train" and "keep" in settings else kind
+    path = record_path(named, device, recipe) if how.record and not how.only else None
     commit = commit_of(how.commit, needed=how.record)
     if recipe is not None:
         console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
@@ -328,16 +360,6 @@ def collect(
 # --- after ---------------------------------------------------------------------------------------------------------
 
 
-def over_ponder(results: Sequence[training_bench.Result]) -> float | None:
-    """AdaPonder's tokens/s over PonderLM's, both run the same way; ``None`` where one is missing."""
-    speed = {result.variant: result.tokens_per_second for result in results}
-    ponder = next((variant for variant in speed if variant.method == "ponder"), None)
-    if ponder is None:
-        return None
-    ours, theirs = speed.get(replace(ponder, method="adaponder")), speed[ponder]
-    return None if ours is None or theirs is None else ours / theirs
-
-
 def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """The largest batch of the plain version, and of ours when it saves memory.
 
@@ -359,6 +381,10 @@ def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.
 
 def _say_fit(batch: int, fits: bool) -> None:
     console.print(f"  {batch:,} sequences: {'fits' if fits else 'does not fit'}")
+
+
+def reading(keep: Sequence[float]) -> str:
+    return f" that reads {', '.join(f'{share:g}' for share in keep)} of the tokens" if keep else ""
 
 
 def described(recipe: Recipe, batch: int, device: torch.device) -> str:
