@@ -12,8 +12,10 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 from adaponder import cli
-from adaponder.bench import checks, halting, largest, models, ops, prefill, record, tables, timing, training
+from adaponder.bench import checks, largest, models, ops, prefill, record, tables, timing, training
+from adaponder.bench.depths import depths_of
 from adaponder.commands import bench as command
+from adaponder.commands import bench_record
 from adaponder.commands.bench import How
 from adaponder.errors import EvaluationError, InputError
 from adaponder.recipe import load_recipe
@@ -297,26 +299,66 @@ def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_pat
 def test_training_that_skips_halted_tokens_is_compared_with_dense_training(tmp_path):
     found = measured("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.25", *SET, tmp_path=tmp_path)
     rows = {row["variant"]: row for row in found["metrics"]["rows"]}
-    assert list(rows) == ["plain", "ponder, eager", "adaponder, eager", "adaponder, eager, compact"]
-    dense, compact = (rows[f"adaponder, eager{how}"] for how in ("", ", compact"))
+    assert list(rows) == ["plain", "ponder, eager", "adaponder, eager, dense", "adaponder, eager, compact"]
+    dense, compact = (rows[f"adaponder, eager, {execution}"] for execution in ("dense", "compact"))
     speeds = compact["tokens_per_second"] / dense["tokens_per_second"]
     assert found["metrics"]["compact_over_dense"] == pytest.approx(speeds)
-    # The body is read 1.75 instead of 3 times, a mixture is made 0.75 instead of 2 times, a loss and gates are for all.
+    over_ponder = dense["tokens_per_second"] / rows["ponder, eager"]["tokens_per_second"]
+    assert found["metrics"]["adaponder_over_ponder"] == pytest.approx(over_ponder)
     promised = found["metrics"]["compact_over_dense_by_flops"]
-    assert 1.2 < promised < 3 / 1.75
     assert compact["matmul_share"] / dense["matmul_share"] == pytest.approx(speeds / promised)
     # The same function: after the same steps the same loss.
     assert compact["loss"] == pytest.approx(dense["loss"], rel=1e-5)
     assert found["metrics"]["dense_and_compact_differ_by"] < 1e-5
     assert found["settings"]["keep"] == [1, 0.5, 0.25]
     assert found["settings"]["mean_depth"] == pytest.approx(1.75)
+    assert found["command"] == "bench train"
     shown = " ".join(found["shown"].split())
     assert "that reads 1, 0.5, 0.25 of the tokens" in shown
     assert "of dense's tokens/s, both eager; by FLOPs alone" in shown
 
 
+def test_what_skipping_promises_in_training_is_counted_by_hand():
+    depths = depths_of((1, 0.5, 0.25), 2, 12, seed=0)
+    body, mixture, gate = 2 * 2 * (4 * 16 * 16 + 2 * 16 * 24), 2 * 2 * 61 * 16, 2 * (16 * 64 + 64)
+    keys = 2 * 2 * 2 * 16
+    # A row sees the keys up to its own slot in every iteration that reads it; gates are for all, and so is the loss.
+    seen = sum(keys * (slot + 1) * int(depth) for row in depths for slot, depth in enumerate(row)) / depths.numel()
+    rest = 2 * gate + 2 * 61 * 16
+    compact = 1.75 * body + seen + 0.75 * mixture + rest
+    dense = 3 * (body + keys * 6.5) + 2 * mixture + rest
+    assert training.promised_over_dense(recipe(), depths) == pytest.approx(dense / compact, rel=1e-12)
+    ways = [training.Variant("adaponder", execution=execution) for execution in (None, "dense", "compact")]
+    flops = [training.flops_per_token(recipe(), variant, depths) for variant in ways]
+    assert flops == pytest.approx([3 * dense, 3 * dense, 3 * compact], rel=1e-12)
+
+
+def test_compiled_training_that_skips_tokens_stays_compiled(monkeypatch, tmp_path):
+    compile_passes = models.AdaPonderForCausalLM.compile_passes
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))
+    asked = ("--warmup=1", "--repeats=2", "--trust", "--no-record", "--batch=2", "--keep=1,.5,.25")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        found = measured("train", *asked, *SET, tmp_path=tmp_path)
+    names = ["adaponder, compiled, dense", "adaponder, compiled, compact"]
+    losses = {row["variant"]: row["loss"] for row in found["metrics"]["rows"]}
+    assert losses[names[0]] == pytest.approx(losses[names[1]], rel=1e-5)
+
+
+@pytest.mark.parametrize("known", [torch.OutOfMemoryError("no"), EvaluationError("they differ")], ids=repr)
+def test_training_that_skips_tokens_is_not_timed_unless_it_was_compared(monkeypatch, known):
+    def fails(*args, **kwargs):
+        raise known
+
+    monkeypatch.setattr(command, "disagreement", fails)
+    result = invoke("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.5", *SET)
+    memory = isinstance(known, torch.OutOfMemoryError)
+    assert isinstance(result.exception, InputError if memory else EvaluationError)
+    assert ("--batch 2" if memory else "they differ") in str(result.exception)
+    assert "measuring plain" not in result.output
+
+
 def test_forced_depths_hold_for_adaponder_alone_and_say_what_is_read(monkeypatch):
-    depths, seen = halting.depths_of((1, 0.5, 0.25), 2, 12, seed=0), []
+    depths, seen = depths_of((1, 0.5, 0.25), 2, 12, seed=0), []
     forward = models.AdaPonderForCausalLM.forward
 
     def watch(self, *args, **how):
@@ -336,7 +378,7 @@ def test_forced_depths_hold_for_adaponder_alone_and_say_what_is_read(monkeypatch
 def test_a_record_of_halting_does_not_take_the_others_place(monkeypatch, tmp_path):
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(record, "checkout", lambda: tmp_path)
-    monkeypatch.setattr(command, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(bench_record, "checkout", lambda: tmp_path)
     asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--no-compile", "--batch=2", *SET)
     for more in ([], ["--keep=1,.5,.5"]):
         assert invoke("train", *asked, *more).exit_code == 0
@@ -363,6 +405,10 @@ def test_what_was_measured_before_a_fall_is_kept(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [kept]
     assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "ponder, eager"]
     assert found["hardware"]["device"]
+    result = invoke("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.5", *SET, "--json", str(kept))
+    assert str(result.exception) == "fell"
+    found = json.loads(kept.read_text())["metrics"]
+    assert found.keys() == {"dense_and_compact_differ_by", "compact_over_dense_by_flops", "rows"}
 
 
 # --- prefill -------------------------------------------------------------------------------------------------------
@@ -384,12 +430,12 @@ def test_prefill_compares_dense_and_compact(tmp_path):
 
 @pytest.mark.parametrize(("keep", "sequence"), [((1, 0.5, 0.5, 0.5), 64), ((1, 0.75, 0.25, 0), 20), ((1, 1, 1), 7)])
 def test_forced_depths_have_exactly_these_shares(keep, sequence):
-    depths = halting.depths_of(keep, 5, sequence, seed=3)
+    depths = depths_of(keep, 5, sequence, seed=3)
     for iteration, share in enumerate(keep):
         assert ((depths > iteration).sum(1) == share * sequence).all()
-    assert torch.equal(depths, halting.depths_of(keep, 5, sequence, seed=3))
+    assert torch.equal(depths, depths_of(keep, 5, sequence, seed=3))
     if keep[1] < 1:
-        assert not torch.equal(depths, halting.depths_of(keep, 5, sequence, seed=4))
+        assert not torch.equal(depths, depths_of(keep, 5, sequence, seed=4))
         assert len({tuple(row) for row in depths.tolist()}) == 5, "each sequence draws its own"
 
 
@@ -412,7 +458,7 @@ def test_prefill_refuses_to_time_what_disagrees(monkeypatch):
 
 
 def test_compact_is_promised_what_it_skips():
-    depths = halting.depths_of((1, 0.5, 0.5), 2, 12, seed=0)
+    depths = depths_of((1, 0.5, 0.5), 2, 12, seed=0)
     plain, dense, compact = (
         prefill.flops_of(variant, depths, recipe()) for variant in prefill.variants(compiles=False)
     )
@@ -537,7 +583,7 @@ def test_tests_must_be_there(monkeypatch, tmp_path):
 
 def test_a_record_is_kept_under_a_telling_name(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "checkout", lambda: tmp_path)
-    monkeypatch.setattr(command, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(bench_record, "checkout", lambda: tmp_path)
     with pytest.raises(InputError, match="--no-record"):
         record.record_path("ops", CPU)
     (tmp_path / "benchmarks").mkdir()
@@ -605,7 +651,9 @@ def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch, tmp_pat
         (["prefill", "--warmup", "-1"], "--warmup -1"),
         (["ops", "--device", "abacus"], "--device abacus"),
         (["train", "--largest"], "--largest"),
+        (["train", "--largest", "--keep", "1,.5,.5"], "--largest --keep"),
         (["train", "--keep", "1,.5"], "--keep 1,0.5: 3 shares"),
+        (["train", "--keep", ""], "--keep : numbers"),
         (["prefill", "--keep", "1,.5"], "--keep 1,0.5: 3 shares"),
         (["prefill", "--keep", "1,.5,.6"], "--keep 1,0.5,0.6"),
         (["prefill", "--keep", ".9,.5,.5"], "--keep 0.9,0.5,0.5: the first"),

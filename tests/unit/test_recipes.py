@@ -161,8 +161,11 @@ def test_a_misspelt_field_of_the_backbone_is_an_error_with_a_suggestion():
 def test_settings_of_the_compiler_without_it_are_named(override):
     with pytest.raises(ConfigError, match=override.removeprefix("train.")):
         load_recipe("mini/adaponder", ["train.compile=false", override])
+
+
+def test_how_to_compile_may_be_said_of_what_is_not_compiled():
+    assert load_recipe("mini/adaponder", ["train.compile=false"]).train.compile_by == "pass"
+    assert load_recipe("ablation/no-reuse").train.compile_by == "pass"
+    assert load_recipe("paper/adaponder-70m").train.compile_by == "layer"
     with pytest.raises(ConfigError, match="compile_by"):
         load_recipe("mini/adaponder", ["train.compile_by=whole"])
-    # How it would be compiled may be said of what is not: a small recipe's own word stays when compiling is turned off.
-    assert load_recipe("mini/adaponder", ["train.compile=false"]).train.compile_by == "pass"
-    assert load_recipe("paper/adaponder-70m").train.compile_by == "layer"

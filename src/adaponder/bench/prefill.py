@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.bench.halting import METHOD
+from adaponder.bench.depths import METHOD
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of

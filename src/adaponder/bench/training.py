@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaponder.bench.halting import METHOD
+from adaponder.bench.depths import METHOD
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.compute import cost_of
@@ -31,7 +31,7 @@ class Variant:
         checkpointing: keep one pass's activations at a time and compute the others' again.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is computed again.
         keep_logits: keep the vocabulary's logits of every iteration for backward.
-        execution: as ``train.execution``: ``compact`` skips tokens that have halted.
+        execution: as ``train.execution``, ``None`` being dense: ``compact`` skips tokens that have halted.
     """
 
     method: str
@@ -40,7 +40,7 @@ class Variant:
     checkpointing: bool = False
     memory_budget: float = 1.0
     keep_logits: bool = False
-    execution: str = "dense"
+    execution: str | None = None
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Variant:
         words += [f"memory budget {self.memory_budget:g}"] if self.memory_budget != 1 else []
         words += ["checkpointed"] if self.checkpointing else []
         words += ["logits kept"] if self.keep_logits else []
-        words += [self.execution] if self.execution != "dense" else []
+        words += [self.execution] if self.execution is not None else []
         return ", ".join(words)
 
 
@@ -74,11 +74,11 @@ def variants(device: torch.device, *, compiles: bool = True, by: str = "layer", 
 
     Where tokens are ``halting``, skipping them is compared with computing them; else, what saves time or memory.
     """
-    ponder, best = (Variant(method, compiles, by) for method in ("ponder", "adaponder"))
+    ponder, best = (Variant(method, compiles, by) for method in ("ponder", METHOD))
     plain = Variant(PLAIN, compile=False)
     if halting:
-        return [plain, ponder, best, replace(best, execution="compact")]
-    ours = [Variant("adaponder", compile=False)] if compiles else []
+        return [plain, ponder, *(replace(best, execution=execution) for execution in ("dense", "compact"))]
+    ours = [Variant(METHOD, compile=False)] if compiles else []
     ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
     if compiles and device.type == "cuda":
         ours.append(replace(best, memory_budget=0.5))
@@ -122,7 +122,7 @@ def measure_training(
     """
     forget(device, graphs=not keep_graphs)
     model = build(recipe, variant, device)
-    how: dict[str, Any] = {"execution": variant.execution}
+    how: dict[str, Any] = {"execution": variant.execution or "dense"}
     if depths is not None and variant.method == METHOD:
         how["policy"] = ForcedDepths(depths.to(device))
     last: list[Tensor] = []
@@ -137,7 +137,7 @@ def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = No
     Dense execution skips nothing, whatever the ``depths``.
     """
     config = config_of(recipe, variant.method)
-    if depths is None or variant.execution == "dense":
+    if depths is None or variant.execution != "compact":
         depths = torch.full((1, recipe.data.sequence), config.iterations)
     return 3 * cost_of(depths, config, every_gate=True).flops / depths.numel()
 
@@ -166,25 +166,25 @@ def as_row(result: Result, plain: Result | None, *, flops: float, matmul_rate: f
 
 
 def over_ponder(results: Sequence[Result]) -> float | None:
-    """AdaPonder's tokens/s over PonderLM's, both run the same way; ``None`` where one is missing."""
+    """AdaPonder's tokens/s over PonderLM's, both dense and run the same way; ``None`` where one is missing."""
     speed = {result.variant: result.tokens_per_second for result in results}
     ponder = next((variant for variant in speed if variant.method == "ponder"), None)
     if ponder is None:
         return None
-    ours, theirs = speed.get(replace(ponder, method="adaponder")), speed[ponder]
-    return None if ours is None or theirs is None else ours / theirs
+    dense = [replace(ponder, method=METHOD, execution=execution) for execution in (None, "dense")]
+    return _ratio(next((speed[variant] for variant in dense if variant in speed), None), speed[ponder])
 
 
-def over_dense(results: Sequence[Result], flops: dict[Variant, float]) -> dict[str, float | None]:
-    """Compact execution's tokens/s over dense execution's, and what FLOPs promise; ``None`` where one is missing."""
-    found = {result.variant.execution: result for result in results if result.variant.method == METHOD}
-    dense, compact = found.get("dense"), found.get("compact")
-    if dense is None or compact is None or dense.tokens_per_second is None or compact.tokens_per_second is None:
-        return {"compact_over_dense": None, "compact_over_dense_by_flops": None}
-    return {
-        "compact_over_dense": compact.tokens_per_second / dense.tokens_per_second,
-        "compact_over_dense_by_flops": flops[dense.variant] / flops[compact.variant],
-    }
+def over_dense(results: Sequence[Result]) -> float | None:
+    """Compact execution's tokens/s over dense execution's; ``None`` where one is missing."""
+    speed = {result.variant.execution: result.tokens_per_second for result in results}
+    return _ratio(speed.get("compact"), speed.get("dense"))
+
+
+def promised_over_dense(recipe: Recipe, depths: Tensor) -> float:
+    """What :func:`over_dense` would be if every FLOP took the same time."""
+    dense, compact = (flops_per_token(recipe, Variant(METHOD, execution=way), depths) for way in ("dense", "compact"))
+    return dense / compact
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

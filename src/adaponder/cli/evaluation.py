@@ -46,7 +46,7 @@ def refuse(beside: str, **options: object) -> None:
 def decimals(option: str, text: str | None) -> list[float]:
     """``1.5,2`` as a list."""
     try:
-        return [float(part) for part in text.split(",")] if text else []
+        return [] if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} {text}: numbers with commas between them, as in 1.5,2.5") from None
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +13,8 @@ from adaponder.bench import largest as largest_bench
 from adaponder.bench import ops as op_bench
 from adaponder.bench import prefill as prefill_bench
 from adaponder.bench import training as training_bench
-from adaponder.bench.checks import require_tests
-from adaponder.bench.halting import METHOD, check_keep, depths_of, disagreement
+from adaponder.bench.depths import METHOD, check_keep, depths_of, disagreement
 from adaponder.bench.models import PLAIN, config_of, precision, vocabulary_of
-from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
 from adaponder.bench.tables import (
     LARGEST_HEAD,
     OPS_HEAD,
@@ -28,39 +25,16 @@ from adaponder.bench.tables import (
     prefill_cells,
     train_cells,
 )
-from adaponder.convert import as_device
+from adaponder.bench.timing import out_of_memory
+from adaponder.commands.bench_record import How, Record, begin, checked
 from adaponder.errors import InputError
 from adaponder.recipe import Recipe, load_recipe
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, table
 
 ON_GPU, ON_CPU = "paper/adaponder-70m", "cpu/demo"
 
 Measured = TypeVar("Measured")
 Named = TypeVar("Named", training_bench.Variant, prefill_bench.Variant, op_bench.Case)
-
-
-@dataclass(frozen=True)
-class How:
-    """What every measurement is told, whatever is measured.
-
-    Attributes:
-        seed: of weights and tokens; ``None`` takes the recipe's own.
-        commit: what is measured, where there is no git to ask.
-        record: keep a record under ``benchmarks/records``.
-        trust: do not run the operations' tests first; the record says so.
-        only: words; what has none of them in its name is not measured, but plain always is.
-        json: a file that holds what was measured so far at any moment, the whole record in the end.
-    """
-
-    device: str = "cpu"
-    seed: int | None = None
-    warmup: int = 3
-    repeats: int = 10
-    commit: str | None = None
-    record: bool = True
-    trust: bool = False
-    only: tuple[str, ...] = ()
-    json: Path | None = None
 
 
 def run_train(
@@ -78,10 +52,10 @@ def run_train(
     With ``keep`` a share of the tokens halts, and skipping them is compared with computing them: a record of its own.
     """
     device = checked(how)
-    if largest and device.type != "cuda":
-        raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
     if largest and keep:
         raise InputError("--largest --keep: the largest batch is searched with every token read to the end; ask apart")
+    if largest and device.type != "cuda":
+        raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
     chosen = choose_recipe(recipe, overrides, how, device)
     rows_per_step = choose_batch(batch, chosen)
     depths = choose_depths(keep, chosen, rows_per_step) if keep else None
@@ -89,10 +63,12 @@ def run_train(
     variants = chosen_variants(training_bench.variants(device, **options), how.only)
     told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     told |= {} if depths is None else halting_settings(keep, depths)
-    record = begin(how, "train", device, told, chosen, overrides)
+    record = begin(how, "train" if depths is None else "train-halting", device, told, chosen, overrides)
     matmul = record.hardware["matmul_flops"]
     flops = {variant: training_bench.flops_per_token(chosen, variant, depths) for variant in variants}
-    metrics: dict[str, Any] = {} if depths is None else compared_executions(chosen, depths, device)
+    if depths is not None:
+        record.keep(compared_executions(chosen, depths, device))
+        record.keep({"compact_over_dense_by_flops": training_bench.promised_over_dense(chosen, depths)})
 
     def as_rows(results: Sequence[training_bench.Result]) -> list[dict[str, Any]]:
         plain = next((result for result in results if result.variant.method == PLAIN), None)
@@ -107,26 +83,25 @@ def run_train(
     settings = {"batch": rows_per_step, "depths": depths, "device": device}
     settings |= {"warmup": how.warmup, "repeats": how.repeats}
     results = collect(training_bench.compare(chosen, announced(variants), **settings), show, as_rows, record)
-    metrics |= {"rows": as_rows(results), "adaponder_over_ponder": training_bench.over_ponder(results)}
     both = "both compiled" if compiles else "both eager"
-    if (ratio := metrics["adaponder_over_ponder"]) is not None:
+    record.keep({"adaponder_over_ponder": (ratio := training_bench.over_ponder(results))})
+    if ratio is not None:
         console.print(f"adaponder makes {ratio:.3f} of ponder's tokens/s, {both}")
     if depths is not None:
-        metrics |= (gain := training_bench.over_dense(results, flops))
-        if None not in gain.values():
+        record.keep({"compact_over_dense": (ratio := training_bench.over_dense(results))})
+        if ratio is not None:
+            promised = record.metrics["compact_over_dense_by_flops"]
             console.print(
-                f"compact makes {gain['compact_over_dense']:.3f} of dense's tokens/s, {both}; "
-                f"by FLOPs alone it would make {gain['compact_over_dense_by_flops']:.3f}"
+                f"compact makes {ratio:.3f} of dense's tokens/s, {both}; by FLOPs alone it would make {promised:.3f}"
             )
     if largest:
-        metrics["largest_batch"] = []
+        rows: list[dict[str, Any]] = []
         for row in search_largest(chosen, compiles, start=rows_per_step, device=device):
-            metrics["largest_batch"].append(row)
-            record.keep(metrics)
+            rows.append(row)
+            record.keep({"largest_batch": rows})
         title = f"\nThe largest batch that fits, in multiples of {rows_per_step}, with the speed of one step"
-        cells = [largest_cells(row, rows_per_step) for row in metrics["largest_batch"]]
-        console.print(table(title, LARGEST_HEAD, cells))
-    return record.finish(metrics)
+        console.print(table(title, LARGEST_HEAD, [largest_cells(row, rows_per_step) for row in rows]))
+    return record.finish()
 
 
 def run_prefill(
@@ -147,7 +122,7 @@ def run_prefill(
     variants = chosen_variants(prefill_bench.variants(compiles=compiles, by=chosen.train.compile_by), how.only)
     told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     record = begin(how, "prefill", device, told | halting_settings(keep, depths), chosen, overrides)
-    agreement = compared_executions(chosen, depths, device)
+    record.keep(compared_executions(chosen, depths, device))
 
     def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
         by_variant = {result.variant: result for result in results}
@@ -159,9 +134,8 @@ def run_prefill(
         console.print(table(title, PREFILL_HEAD, [prefill_cells(row) for row in as_rows(results)]))
 
     settings = {"device": device, "warmup": how.warmup, "repeats": how.repeats}
-
-    results = collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, as_rows, record)
-    return record.finish({"rows": as_rows(results)} | agreement)
+    collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, as_rows, record)
+    return record.finish()
 
 
 def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None = None) -> dict[str, Any]:
@@ -198,21 +172,11 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
 
     settings: dict[str, Any] = {"device": device, "dtype": low[dtype], "seed": how.seed or 0}
     settings |= {"warmup": how.warmup, "repeats": how.repeats}
-
-    results = collect(op_bench.compare(announced(cases), **settings), show, as_rows, record)
-    return record.finish({"rows": as_rows(results)})
+    collect(op_bench.compare(announced(cases), **settings), show, as_rows, record)
+    return record.finish()
 
 
 # --- before --------------------------------------------------------------------------------------------------------
-
-
-def checked(how: How) -> torch.device:
-    """The device, if all that every measurement needs is right."""
-    if how.repeats < 1:
-        raise InputError(f"--repeats {how.repeats}: at least one repetition is needed")
-    if how.warmup < 0:
-        raise InputError(f"--warmup {how.warmup}: must not be negative")
-    return as_device(how.device)
 
 
 def choose_recipe(name: str | None, overrides: Sequence[str], how: How, device: torch.device) -> Recipe:
@@ -242,72 +206,14 @@ def halting_settings(keep: Sequence[float], depths: Tensor) -> dict[str, Any]:
 def compared_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> dict[str, Any]:
     """By how much dense and compact execution differ, refused if that is more than rounding."""
     console.print("comparing dense and compact execution …")
-    return {"dense_and_compact_differ_by": disagreement(recipe, depths, device=device)}
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is known before the first figure, and where the figures go."""
-
-    how: How
-    path: Path | None
-    known: dict[str, Any]
-
-    @property
-    def hardware(self) -> dict[str, Any]:
-        return self.known["hardware"]
-
-    def keep(self, metrics: dict[str, Any]) -> None:
-        """Writes ``--json`` with what there is, so that no figure is lost with those that are still to come."""
-        write_json(self.how.json, self.known | {"complete": False, "metrics": metrics})
-
-    def finish(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The whole record, written where it is wanted."""
-        ceilings = (
-            f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
-            f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
-        )
-        console.print(f"\n{self.hardware['device']}: {ceilings}; medians of {self.how.repeats}", style="dim")
-        whole = self.known | {"complete": True, "metrics": metrics}
-        if self.path is not None:
-            write_json(self.path, whole)
-            console.print(f"the record is [bold]{self.path.relative_to(checkout())}[/]")
-        write_json(self.how.json, whole)
-        return whole
-
-
-def begin(
-    how: How,
-    kind: str,
-    device: torch.device,
-    settings: dict[str, Any],
-    recipe: Recipe | None = None,
-    overrides: Sequence[str] = (),
-) -> Record:
-    """What the record begins with, after the operations' tests have passed."""
-    # A record stands for the whole comparison: neither a part nor another one must take its place.
-    named = f"{kind}-halting" if kind == "train" and "keep" in settings else kind
-    path = record_path(named, device, recipe) if how.record and not how.only else None
-    commit = commit_of(how.commit, needed=how.record)
-    if recipe is not None:
-        console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
-    if how.record and how.only:
-        console.print("--only: a part is measured, and no record is kept; --json PATH keeps the figures")
-    if how.trust:
-        console.print("[yellow]--trust: the operations are not tested first")
-    else:
-        console.print("testing the operations …")
-        if not require_tests(device):
-            console.print("  these sources have passed already")
-    console.print("measuring what the device can do at best …")
-    told = settings | {"warmup": how.warmup, "repeats": how.repeats} | ({"only": list(how.only)} if how.only else {})
-    known = {"command": f"bench {kind}", "tested": not how.trust, **conditions(device, commit=commit)}
-    known |= {
-        "recipe": None if recipe is None else about(recipe, overrides),
-        "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
-        "settings": told,
-    }
-    return Record(how, path, known)
+    try:
+        return {"dense_and_compact_differ_by": disagreement(recipe, depths, device=device)}
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    raise InputError(
+        f"--batch {depths.shape[0]}: memory does not suffice to compare dense and compact; use a smaller one"
+    )
 
 
 def label(variant: Any) -> str:

@@ -81,7 +81,9 @@ class ForcedDepths(Policy):
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         depths = self.depths.to(seen.slot.device)
-        if int(seen.slot.max()) >= depths.shape[1] or int(seen.sequence.max()) >= depths.shape[0]:
+        # Asked once, because the host waits for the answer: later iterations have no other tokens.
+        first = seen.iteration == 0
+        if first and (int(seen.slot.max()) >= depths.shape[1] or int(seen.sequence.max()) >= depths.shape[0]):
             raise InputError(f"depths has shape {tuple(depths.shape)}: too small for this batch")
         return seen.iteration + 1 < depths[seen.sequence, seen.slot]
 

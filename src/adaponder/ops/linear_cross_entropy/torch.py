@@ -209,7 +209,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     """Computes the gradients with the loss, while a chunk's logits are there, and saves nothing else.
 
     All sums are wide until the upstream gradient is known, so that a GPU rounds each sum once. A slope is rounded
-    before that gradient is known, where autograd rounds their product: a bias held in bf16 loses 1.05 times as much.
+    before that gradient is known, where autograd rounds their product: in half precision that loses a little more.
     """
 
     @staticmethod

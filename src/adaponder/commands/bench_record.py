@@ -1,0 +1,116 @@
+"""What every measurement is told, and its record: begun after the operations' tests, kept as figures come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaponder.bench.checks import require_tests
+from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
+from adaponder.convert import as_device
+from adaponder.errors import InputError
+from adaponder.recipe import Recipe
+from adaponder.terminal import console, write_json
+
+
+@dataclass(frozen=True)
+class How:
+    """What every measurement is told, whatever is measured.
+
+    Attributes:
+        seed: of weights and tokens; ``None`` takes the recipe's own.
+        commit: what is measured, where there is no git to ask.
+        record: keep a record under ``benchmarks/records``.
+        trust: do not run the operations' tests first; the record says so.
+        only: words; what has none of them in its name is not measured, but plain always is.
+        json: a file that holds what was measured so far at any moment, the whole record in the end.
+    """
+
+    device: str = "cpu"
+    seed: int | None = None
+    warmup: int = 3
+    repeats: int = 10
+    commit: str | None = None
+    record: bool = True
+    trust: bool = False
+    only: tuple[str, ...] = ()
+    json: Path | None = None
+
+
+def checked(how: How) -> torch.device:
+    """The device, if all that every measurement needs is right."""
+    if how.repeats < 1:
+        raise InputError(f"--repeats {how.repeats}: at least one repetition is needed")
+    if how.warmup < 0:
+        raise InputError(f"--warmup {how.warmup}: must not be negative")
+    return as_device(how.device)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known before the first figure, the figures as they come, and where all that goes."""
+
+    how: How
+    path: Path | None
+    known: dict[str, Any]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        return self.known["hardware"]
+
+    def keep(self, metrics: dict[str, Any]) -> None:
+        """Adds to what was found and writes ``--json``: no figure is lost with those that are still to come."""
+        self.metrics.update(metrics)
+        write_json(self.how.json, self.known | {"complete": False, "metrics": self.metrics})
+
+    def finish(self) -> dict[str, Any]:
+        """The whole record, written where it is wanted."""
+        ceilings = (
+            f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
+            f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
+        )
+        console.print(f"\n{self.hardware['device']}: {ceilings}; medians of {self.how.repeats}", style="dim")
+        whole = self.known | {"complete": True, "metrics": self.metrics}
+        if self.path is not None:
+            write_json(self.path, whole)
+            console.print(f"the record is [bold]{self.path.relative_to(checkout())}[/]")
+        write_json(self.how.json, whole)
+        return whole
+
+
+def begin(
+    how: How,
+    name: str,
+    device: torch.device,
+    settings: dict[str, Any],
+    recipe: Recipe | None = None,
+    overrides: Sequence[str] = (),
+) -> Record:
+    """What a record, named ``command`` or ``command-what``, begins with, after the operations' tests have passed."""
+    # A record stands for the whole comparison: a part of it must not take its place.
+    path = record_path(name, device, recipe) if how.record and not how.only else None
+    commit = commit_of(how.commit, needed=how.record)
+    if recipe is not None:
+        console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
+    if how.record and how.only:
+        console.print("--only: a part is measured, and no record is kept; --json PATH keeps the figures")
+    if how.trust:
+        console.print("[yellow]--trust: the operations are not tested first")
+    else:
+        console.print("testing the operations …")
+        if not require_tests(device):
+            console.print("  these sources have passed already")
+    console.print("measuring what the device can do at best …")
+    told = settings | {"warmup": how.warmup, "repeats": how.repeats} | ({"only": list(how.only)} if how.only else {})
+    known = {"command": f"bench {name.partition('-')[0]}", "tested": not how.trust, **conditions(device, commit=commit)}
+    known |= {
+        "recipe": None if recipe is None else about(recipe, overrides),
+        "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
+        "settings": told,
+    }
+    return Record(how, path, known)
