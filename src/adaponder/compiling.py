@@ -1,8 +1,9 @@
 """Compiling passes over the backbone: one layer's graph for all layers and passes, or each pass as one graph.
 
 A layer's graph takes seconds, and serves every layer of the same kind. A graph of a whole pass takes a minute or two to
-make with 24 layers. The compiler may fuse across them, which gained no speed beyond the spread and less than a gigabyte;
-but the host does little more than half the work, which counts where the GPU is the faster. Neither changes what is computed.
+make with 24 layers. The compiler may fuse across them, which gained no speed beyond the spread and less than a
+gigabyte; but the host does little more than half the work, which counts where the GPU is the faster. Neither changes
+what is computed.
 """
 
 from __future__ import annotations
