@@ -17,8 +17,10 @@ COMMANDS = re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", README, flags=re.MULTILIN
 
 def test_the_python_of_the_readme_runs(monkeypatch):
     (code,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    encoded = transformers.BatchEncoding({"input_ids": ids(1, 6)})
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: stock())
-    exec(code, {"input_ids": ids(1, 6)})
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, **how: encoded)
+    exec(code, {})
 
 
 @pytest.mark.parametrize("line", COMMANDS)

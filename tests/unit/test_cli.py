@@ -9,10 +9,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from adaponder import cli, terminal
+from adaponder import __version__, cli, terminal
 from adaponder.commands import demo, doctor
 from adaponder.commands.generate import pieces
 from adaponder.errors import AdaPonderError
+from adaponder.recipe import recipe_names
 from stock_support import make_stock
 from training_support import corpus
 
@@ -49,6 +50,18 @@ def test_help_teaches_every_command():
         assert one.exit_code == 0
         assert len(one.output) > 200
     assert "read up to K times" in " ".join(result.output.split())
+
+
+def test_it_says_which_version_it_is():
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.output.strip()) == (0, f"adaponder {__version__}")
+
+
+def test_recipes_can_be_copied_from_a_narrow_window():
+    shown = CliRunner().invoke(cli.app, ["recipes"], env={"COLUMNS": "60"}).output.splitlines()
+    for name in recipe_names():
+        assert any(line.startswith(f"{name}  ") for line in shown), name
+    assert any(line.startswith("    AdaPonderLM on Pythia-70M from scratch") for line in shown)
 
 
 def test_the_module_runs_like_the_command():

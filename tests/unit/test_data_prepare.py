@@ -96,6 +96,40 @@ def test_any_number_of_workers_gives_the_same_bytes(prepared, corpus, tokenizer,
     assert contents(tmp_path / "out") == contents(prepared)
 
 
+def test_workers_that_are_done_before_the_batches_are_known_to_be_over(
+    prepared, corpus, tokenizer, tmp_path, monkeypatch
+):
+    """Every result is there before anybody asks: then nobody is busy, and there is nothing to wait for."""
+    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 40)
+    monkeypatch.setattr("adaponder.data.encoding.wait", lambda busy: _all_of(busy))
+    prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0.2, shard_tokens=900, workers=3)
+    assert contents(tmp_path / "out") == contents(prepared)
+
+
+def _all_of(busy):
+    assert busy, "would wait forever"
+    return [worker for worker in busy if worker.poll(timeout=60)]
+
+
+def test_nothing_to_encode_is_said_also_by_many_workers(tokenizer, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="not one document"):
+        prepare([str(tmp_path / "empty.txt")], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2)
+
+
+def test_a_validation_split_that_stayed_empty_is_remarked(tokenizer, tmp_path):
+    (tmp_path / "one.txt").write_bytes(b"caf\xe9 and more words\n" * 9)
+    options = {"tokenizer": str(tokenizer), "workers": 1}
+    made = {
+        share: prepare([str(tmp_path / "one.txt")], out=tmp_path / str(share), validation=share, **options)
+        for share in (0.0, 1e-9)
+    }
+    mended = "documents with invalid UTF-8, mended with U+FFFD: 1"
+    assert made[0.0].remarks() == [mended]
+    assert made[1e-9].remarks()[0] == mended
+    assert "no document fell to validation: of 1, each does with probability 1e-09" in made[1e-9].remarks()[1]
+
+
 def test_a_workers_refusal_is_the_commands(tmp_path, tokenizer):
     write_megatron(tmp_path / "m", [[1, 2], [3, 999]])
     with pytest.raises(InputError, match=r"m\.bin, document 1: token id 999 at 1 lies outside .* 300"):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
-from adaponder.errors import AdaPonderError
+from adaponder.errors import AdaPonderError, InputError
 from adaponder.methods import ponder
 from adaponder.recipe import Recipe, load_recipe
 from adaponder.training.build import build_model
@@ -258,6 +258,39 @@ def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path, capsys):
     assert any(name.startswith("backbone.") for name in moved[3])
     assert any(name.startswith("method.") for name in moved[4])
     assert "gate_start=3 lies after ponder_start=0" in capsys.readouterr().out
+
+
+def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
+    train(small(shards, "train.steps=2", "train.ponder_start=2", "train.ponder_full=3"), out=tmp_path / "a", quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "train.ponder_start=2 is not before the end, train.steps=2" in said
+    assert "no validation loss" not in said
+    (tmp_path / "one.txt").write_text("a few words\n" * 99)
+    asked = (
+        "train.steps=2",
+        f"data.source={tmp_path / 'one.txt'}",
+        "data.tokenizer=train-bpe:300",
+        "data.validation=1e-9",
+    )
+    train(small(shards, *asked), out=tmp_path / "b", data=tmp_path / "data", quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no document fell to validation" in said
+    assert "there will be no validation loss" in said
+    prepared = tmp_path / "data" / "one.txt-train-bpe-300"
+    train(small(prepared, "train.steps=2", "data.validation=0.2"), out=tmp_path / "c", quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "was prepared with" in said
+    assert "validation 1e-09: that holds, not the recipe's" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "word"), [({"device": "cuda:99"}, "--device cuda:99"), ({"resume": "nothere"}, "--resume nothere")]
+)
+def test_what_is_not_there_is_said_before_any_work(tmp_path, how, word):
+    recipe = small(tmp_path / "no-such-text")
+    with pytest.raises(InputError, match=word):
+        train(recipe, out=tmp_path / "run", quiet=True, **how)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, capsys, monkeypatch):

@@ -10,6 +10,7 @@ import typer
 
 from adaponder.errors import InputError
 from adaponder.terminal import quiet_libraries
+from adaponder.version import __version__
 
 app = typer.Typer(
     name="adaponder",
@@ -50,6 +51,16 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as saved.")]
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"adaponder {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def before_any_command() -> None:
+def before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Say which version this is.")
+    ] = False,
+) -> None:
     quiet_libraries()

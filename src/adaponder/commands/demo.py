@@ -56,7 +56,8 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     ]
     shards = trainer.sampler.shards
     untrained = math.log(trainer.model.config.vocab_size)
-    return learned | {"forced": forced, "unigram": unigram_loss(shards, trainer, tokens), "uniform": untrained}
+    known = {"unigram": unigram_loss(shards, trainer, tokens), "uniform": untrained}
+    return learned | {"forced": forced, "tokens": validation_tokens(trainer, tokens)} | known
 
 
 def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
@@ -64,9 +65,14 @@ def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
     counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
     log_p = np.log(counts / counts.sum())
     assert trainer.validation is not None  # assess evaluated on it
+    return float(-log_p[trainer.validation.read(1, validation_tokens(trainer, tokens))].mean())
+
+
+def validation_tokens(trainer: Trainer, tokens: int) -> int:
+    """How many an evaluation of ``tokens`` scores: whole windows of those there are."""
+    assert trainer.validation is not None
     length = trainer.recipe.data.sequence
-    windows = min(tokens, trainer.validation.tokens - 1) // length
-    return float(-log_p[trainer.validation.read(1, windows * length)].mean())
+    return min(tokens, trainer.validation.tokens - 1) // length * length
 
 
 def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:
@@ -79,7 +85,8 @@ def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:
         (f"the same checkpoint, every token read {depth}x", f"{loss:.3f}", f"{depth:.2f}")
         for depth, loss in enumerate(found["forced"], 1)
     ]
-    console.print(table("Validation loss (nats per token)", ("", "loss", "mean depth"), rows))
+    title = f"Validation loss (nats per token, its first {found['tokens']:,} tokens)"
+    console.print(table(title, ("", "loss", "mean depth"), rows))
     halted = found["validation_halted"]
     rows = [(f"after iteration {i}", f"{share:.1%}") for i, share in enumerate(halted, 1)]
     console.print(table("\nTokens halted early", ("", "share of all tokens"), rows))
@@ -88,8 +95,8 @@ def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:
 def _readme(out: Path, data: Path, found: dict[str, Any]) -> str:
     return f"""# A run of `adaponder demo`
 
-Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_depth"]:.2f} (token frequencies alone:
-{found["unigram"]:.3f}).
+Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_depth"]:.2f} over the first
+{found["tokens"]:,} tokens of validation (token frequencies alone: {found["unigram"]:.3f}); `adaponder eval` scores all.
 
 | | |
 |---|---|
@@ -98,7 +105,7 @@ Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_
 | `metrics.jsonl`, `tensorboard/` | what training saw |
 | `recipe.yaml` | exactly what was run |
 
-Go on:
+Go on (`. .venv/bin/activate` puts `adaponder` on the path):
 
 ```
 adaponder eval {out} --data {data} --depths 1,2,3,4

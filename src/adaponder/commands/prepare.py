@@ -87,12 +87,5 @@ def show(manifest: Manifest, out: Path) -> None:
         )
     columns = ("split", "documents", "tokens", "text", "bytes/token", "shards")
     console.print(table(f"{out}: vocabulary {manifest.vocab_size:,}, {manifest.dtype}", columns, rows))
-    skipped = {
-        "hidden": "hidden files and folders left out",
-        "binary": "binary files left out",
-        "empty": "empty documents left out",
-        "invalid_utf8": "documents with invalid UTF-8, mended with U+FFFD",
-    }
-    for kind, words in skipped.items():
-        if count := manifest.skipped.get(kind):
-            console.print(f"{count:,} {words}")
+    for remark in manifest.remarks():
+        console.print(remark)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.padding import Padding
 
 from adaponder.recipe import Recipe, load_recipe, recipe_names
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, write_json
 from adaponder.training.run import Outcome, train
 
 
@@ -64,11 +65,12 @@ def _short(value: Any) -> str:
 
 def list_recipes(*, json: Path | None = None) -> None:
     recipes = [load_recipe(name) for name in recipe_names()]
-    rows = [
-        (r.name, r.model.method, r.model.iterations or "", f"{r.train.steps:,}", f"{_tokens(r) / 1e9:.3g}", r.about)
-        for r in recipes
-    ]
-    console.print(table("Recipes", ("name", "method", "K", "steps", "Gtokens", "about"), rows))
+    for recipe in recipes:
+        readings = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
+        size = f"{recipe.train.steps:,} steps, {_tokens(recipe) / 1e9:.3g}B tokens"
+        # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
+        console.print(f"[bold]{recipe.name}[/]  {recipe.model.method}{readings}, {size}", soft_wrap=True)
+        console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
     write_json(json, {recipe.name: recipe.as_dict() for recipe in recipes})
 
 

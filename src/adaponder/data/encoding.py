@@ -180,7 +180,8 @@ def _deal(crew: dict[Connection, Any], batches: Iterator[list[Item]]) -> Iterato
             worker = idle.pop()
             _talk(lambda worker=worker, batch=batch: worker.send(batch))
             busy[worker], sent = sent, sent + 1
-        for worker in cast("list[Connection]", wait(list(busy))):
+        # Nobody may be busy: the last results can have come before the batches were known to be over.
+        for worker in cast("list[Connection]", wait(list(busy)) if busy else []):
             ready[busy.pop(worker)] = result = _talk(worker.recv)
             idle.append(worker)
             if isinstance(result, AdaPonderError):

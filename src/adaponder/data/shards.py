@@ -64,6 +64,14 @@ class Shard:
         return f"docs-{self.number:05d}.parquet"
 
 
+SKIPPED = {
+    "hidden": "hidden files and folders left out",
+    "binary": "binary files left out",
+    "empty": "empty documents left out",
+    "invalid_utf8": "documents with invalid UTF-8, mended with U+FFFD",
+}
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a prepared folder holds.
@@ -86,6 +94,16 @@ class Manifest:
     def total(self, split: str, what: str) -> int:
         """The sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
         return sum(getattr(shard, what) for shard in self.splits[split])
+
+    def remarks(self) -> list[str]:
+        """What preparation left out or mended, and a validation split that was wanted and is empty, in words."""
+        found = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
+        if self.fingerprint.get("validation") and not self.total("validation", "tokens"):
+            found.append(
+                f"no document fell to validation: of {self.total('train', 'documents'):,}, each does with probability "
+                f"{self.fingerprint['validation']:g}; give more documents, or a larger share"
+            )
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         splits = {

@@ -20,9 +20,10 @@ from tokenizers import Tokenizer
 
 from adaponder.data import Shards, sources
 from adaponder.data.encoding import Encoder, Item
-from adaponder.data.shards import MANIFEST, dtype_of
+from adaponder.data.shards import MANIFEST, SKIPPED, dtype_of
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
+from adaponder.terminal import errors
 
 
 class Vocabulary(NamedTuple):
@@ -147,12 +148,17 @@ def _documents(shards: Shards, batch: pa.RecordBatch, first: int) -> Iterator[_P
 def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
     size = vocabulary_size(vocabulary.tokenizer)
     encoder = Encoder(vocabulary.tokenizer.to_str(), vocabulary.end_id, size, dtype_of(size), 0.0)
-    records = sources.documents([data])
-    while batch := list(islice(records, 64)):
-        items = [Item(index, record.text, record.source) for index, record in enumerate(batch)]
-        encoded = encoder(items)
-        parts = np.split(encoded.tokens.astype(np.int64), np.cumsum(encoded.lengths)[:-1])
-        yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
+    tally = sources.Tally()
+    records = sources.documents([data], tally=tally)
+    try:
+        while batch := list(islice(records, 64)):
+            items = [Item(index, record.text, record.source) for index, record in enumerate(batch)]
+            encoded = encoder(items)
+            parts = np.split(encoded.tokens.astype(np.int64), np.cumsum(encoded.lengths)[:-1])
+            yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
+    finally:
+        if tally.invalid_utf8:
+            errors.print(f"[yellow]{data}:[/] {SKIPPED['invalid_utf8']}: {tally.invalid_utf8:,}")
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adaponder.convert import as_device
 from adaponder.errors import ConfigError
 from adaponder.halting import bottom_k_mean, pool_count
 
@@ -54,9 +55,9 @@ class World:
 def join(device: str) -> Iterator[World]:
     """The world that torchrun made, or a world of one."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    place = torch.device(device)
+    place = as_device(device)
     if place.type == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", place.index or 0)))
+        place = as_device(f"cuda:{os.environ.get('LOCAL_RANK', place.index or 0)}")
         torch.cuda.set_device(place)
     if size == 1:
         yield World(device=place)

@@ -55,6 +55,8 @@ def train(
     step 0 with them. ``allow_changes`` lets a resumed run differ from what its checkpoint was trained with. ``wandb``
     names a Weights & Biases project to log to: nothing leaves the machine unasked.
     """
+    if resume not in (None, "auto") and not Path(resume).is_dir():
+        raise InputError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
     with join(device) as world, owned(out, world, resume), stop_signals() as stop:
         folder = shards_folder(recipe, data, world)
         shards = Shards.open(folder, "train")
@@ -69,13 +71,14 @@ def train(
             model = build_model(recipe, shards.vocab_size)
         else:
             model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe)).train()
+        validation = Shards.open(folder, "validation")
         if world.leads:
             (out / "recipe.yaml").write_text(recipe.to_yaml())
             _remark(recipe.train, world)
+            _remark_on_data(recipe, shards, validation)
         telemetry = None
         if world.leads:
             telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet, wandb=wandb)
-        validation = Shards.open(folder, "validation")
         trainer = Trainer(
             recipe=recipe,
             run=out,
@@ -105,13 +108,15 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
     name = f"{source.name}-{recipe.data.tokenizer.replace(':', '-').replace('/', '-')}"
     folder = data / name
     if world.leads:
-        prepare(
+        made = prepare(
             [recipe.data.source],
             out=folder,
             tokenizer=recipe.data.tokenizer,
             validation=recipe.data.validation,
             workers=min(8, os.cpu_count() or 1),
         )
+        for remark in made.remarks():
+            console.print(f"[yellow]{folder}:[/] {remark}", soft_wrap=True)
     world.wait()
     return folder
 
@@ -244,6 +249,26 @@ def _remark(plan: TrainRecipe, world: World) -> None:
         )
     elif plan.gates_begin:
         console.print(f"gates begin to learn at step {plan.gates_begin:,} (train.gate_start)")
+    if plan.ponder_weight and plan.ponder_start >= plan.steps:
+        console.print(
+            f"[yellow]train.ponder_start={plan.ponder_start} is not before the end, train.steps={plan.steps}:[/] "
+            "nothing will press on the gates",
+            soft_wrap=True,
+        )
+
+
+def _remark_on_data(recipe: Recipe, shards: Shards, validation: Shards) -> None:
+    """Says what a user might not expect of the tokens."""
+    if validation.tokens <= recipe.data.sequence:
+        console.print(
+            f"[yellow]there will be no validation loss:[/] {shards.folder} has {validation.tokens:,} tokens for it, "
+            f"data.sequence={recipe.data.sequence} needs more; prepare more documents, or a larger share of them",
+            soft_wrap=True,
+        )
+    made = shards.manifest.fingerprint
+    stated = {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}
+    if differing := [f"{name} {made[name]}" for name, value in stated.items() if made.get(name, value) != value]:
+        console.print(f"{shards.folder} was prepared with {' and '.join(differing)}: that holds, not the recipe's")
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
