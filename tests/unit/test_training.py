@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
-from adaponder.errors import AdaPonderError, InputError
+from adaponder.errors import AdaPonderError, CheckpointError, InputError
 from adaponder.methods import ponder
 from adaponder.recipe import Recipe, load_recipe
 from adaponder.training.build import build_model
@@ -284,11 +284,15 @@ def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("how", "word"), [({"device": "cuda:99"}, "--device cuda:99"), ({"resume": "nothere"}, "--resume nothere")]
+    ("how", "kind", "word"),
+    [
+        ({"device": "cuda:99"}, InputError, "--device cuda:99"),
+        ({"resume": "nothere"}, CheckpointError, "--resume nothere"),
+    ],
 )
-def test_what_is_not_there_is_said_before_any_work(tmp_path, how, word):
+def test_what_is_not_there_is_said_before_any_work(tmp_path, how, kind, word):
     recipe = small(tmp_path / "no-such-text")
-    with pytest.raises(InputError, match=word):
+    with pytest.raises(kind, match=word):
         train(recipe, out=tmp_path / "run", quiet=True, **how)
     assert list(tmp_path.iterdir()) == []
 

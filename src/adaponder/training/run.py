@@ -56,7 +56,7 @@ def train(
     names a Weights & Biases project to log to: nothing leaves the machine unasked.
     """
     if resume not in (None, "auto") and not Path(resume).is_dir():
-        raise InputError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
+        raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
     with join(device) as world, owned(out, world, resume), stop_signals() as stop:
         folder = shards_folder(recipe, data, world)
         shards = Shards.open(folder, "train")
