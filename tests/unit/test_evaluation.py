@@ -90,10 +90,10 @@ def test_each_document_is_predicted_whole_from_the_end_token_before_it(stock, re
 
 @pytest.mark.parametrize("limit", [None, 1])
 def test_text_that_had_to_be_mended_is_remarked(stock, tmp_path, capsys, limit):
-    (tmp_path / "latin.txt").write_bytes("café\n".encode("latin-1") * 9)
-    open_text(str(tmp_path / "latin.txt"), open_vocabulary(str(stock)), whose="stock", max_tokens=limit)
+    (tmp_path / "[red]latin.txt").write_bytes("café\n".encode("latin-1") * 9)
+    open_text(str(tmp_path / "[red]latin.txt"), open_vocabulary(str(stock)), whose="stock", max_tokens=limit)
     said = "".join(capsys.readouterr().err.split())
-    assert "documentswithinvalidUTF-8,mendedwithU+FFFD:1" in said
+    assert "[red]latin.txt:documentswithinvalidUTF-8,mendedwithU+FFFD:1" in said
 
 
 def test_prepared_shards_and_the_text_itself_are_the_same_stream(stock, records, tmp_path):

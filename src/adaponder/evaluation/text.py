@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.markup import escape
 from tokenizers import Tokenizer
 
 from adaponder.data import Shards, sources
@@ -158,7 +159,7 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
             yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
     finally:
         if tally.invalid_utf8:
-            errors.print(f"[yellow]{data}:[/] {SKIPPED['invalid_utf8']}: {tally.invalid_utf8:,}")
+            errors.print(f"[yellow]{escape(data)}:[/] {SKIPPED['invalid_utf8']}: {tally.invalid_utf8:,}")
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:

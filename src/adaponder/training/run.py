@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.markup import escape
 
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
@@ -116,7 +117,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
             workers=min(8, os.cpu_count() or 1),
         )
         for remark in made.remarks():
-            console.print(f"[yellow]{folder}:[/] {remark}", soft_wrap=True)
+            console.print(f"[yellow]{escape(str(folder))}:[/] {remark}", soft_wrap=True)
     world.wait()
     return folder
 
@@ -261,14 +262,16 @@ def _remark_on_data(recipe: Recipe, shards: Shards, validation: Shards) -> None:
     """Says what a user might not expect of the tokens."""
     if validation.tokens <= recipe.data.sequence:
         console.print(
-            f"[yellow]there will be no validation loss:[/] {shards.folder} has {validation.tokens:,} tokens for it, "
+            f"[yellow]there will be no validation loss:[/] {escape(str(shards.folder))} has "
+            f"{validation.tokens:,} tokens for it, "
             f"data.sequence={recipe.data.sequence} needs more; prepare more documents, or a larger share of them",
             soft_wrap=True,
         )
     made = shards.manifest.fingerprint
     stated = {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}
     if differing := [f"{name} {made[name]}" for name, value in stated.items() if made.get(name, value) != value]:
-        console.print(f"{shards.folder} was prepared with {' and '.join(differing)}: that holds, not the recipe's")
+        said = f"{shards.folder} was prepared with {' and '.join(differing)}: that holds, not the recipe's"
+        console.print(escape(said), soft_wrap=True)
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:
