@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
+from adaponder.files import read_json
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 # What loading may need of a hub repository: no pickle, no source file.
@@ -94,18 +94,6 @@ def _check_index(index: Path) -> None:
             raise CheckpointError(f"{index}: shard {name!r} lies outside the checkpoint folder")
         if not (index.parent / name).is_file():
             raise CheckpointError(f"{index}: shard {name!r} is missing")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: not a model folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path}: an object is needed, found {type(loaded).__name__}")
-    return loaded
 
 
 def require_exact_keys(where: str, info: dict[str, Any]) -> None:

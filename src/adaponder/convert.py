@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from adaponder.backbone import relative_difference, rounding_bound
-from adaponder.checkpoints import fetch, read_json, refuse_unsafe, require_exact_keys
+from adaponder.checkpoints import fetch, refuse_unsafe, require_exact_keys
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
+from adaponder.files import read_json
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth

@@ -14,6 +14,7 @@ SOURCE = ROOT / "src" / "adaponder"
 ORDER = [
     "errors",
     "version",
+    "files",
     "config",
     "masks",
     "ops",

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from adaponder.checkpoints import read_json
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
+from adaponder.files import read_json
 from adaponder.policies import Policy, parse_policy
 
 FILE, FORMAT = "profiles.json", 1

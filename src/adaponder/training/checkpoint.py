@@ -6,9 +6,7 @@ A folder without a manifest that fits is not a checkpoint. Safetensors and JSON 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaponder.errors import CheckpointError
+from adaponder.files import flush, read_json, sha256_of
 from adaponder.modeling import AdaPonderForCausalLM
 
 OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
@@ -51,16 +50,16 @@ def save_checkpoint(
         for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
             (partial / name).write_text(content, encoding="utf-8")
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(partial.iterdir())
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(partial.iterdir())
         }
         (partial / MANIFEST).write_text(json.dumps({"format": 1, "step": state["step"], "files": files}, indent=1))
         for path in partial.iterdir():
-            _flush(path)
-        _flush(partial)
+            flush(path)
+        flush(partial)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be saved: {error}; earlier checkpoints are untouched") from error
     finally:
@@ -81,14 +80,14 @@ def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, 
             raise CheckpointError(f"{path} is missing{cure}")
         if path.stat().st_size != written["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {written['bytes']} were written")
-        if _sha256(path) != written["sha256"]:
+        if sha256_of(path) != written["sha256"]:
             raise CheckpointError(f"{path}: checksum differs from what was written")
-    return _read(folder / STATE)
+    return read_json(folder / STATE)
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     """The files that a manifest vouches for; a manifest that vouches for too little is broken."""
-    manifest = _read(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST)
     files: Any = manifest.get("files") if isinstance(manifest, dict) else None
     whole = isinstance(files, dict) and manifest.get("format") == 1
     whole = whole and all(isinstance(w, dict) and set(w) == {"bytes", "sha256"} for w in files.values())
@@ -173,28 +172,3 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
         value = value.to(parameter.device, parameter.dtype)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
     return value.to(parameter.device, parameter.dtype)
-
-
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: an incomplete checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

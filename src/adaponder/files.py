@@ -1,0 +1,105 @@
+"""Files that somebody else may have written: read as plain data, within limits, or refused in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from adaponder.errors import AdaPonderError, CheckpointError
+
+# The largest tokenizer.json on the hub has some 40 MB; a file beyond this is not read into memory.
+JSON_BYTES = 2**28
+# Deeper than any config, table or manifest; far below what the interpreter's stack can take.
+JSON_DEPTH = 64
+# Counts and ids have at most 20 digits. Python refuses to print integers of more than 4,300.
+JSON_DIGITS = 40
+
+
+def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> BinaryIO:
+    """An ordinary file opened for reading; a folder, pipe, socket or device is refused without waiting for it."""
+    try:
+        # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise error(f"{path} is missing") from None
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise error(f"{path} is not an ordinary file: a folder, pipe, socket or device is not read")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, limit: int = JSON_BYTES) -> bytes:
+    """The content of an ordinary file of at most ``limit`` bytes."""
+    with open_plain(path, error) as file:
+        try:
+            content = file.read(limit + 1)
+        except OSError as problem:
+            raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+    if len(content) > limit:
+        raise error(f"{path} has more than {limit:,} bytes, the most that is read of such a file")
+    return content
+
+
+def read_json(path: Path, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
+    """The object in a JSON file; damaged, nested too deeply or with a number of too many digits it is refused."""
+    return parse_json(read_bytes(path, error), path, error)
+
+
+def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
+    """The object that ``content`` spells, within the limits of this module; ``where`` it is from, for the message."""
+    try:
+        loaded = json.loads(content.decode("utf-8"), parse_int=_whole)
+    except RecursionError:
+        raise error(f"{where}: nested too deeply for a JSON file of its kind") from None
+    except ValueError as problem:  # JSONDecodeError and UnicodeDecodeError are such
+        raise error(f"{where} is not valid JSON: {problem}") from None
+    if not isinstance(loaded, dict):
+        raise error(f"{where}: an object is needed, found {type(loaded).__name__}")
+    if _deeper_than(loaded, JSON_DEPTH):
+        raise error(f"{where}: nested too deeply for a JSON file of its kind")
+    return loaded
+
+
+def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError) -> str:
+    """SHA-256 of a file, read in pieces: any size, constant memory."""
+    with open_plain(path, error) as file:
+        try:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as problem:
+            raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > JSON_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    """Whether objects and lists are nested more than ``limit`` deep; no recursion, so any depth can be judged."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
