@@ -31,7 +31,7 @@ BAD = {
 def test_json_that_cannot_be_trusted_is_refused_in_one_line_with_its_path(tmp_path, kind):
     path = tmp_path / "config.json"
     path.write_bytes(BAD[kind])
-    with pytest.raises(CheckpointError, match="config.json") as refusal:
+    with pytest.raises(CheckpointError, match=r"config\.json") as refusal:
         read_json(path)
     assert "\n" not in str(refusal.value)
     with pytest.raises(InputError):
