@@ -6,15 +6,13 @@ import copy
 import difflib
 import math
 from dataclasses import fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from adaponder.errors import ConfigError
-
-Method = Literal["adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla"]
-METHODS: tuple[str, ...] = get_args(Method)
+from adaponder.settings import METHODS, SCALES, scale_from_scratch, scale_of
 
 # What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
 _FOREIGN_KEYS = {
@@ -45,8 +43,9 @@ class AdaPonderConfig(PreTrainedConfig):
         gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear.
         gate_bias: where gates start: ``s = sigmoid(gate_bias)``. The config says how far they are open.
         shared_gate: one gate for all iterations (the paper's ablation) instead of one each.
-        embedding_scale: factor on embeddings and on the table of the mixture. ``None`` resolves to what training
-            from scratch uses: sqrt(d) for adaponder and ponder, sqrt(2.5 d) for loop, 1 otherwise.
+        embedding_scale: factor on embeddings and on the table of the mixture: a number, ``sqrt(d)`` or
+            ``sqrt(2.5 d)``; once built it is a number. ``None`` is what training from scratch uses: sqrt(d), for loop
+            sqrt(2.5 d). Conversions of stock models have 1, so that vanilla is the stock model.
         initial_multiplier: further factor on the first embedding only (PonderLM's ``mutiply_pondering_steps``).
         expectation_top_k: mix only the k likeliest tokens' embeddings; ``None`` mixes the whole vocabulary.
         reuse: what a halted token keeps. ``state``: keys, values and hidden state; ``kv``: keys and values only (the
@@ -79,7 +78,7 @@ class AdaPonderConfig(PreTrainedConfig):
     gate_width: int = 4
     gate_bias: float = 4.0
     shared_gate: bool = False
-    embedding_scale: float | None = None
+    embedding_scale: float | str | None = None
     initial_multiplier: float = 1.0
     expectation_top_k: int | None = None
     reuse: str = "state"
@@ -99,7 +98,9 @@ class AdaPonderConfig(PreTrainedConfig):
             self.iterations = 1
         self.check()
         if self.embedding_scale is None:
-            self.embedding_scale = _scale_from_scratch(self.method, self.backbone_config.hidden_size)
+            self.embedding_scale = scale_from_scratch(self.method)
+        if isinstance(self.embedding_scale, str):
+            self.embedding_scale = scale_of(self.embedding_scale, self.backbone_config.hidden_size)
         if self.method == "mor":
             self.capacities = _capacities(self.capacities, self.iterations)
         super().__post_init__(**kwargs)
@@ -133,7 +134,7 @@ class AdaPonderConfig(PreTrainedConfig):
     @property
     def table_scale(self) -> float:
         """Factor on the embedding table of the mixture."""
-        assert self.embedding_scale is not None  # resolved when built
+        assert isinstance(self.embedding_scale, (int, float))  # resolved when built
         return self.embedding_scale
 
     @property
@@ -212,9 +213,12 @@ def _check_recurrence(config: AdaPonderConfig) -> None:
         isinstance(config.gate_width, int) and config.gate_width >= 0,
         f"gate_width={config.gate_width!r}: 0 (linear gate) or a positive multiple of the hidden size",
     )
-    if config.embedding_scale is not None:
+    scale = config.embedding_scale
+    if isinstance(scale, str):
+        require(scale in SCALES, f"embedding_scale={scale!r}: a number or one of {', '.join(SCALES)} is needed")
+    elif scale is not None:
         finite("embedding_scale")
-        require(config.embedding_scale > 0, f"embedding_scale={config.embedding_scale}: must be positive")
+        require(scale > 0, f"embedding_scale={scale}: must be positive")
     require(config.initial_multiplier > 0, f"initial_multiplier={config.initial_multiplier}: must be positive")
     top_k = config.expectation_top_k
     require(top_k is None or (isinstance(top_k, int) and top_k >= 1), f"expectation_top_k={top_k!r}: None or >= 1")
@@ -257,12 +261,6 @@ def _check_pause(config: AdaPonderConfig) -> None:
             f"pause_token_id={pause} lies outside the vocabulary of {config.vocab_size}: name an unused slot, "
             "or None for a vector of its own"
         )
-
-
-def _scale_from_scratch(method: str, hidden_size: int) -> float:
-    if method in ("adaponder", "ponder"):
-        return math.sqrt(hidden_size)
-    return math.sqrt(2.5 * hidden_size) if method == "loop" else 1.0
 
 
 def _capacities(capacities: list[float] | None, iterations: int) -> list[float]:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import yaml
 
 from adaponder.errors import ConfigError
+from adaponder.settings import scale_from_scratch
 
 # What says nothing of what is computed: no part of the hash, and free to change when a run is resumed.
-FREE = ("name", "about", "provenance")
 FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits", "compile_by")
 
 
@@ -33,6 +33,7 @@ class ModelRecipe:
             rounded up to 128), or a checkpoint folder or hub name (continued pretraining).
         iterations … expectation_top_k, reuse: as in :class:`adaponder.config.AdaPonderConfig`; ``None`` takes what
             the source was trained with, or that class's default.
+        embedding_scale: a number, ``sqrt(d)`` or ``sqrt(2.5 d)``.
         init: ``depth_scaled`` (PonderLM's) or ``stock`` (the backbone's own); only from scratch.
     """
 
@@ -43,7 +44,7 @@ class ModelRecipe:
     gate_bias: float | None = None
     gate_width: int | None = None
     shared_gate: bool | None = None
-    embedding_scale: float | None = None
+    embedding_scale: float | str | None = None
     initial_multiplier: float | None = None
     expectation_top_k: int | None = None
     reuse: str | None = None
@@ -209,16 +210,28 @@ class Recipe:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The recipe as data, with the embedding scale that training from scratch uses where none is given.
+
+        So records and hashes tell runs of different scales apart.
+        """
+        values = dataclasses.asdict(self)
+        if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):
+            values["model"]["embedding_scale"] = scale_from_scratch(self.model.method)
+        return values
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides the result: not the name, prose, how often is logged or what is kept."""
-        decisive = self.as_dict()
-        for key in FREE:
-            del decisive[key]
+        """Hash of everything that decides the result: not the name, prose, how often is logged or what is kept.
+
+        Fields left open (``None``) are not part of it, so that a later field does not rename the runs before it.
+        """
+        sections = self.as_dict()
+        decisive = {
+            section: {key: value for key, value in sections[section].items() if value is not None}
+            for section in ("model", "data", "train")
+        }
         for key in FREE_TRAIN:
-            del decisive["train"][key]
+            decisive["train"].pop(key, None)
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
@@ -338,7 +351,9 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if origin is types.UnionType:
         if value is None and type(None) in arguments:
             return None
-        return _typed(value, next(a for a in arguments if a is not type(None)), where)
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        # A number or a word: words are tried where the value is one.
+        return _typed(value, str if isinstance(value, str) and str in kinds else kinds[0], where)
     if origin is Literal:
         if value not in arguments:
             raise ConfigError(f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}")

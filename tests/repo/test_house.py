@@ -15,6 +15,7 @@ ORDER = [
     "errors",
     "version",
     "files",
+    "settings",
     "config",
     "masks",
     "ops",

@@ -205,17 +205,18 @@ def test_fresh_gates_are_open_by_exactly_what_the_config_says():
     assert torch.equal(model(ids()).gates, expected.expand(2, 9, 3))
 
 
-def test_scales_from_scratch_are_those_of_the_releases():
-    for method, scale in {
-        "adaponder": 4.0,
-        "ponder": 4.0,
-        "loop": 40**0.5,
-        "pause": 1.0,
-        "mor": 1.0,
-        "ouro": 1.0,
-    }.items():
-        assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], method=method).embedding_scale == scale
-    assert AdaPonderForCausalLM.from_backbone(stock()).config.embedding_scale == 1.0
+@pytest.mark.parametrize("method", METHODS)
+def test_from_scratch_every_method_has_one_scale_but_loop_which_has_its_releases(method):
+    config = AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], method=method)
+    assert config.embedding_scale == (40**0.5 if method == "loop" else 4.0)
+    assert AdaPonderForCausalLM.from_backbone(stock(), method=method).config.embedding_scale == 1.0
+
+
+def test_an_embedding_scale_is_a_number_or_a_rule():
+    for given, scale in {"sqrt(d)": 4.0, "sqrt(2.5 d)": 40**0.5, 1.0: 1.0, 3: 3}.items():
+        assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale=given).embedding_scale == scale
+    with pytest.raises(ConfigError, match=r"embedding_scale='d': a number or one of sqrt\(d\)"):
+        AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale="d")
 
 
 def test_a_pause_can_be_an_unused_token_of_the_vocabulary():

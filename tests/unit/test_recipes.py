@@ -9,25 +9,23 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import load_recipe, recipe_names
 from adaponder.shape import parameters_of
 from adaponder.training.build import scratch_config
+from adaponder.training.grid import config_of
 from adaponder.training.schedule import learning_rate_factor, objective_at, phases
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
 FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]
 
 
-def config_of(name: str) -> AdaPonderConfig:
-    recipe = load_recipe(name)
-    chosen = {
-        key: value
-        for key in ("method", "iterations", "gate_width", "shared_gate", "embedding_scale")
-        if (value := getattr(recipe.model, key)) is not None
-    }
-    return scratch_config(recipe, 50_277, chosen)
+def built(name: str, *overrides: str) -> AdaPonderConfig:
+    """The config that training the recipe from scratch builds its model from."""
+    found = config_of(load_recipe(name, overrides), 50_277)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name):
-    config = config_of(name)
+    config = built(name)
     with torch.device("meta"):
         model = AdaPonderForCausalLM(config)
     counted = parameters_of(config)
@@ -50,6 +48,25 @@ def test_paper_recipes_keep_the_papers_schedule_and_say_where_each_value_is_from
     assert set(recipe.provenance) <= known
     for source in recipe.provenance.values():
         assert source.startswith(("stated", "inferred", "from the PonderLM"))
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_recipes_that_are_compared_have_one_embedding_scale(name):
+    config = built(name)
+    scale = (2.5 * config.hidden_size if config.method == "loop" else config.hidden_size) ** 0.5
+    if name.startswith("paper/vanilla-") and "scaled" not in name:
+        scale = 1.0  # Pythia as it was released; paper/vanilla-scaled-* is the twin to compare with
+    assert config.embedding_scale == scale
+
+
+def test_the_scale_is_recorded_and_hashed_whether_said_or_left_open():
+    recipe = load_recipe("mini/vanilla")
+    assert recipe.as_dict()["model"]["embedding_scale"] == "sqrt(d)"
+    assert load_recipe("mini/vanilla", ["model.embedding_scale=sqrt(d)"]).fingerprint == recipe.fingerprint
+    assert load_recipe("mini/vanilla", ["model.embedding_scale=1"]).fingerprint != recipe.fingerprint
+    assert built("mini/vanilla").embedding_scale == 16.0
+    assert built("mini/adaponder", "model.method=loop").embedding_scale == 640**0.5
+    assert load_recipe("paper/adaponder-1.4b-from-ponder").as_dict()["model"]["embedding_scale"] is None
 
 
 GATES_BEGIN = {

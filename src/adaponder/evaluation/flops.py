@@ -9,9 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from adaponder.compute import cost_of
-from adaponder.config import METHODS, AdaPonderConfig
+from adaponder.config import AdaPonderConfig
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
+from adaponder.settings import METHODS
 
 _BACKBONE = {
     "model_type": "gpt_neox",

@@ -121,7 +121,8 @@ def value_of(recipe: Recipe, field: str) -> Any:
     for part in field.split("."):
         place = place.get(part) if isinstance(place, dict) else None
     section, _, key = field.partition(".")
-    if place is None and section == "model" and (config := config_of(recipe)) is not None:
+    left_open = place is None or field == "model.embedding_scale"
+    if left_open and section == "model" and (config := config_of(recipe)) is not None:
         place = getattr(config, key, None)
     return list(place) if isinstance(place, tuple) else place
 
