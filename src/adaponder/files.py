@@ -1,15 +1,22 @@
-"""Files that somebody else may have written: read as plain data, within limits, or refused in one line."""
+"""Files that somebody else may have written: read as plain data, within limits, or refused in one line.
+
+Files of ours appear whole, under their final name, or not at all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from adaponder.errors import AdaPonderError, CheckpointError
+from adaponder.errors import AdaPonderError, CheckpointError, InputError
 
 # The largest tokenizer.json on the hub has some 40 MB; a file beyond this is not read into memory.
 JSON_BYTES = 2**28
@@ -17,6 +24,7 @@ JSON_BYTES = 2**28
 JSON_DEPTH = 64
 # Counts and ids have at most 20 digits. Python refuses to print integers of more than 4,300.
 JSON_DIGITS = 40
+_BLOCK = 2**20
 
 
 def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> BinaryIO:
@@ -66,13 +74,76 @@ def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = 
     return loaded
 
 
-def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError) -> str:
-    """SHA-256 of a file, read in pieces: any size, constant memory."""
+def sha256_of(
+    path: Path, error: type[AdaPonderError] = CheckpointError, *, advance: Callable[[int], None] = lambda _: None
+) -> str:
+    """SHA-256 of a file, read in pieces: any size, constant memory. ``advance`` is told the bytes of each piece."""
+    digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                advance(len(block))
         except OSError as problem:
             raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+    return digest.hexdigest()
+
+
+class _Unwanted(Exception):
+    """Ends a thread whose result nobody waits for."""
+
+
+def sha256_of_each(
+    paths: Sequence[Path],
+    error: type[AdaPonderError] = CheckpointError,
+    *,
+    advance: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Equals ``[sha256_of(path) for path in paths]``, by several threads; ``advance`` is called from any of them."""
+    ended = threading.Event()
+
+    def step(size: int) -> None:
+        if ended.is_set():
+            raise _Unwanted  # nobody waits for the result any more: an interruption need not wait for a file
+        if advance is not None:
+            advance(size)
+
+    # Hashing and reading let other threads run: this goes as fast as cores or disk allow.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        try:
+            return list(pool.map(lambda path: sha256_of(path, error, advance=step), paths))
+        finally:
+            ended.set()
+
+
+def checksums_wanted() -> bool:
+    """Whether checksums are verified when data or weights are opened: always, unless ``ADAPONDER_VERIFY=0`` says no."""
+    setting = os.environ.get("ADAPONDER_VERIFY", "1")
+    if setting not in ("0", "1"):
+        raise InputError(f"ADAPONDER_VERIFY={setting}: 1 verifies checksums (as without it), 0 leaves them out")
+    return setting == "1"
+
+
+def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPonderError) -> None:
+    """``path`` holds ``content``, or what it held before, whenever the process or the power goes."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        # Makes the rename survive a power cut; systems that cannot open a folder need no such thing.
+        with contextlib.suppress(PermissionError):
+            flush(path.parent)
+    except OSError as problem:
+        raise error(
+            f"{path} could not be written: {problem.strerror or problem}; what was finished before is intact: "
+            "make room and run the same command again, it continues"
+        ) from problem
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

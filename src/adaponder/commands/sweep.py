@@ -19,8 +19,8 @@ import transformers
 
 from adaponder.analysis.sensitivity import Point, points, sensitivity, text_of
 from adaponder.analysis.style import save
-from adaponder.data.writer import write_whole
 from adaponder.errors import InputError
+from adaponder.files import write_whole
 from adaponder.terminal import console, table, write_json
 from adaponder.training.grid import Run, config_of, plan
 from adaponder.training.sweep import FAILED, FINISHED, PENDING, STOPPED, Record, carry_out, examine, pending

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.data.shards import JOURNAL, MANIFEST, SPLITS, DataError, Manifest, Shard, Shards
-from adaponder.data.writer import leftovers, write_whole
+from adaponder.data.writer import leftovers
 from adaponder.errors import InputError
+from adaponder.files import write_whole
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Journal:
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     def save(self, out: Path) -> None:
-        write_whole(out / JOURNAL, json_bytes(asdict(self)))
+        write_whole(out / JOURNAL, json_bytes(asdict(self)), DataError)
 
     @classmethod
     def load(cls, out: Path) -> Journal:

@@ -20,8 +20,9 @@ from adaponder.data.journal import Journal, claimed, finished, json_bytes, owned
 from adaponder.data.shards import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
 from adaponder.data.sources import Document, Leaf, Tally
 from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
-from adaponder.data.writer import ShardWriter, write_whole
+from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
+from adaponder.files import write_whole
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
 
@@ -106,7 +107,7 @@ def _prepare(
         fingerprint=journal.fingerprint,
         skipped=tally.skipped(),
     )
-    write_whole(out / MANIFEST, json_bytes(manifest.as_dict()))
+    write_whole(out / MANIFEST, json_bytes(manifest.as_dict()), DataError)
     (out / JOURNAL).unlink()
     progress(Progress("done", items.count, writing.tokens, total, total))
     return manifest
@@ -199,7 +200,7 @@ def _tokenizer(
         return words, end_id
     texts = _training_texts(leaves, journal.fingerprint["validation"], progress)
     words, end_id = load_tokenizer(journal.fingerprint["tokenizer"], texts, end_token=journal.fingerprint["end_token"])
-    write_whole(out / TOKENIZER, words.to_str(pretty=True).encode())
+    write_whole(out / TOKENIZER, words.to_str(pretty=True).encode(), DataError)
     journal.tokenizer_hash, journal.end_token = tokenizer_hash(words), words.id_to_token(end_id)
     journal.save(out)
     return words, end_id

@@ -1,10 +1,8 @@
-"""A file appears whole, under its final name, or not at all."""
+"""Documents of one split become whole shards: tokens, and the table of documents that cuts them."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from adaponder.data.shards import DOCS, DTYPES, DataError, Shard
+from adaponder.files import write_whole
 
 
 class ShardWriter:
@@ -49,40 +48,10 @@ class ShardWriter:
             tokens_sha256=hashlib.sha256(tokens).hexdigest(),
             docs_sha256=hashlib.sha256(docs).hexdigest(),
         )
-        write_whole(self.folder / shard.docs_name, docs)
-        write_whole(self.folder / shard.tokens_name, tokens)
+        write_whole(self.folder / shard.docs_name, docs, DataError)
+        write_whole(self.folder / shard.tokens_name, tokens, DataError)
         self.number, self.tokens, self._parts, self._rows = self.number + 1, 0, [], []
         return shard
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """``path`` holds ``data``, or what it held before, whenever the process or the power goes."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise DataError(
-            f"{path} could not be written: {error.strerror or error}; what was finished before is intact: "
-            "make room and run the same command again, it continues"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename survive a power cut; systems that cannot open a folder need no such thing."""
-    with contextlib.suppress(PermissionError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
