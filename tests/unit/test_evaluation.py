@@ -407,6 +407,8 @@ def test_compare_pairs_the_tokens(stock, ada, records, tmp_path):
     found = json.loads(record.read_text())
     assert found["difference"]["mean"] == pytest.approx(found["rows"][1]["loss"] - found["rows"][0]["loss"])
     assert "too few documents for an interval (3 of 10)" in result.output
+    assert "emb. scale" in result.output
+    assert [row["embedding_scale"] for row in found["rows"]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from adaponder.analysis.sensitivity import sensitivity
 from adaponder.analysis.style import save
 from adaponder.commands import sweep as command
+from adaponder.config import AdaPonderConfig
 from adaponder.data import prepare as preparing
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.modeling import AdaPonderForCausalLM
@@ -204,6 +205,11 @@ def test_the_table_is_written_three_times_and_the_figure_comes_from_the_json_alo
         rows = list(csv.DictReader(file))
     for row, each in zip(rows, result["runs"], strict=True):
         assert float(row["train.k_max"]) == each["fields"]["train.k_max"]
+        assert (
+            float(row["embedding_scale"])
+            == each["embedding_scale"]
+            == AdaPonderConfig.from_pretrained(swept / each["name"] / "final").embedding_scale
+        )
         assert float(row["validation_loss"]) == each["validation_loss"]
         assert [float(row[f"validation_halted_{i}"]) for i in (1, 2)] == each["validation_halted"]
         assert each["tokens_per_second"] > 0
@@ -219,6 +225,7 @@ def test_what_is_finished_is_never_run_again(recipe, swept, monkeypatch, capsys)
     shown = capsys.readouterr().out
     assert "4 done before, 0 to do" in " ".join(shown.split())
     assert "requested" in shown
+    assert "scale" in shown  # of embeddings: "emb." may stand on a line of its own
 
 
 @pytest.mark.parametrize(

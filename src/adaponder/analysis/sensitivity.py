@@ -52,11 +52,13 @@ class Point:
 
     Attributes:
         fields: value of every axis. runs: how many were planned; how many finished is ``loss.count``.
-        loss, depth: on validation text. requested: mean depth asked for. halted: mean shares after iterations 1 … K-1.
+        embedding_scale: of the models trained. requested: mean depth asked for.
+        loss, depth: on validation text. halted: mean shares after iterations 1 … K-1.
     """
 
     fields: Mapping[str, Any]
     runs: int
+    embedding_scale: float | None
     requested: float | None
     loss: Spread | None
     depth: Spread | None
@@ -79,13 +81,18 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
     return Point(
         fields=dict(group[0]["fields"]),
         runs=len(group),
-        # Before a checkpoint is opened nobody knows its K: ask those that ran.
-        requested=next((r["requested_depth"] for r in [*done, *group] if r["requested_depth"] is not None), None),
+        embedding_scale=_known(group, done, "embedding_scale"),
+        requested=_known(group, done, "requested_depth"),
         loss=_spread([record["validation_loss"] for record in done]),
         depth=_spread([record["validation_depth"] for record in done]),
         halted=[statistics.fmean(shares) for shares in zip(*halted, strict=True)] if done else None,
         tokens_per_second=statistics.fmean(speeds) if speeds else None,
     )
+
+
+def _known(group: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """What a setting's runs have in common, if known: before a checkpoint is opened it is not, so ask those that ran."""
+    return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
 
 
 def _spread(values: Sequence[float]) -> Spread | None:

@@ -26,6 +26,7 @@ class Row:
     label: str
     scores: Scores
     summary: Summary
+    embedding_scale: float
 
     def cells(self) -> tuple[str, ...]:
         found = self.summary
@@ -34,12 +35,17 @@ class Row:
         return (self.label, f"{found.loss:.4f}", spread, f"{found.perplexity:,.2f}", bits)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"label": self.label} | self.summary.as_dict() | {"cost": self.scores.spent.as_dict()}
+        own = {"label": self.label, "embedding_scale": self.embedding_scale}
+        return own | self.summary.as_dict() | {"cost": self.scores.spent.as_dict()}
 
 
-def show_rows(title: str, rows: list[Row]) -> None:
-    """What was reached, and under it what it cost."""
-    console.print(table(title, ("", "loss", "95 %", "perplexity", "bits/byte"), [row.cells() for row in rows]))
+def show_rows(title: str, rows: list[Row], *, several_models: bool = False) -> None:
+    """What was reached, and under it what it cost; of several models also how they scale embeddings."""
+    head, cells = ["", "loss", "95 %", "perplexity", "bits/byte"], [list(row.cells()) for row in rows]
+    if several_models:
+        head.append("emb. scale")
+        cells = [[*line, f"{row.embedding_scale:g}"] for line, row in zip(cells, rows, strict=True)]
+    console.print(table(title, head, cells))
     spent = [(row.label, *row.scores.spent.cells()) for row in rows]
     console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
 
@@ -151,7 +157,8 @@ def forced(subject: Subject, depths: list[int], how: Reading) -> dict[str, Readi
 def scored(subject: Subject, text: Text, windows: Windows, label: str, how: Reading, batch_size: int) -> Row:
     with counting(f"{subject.name}: {label}", text.predictions) as advance:
         scores = score(subject.model, text, windows, how=how, batch_size=batch_size, advance=advance)
-    return Row(label, scores, summarise(text, scores.nll, scores.depth, seed=how.seed))
+    summary = summarise(text, scores.nll, scores.depth, seed=how.seed)
+    return Row(label, scores, summary, subject.model.config.table_scale)
 
 
 def show_sources(parts: dict[str, Summary]) -> None:
@@ -211,7 +218,7 @@ def compare(
     ]
     found = paired_difference(text, rows[0].scores.nll, rows[1].scores.nll, seed=seed)
     console.print(described(data, text, windows), soft_wrap=True)
-    show_rows(f"A {first}, B {second}", rows)
+    show_rows(f"A {first}, B {second}", rows, several_models=True)
     if found.interval is None:
         words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
     else:

@@ -131,7 +131,7 @@ def show(name: str, records: Sequence[Record]) -> None:
     # A field's last name is enough where only one axis has it.
     lasts = [axis.rpartition(".")[2] for axis in axes]
     heads = [last if lasts.count(last) == 1 else axis for axis, last in zip(axes, lasts, strict=True)] or ["recipe"]
-    columns = (*heads, "loss", "requested", "realised", "halted", "tok/s", "runs")
+    columns = (*heads, "emb. scale", "loss", "requested", "realised", "halted", "tok/s", "runs")
     console.print(table(f"\nSweep of {name} (validation)", columns, [_row(point, name) for point in found]))
     for record in records:
         if record.status == FAILED:
@@ -142,6 +142,7 @@ def _row(point: Point, name: str) -> tuple[str, ...]:
     values = [text_of(value) for value in point.fields.values()] or [name]
     return (
         *values,
+        _number(point.embedding_scale, ".4g"),
         "—" if point.loss is None else f"{point.loss:.4f}",
         _number(point.requested, ".2f"),
         "—" if point.depth is None else f"{point.depth:.2f}",

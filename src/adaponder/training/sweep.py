@@ -34,8 +34,9 @@ FINISHED, FAILED, STOPPED, PENDING = "finished", "failed", "stopped", "pending"
 class Record:
     """One run as a line of the sweep's table; what is not known (yet) is ``None``.
 
-    ``requested_depth``: see :func:`requested_depth`. ``validation_*``: loss, mean depth and the share of tokens halted
-    after iterations 1 … K-1, at the end of the run. ``tokens_per_second``: the median of what training logged.
+    ``embedding_scale`` is the model's, a number. ``requested_depth``: see :func:`requested_depth`. ``validation_*``:
+    loss, mean depth and the share of tokens halted after iterations 1 … K-1, at the end of the run.
+    ``tokens_per_second``: the median of what training logged.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Record:
     steps: int
     method: str
     iterations: int | None
+    embedding_scale: float | None
     requested_depth: float | None
     validation_loss: float | None = None
     validation_depth: float | None = None
@@ -151,6 +153,7 @@ def pending(run: Run, config: AdaPonderConfig | None) -> Record:
         steps=recipe.train.steps,
         method=recipe.model.method,
         iterations=None if config is None else config.iterations,
+        embedding_scale=None if config is None else config.table_scale,
         requested_depth=requested_depth(recipe, config),
     )
 
