@@ -89,7 +89,7 @@ def sha256_of(
     return digest.hexdigest()
 
 
-class _Unwanted(Exception):
+class _UnwantedError(Exception):
     """Ends a thread whose result nobody waits for."""
 
 
@@ -104,7 +104,7 @@ def sha256_of_each(
 
     def step(size: int) -> None:
         if ended.is_set():
-            raise _Unwanted  # nobody waits for the result any more: an interruption need not wait for a file
+            raise _UnwantedError  # nobody waits for the result any more: an interruption need not wait for a file
         if advance is not None:
             advance(size)
 
