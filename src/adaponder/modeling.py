@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from adaponder.backbone import Backbone
@@ -398,7 +398,5 @@ def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
     return logits_to_keep
 
 
-def register() -> None:
-    """Makes AutoConfig and AutoModelForCausalLM know the family."""
-    AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
-    AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)
+# ``import adaponder`` sees to it that this module is imported once the Auto classes are.
+AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,11 +71,14 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def quiet_libraries() -> None:
-    """Progress bars and notices of libraries do not belong between our lines."""
-    import transformers
+    """Progress bars and notices of libraries do not belong between our lines; who wants them sets the variables."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # it has read them already; and is not imported for this
+        from transformers.utils import logging
 
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

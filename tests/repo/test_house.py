@@ -1,9 +1,13 @@
 """The house keeps its order: who may import whom, what importing costs, and which names are public."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import transformers
 
 import adaponder
 
@@ -82,13 +86,49 @@ def test_every_room_has_its_place_in_the_order():
     assert {room_of(path) for path in SOURCE.rglob("*.py")} == set(ORDER)
 
 
-def test_importing_costs_no_kernel_no_plot_and_no_web():
-    unwanted = ["matplotlib", "fastapi", "starlette", "uvicorn", "pandas", "lm_eval", "datasets", "typer"]
+@pytest.fixture(scope="module")
+def imported() -> dict[str, list[str]]:
+    """What a fresh process has imported: after ``import adaponder`` alone, and when the Auto classes followed it."""
+    code = """
+import json, sys, adaponder
+package = list(sys.modules)
+from transformers import CONFIG_MAPPING
+assert CONFIG_MAPPING["adaponder"] is adaponder.AdaPonderConfig
+config_only = list(sys.modules)
+from transformers import AutoModelForCausalLM
+assert AutoModelForCausalLM._model_mapping[adaponder.AdaPonderConfig] is adaponder.AdaPonderForCausalLM
+assert adaponder.policies.FixedDepth is adaponder.FixedDepth
+print(json.dumps({"package": package, "config only": config_only, "model": list(sys.modules)}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_importing_costs_no_kernel_no_plot_and_no_web(imported):
+    assert not {"torch", "transformers", "numpy", "yaml"} & set(imported["package"])
+    assert "adaponder.modeling" not in imported["config only"]
+    unwanted = {"matplotlib", "fastapi", "starlette", "uvicorn", "pandas", "lm_eval", "datasets", "typer"}
     # Triton itself may be there: transformers imports it where it is installed.
-    unwanted += [f"adaponder.ops.{path.parent.name}.triton" for path in SOURCE.glob("ops/*/triton.py")]
-    code = f"import sys, adaponder; print([m for m in {unwanted!r} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    unwanted |= {f"adaponder.ops.{path.parent.name}.triton" for path in SOURCE.glob("ops/*/triton.py")}
+    assert "adaponder.modeling" in imported["model"]
+    assert not unwanted & set(imported["model"])
+
+
+def test_the_auto_classes_know_the_family_whichever_is_imported_first(imported):
+    """In the other process transformers came after adaponder, and knew it; in this one it was there before."""
+    assert transformers.CONFIG_MAPPING["adaponder"] is adaponder.AdaPonderConfig
+    known = transformers.AutoModelForCausalLM._model_mapping[adaponder.AdaPonderConfig]
+    assert known is adaponder.AdaPonderForCausalLM
+
+
+def test_rooms_below_the_model_never_import_an_auto_model():
+    """Importing one imports adaponder.modeling, which would find them half imported."""
+    below = ORDER[: ORDER.index("modeling")]
+    for path in SOURCE.rglob("*.py"):
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in top if node.module == "transformers" for alias in node.names}
+        assert room_of(path) not in below or not any(name.startswith("AutoModel") for name in names), path
 
 
 def test_the_public_door_is_this_wide():
@@ -116,6 +156,8 @@ def test_the_public_door_is_this_wide():
         "__version__",
     ]
     assert all(hasattr(adaponder, name) for name in adaponder.__all__)
+    assert set(adaponder.__all__) <= set(dir(adaponder))
+    assert not hasattr(adaponder, "Everything")
 
 
 def test_every_module_states_its_law_first():

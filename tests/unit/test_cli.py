@@ -52,6 +52,26 @@ def test_help_teaches_every_command():
     assert "read up to K times" in " ".join(result.output.split())
 
 
+def test_help_is_quick():
+    """No library that takes seconds to import is imported before a command needs it."""
+    code = """
+import sys
+from typer.main import get_command
+from typer.testing import CliRunner
+from adaponder.cli import app
+def walk(command, path):
+    result = CliRunner().invoke(app, [*path, "--help"])
+    assert result.exit_code == 0, (path, result.output, result.exception)
+    for name, inner in getattr(command, "commands", {}).items():
+        walk(inner, [*path, name])
+walk(get_command(app), [])
+heavy = ["torch", "transformers", "pandas", "matplotlib", "pyarrow", "numpy", "huggingface_hub", "tokenizers"]
+print([name for name in heavy if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
+
+
 def test_it_says_which_version_it_is():
     result = CliRunner().invoke(cli.app, ["--version"])
     assert (result.exit_code, result.output.strip()) == (0, f"adaponder {__version__}")
