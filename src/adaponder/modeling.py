@@ -359,7 +359,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any):
         """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error."""
         for name, reason in _NEVER.items():
-            if kwargs.pop(name, None) not in (None, name == "use_safetensors"):
+            # lm-eval passes subfolder="" and trust_remote_code=False: what is empty or off asks for nothing.
+            if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
                 raise InputError(f"{name}: {reason}")
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
         where = fetch(pretrained_model_name_or_path, NEEDED, **hub)

@@ -51,6 +51,7 @@ ORDER = [
     "analysis",
     "commands",
     "cli",
+    "lm_eval",
     "__main__",
     "__init__",
 ]

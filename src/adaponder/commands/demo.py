@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from adaponder.commands.generate import generate, load_tokenizer, show
+from adaponder.commands.generate import generate, show
+from adaponder.commands.subject import open_tokenizer
 from adaponder.commands.train import show_recipe
 from adaponder.data import Shards
 from adaponder.modeling import AdaPonderForCausalLM
@@ -37,7 +38,7 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
 
     console.rule("3  what it writes, each token coloured by how often it was read")
     model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
-    words = load_tokenizer(str(done.final))
+    words = open_tokenizer(model, done.final, None)
     settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
     (out / "README.md").write_text(_readme(out, done.trainer.sampler.shards.folder, found))

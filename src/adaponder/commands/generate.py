@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from adaponder.commands.subject import choose_policy
+from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.convert import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
@@ -69,7 +69,7 @@ def run(
 ) -> Generated:
     with console.status(f"loading {checkpoint} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
-        words = load_tokenizer(tokenizer or str(folder))
+        words = open_tokenizer(model, folder, tokenizer)
         chosen = choose_policy(folder, policy=policy, tau=tau, profile=profile)
     with console.status("generating …"):
         done = generate(
@@ -88,15 +88,6 @@ def run(
     show(done, colours=depth_colours)
     write_json(json, done.as_dict())
     return done
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--tokenizer: {name} has no tokenizer ({error}); name a folder or hub model that has"
-        ) from None
 
 
 def generate(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.markup import escape
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from adaponder.convert import load
+from adaponder.convert import has_tokenizer, load
+from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Reading, default_length
 from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
@@ -51,7 +53,47 @@ class Subject(NamedTuple):
 def open_subject(checkpoint: str, *, tokenizer: str | None = None, dtype: str = "auto", device: str = "cpu") -> Subject:
     with console.status(f"loading {escape(checkpoint)} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
-        return Subject(checkpoint, model, folder, open_vocabulary(tokenizer or str(folder)))
+        vocabulary = open_vocabulary(tokenizer or str(folder))
+        refuse_other_tokenizer(model, folder, tokenizer, vocabulary.tokenizer.get_vocab())
+        return Subject(checkpoint, model, folder, vocabulary)
+
+
+def open_tokenizer(model: AdaPonderForCausalLM, folder: Path, named: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the checkpoint in ``folder``, or the ``named`` one (folder, hub name, ``tokenizer.json``)."""
+    name = named or str(folder)
+    if Path(name).is_file():
+        backend, end = read_tokenizer(name)
+        found: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=backend.id_to_token(end))
+    else:
+        try:
+            found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"--tokenizer: {name} has no tokenizer ({error}); name a folder or hub model that has"
+            ) from None
+    refuse_other_tokenizer(model, folder, named, found.get_vocab())
+    return found
+
+
+def refuse_other_tokenizer(
+    model: AdaPonderForCausalLM, folder: Path, named: str | None, vocabulary: dict[str, int]
+) -> None:
+    """Raises where the model has no such ids, or the checkpoint's own tokenizer has other ids for these tokens."""
+    highest, size = max(vocabulary.values(), default=-1), model.config.vocab_size
+    if highest >= size:
+        raise InputError(
+            f"--tokenizer {named or folder}: its ids go up to {highest}, the model's vocabulary ends at {size - 1}: "
+            "name the tokenizer that the checkpoint was trained with"
+        )
+    if named is None or not has_tokenizer(folder):
+        return
+    own = open_vocabulary(str(folder)).tokenizer.get_vocab()
+    if own != vocabulary:
+        differ = sum(vocabulary.get(token) != number for token, number in own.items())
+        raise InputError(
+            f"--tokenizer {named}: not the checkpoint's own ({differ or len(vocabulary) - len(own):,} of {len(own):,} "
+            "tokens have other ids); leave it out"
+        )
 
 
 def choose_policy(

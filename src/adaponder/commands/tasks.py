@@ -7,12 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerFast
-
-from adaponder.commands.generate import load_tokenizer
-from adaponder.commands.subject import choose_policy
+from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.convert import load
-from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import Reading
@@ -57,7 +53,7 @@ def run(
     data = None if task_data is None else TaskData(task_data)
     with console.status(f"loading {checkpoint} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
-        words = _tokenizer(tokenizer or str(folder))
+        words = open_tokenizer(model, folder, tokenizer)
     policy = choose_policy(folder, policy=policy, tau=tau, profile=profile)
     how = Reading(policy=policy, max_iterations=max_iterations, seed=seed)
     harness = HarnessLM(model, words, batch_size=batch_size, how=how, counting=counting)
@@ -174,11 +170,3 @@ def show_suite(suite: Suite, compared: list[Comparison], matched: Reference | No
 
 def _beside(ours: float, theirs: float | None) -> tuple[str, str]:
     return ("", "") if theirs is None else (f"{theirs:.1f}", f"{ours - theirs:+.1f}")
-
-
-def _tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or hub name, or a ``tokenizer.json``."""
-    if not Path(name).is_file():
-        return load_tokenizer(name)
-    tokenizer, end = read_tokenizer(name)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizer.id_to_token(end))

@@ -1,0 +1,89 @@
+"""The family as a model of lm-eval: importing this registers ``adaponder``, and lets ``hf`` open its checkpoints.
+
+``python -m adaponder.lm_eval`` does so first. Releases of lm-eval that look for entry points find it by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+
+from adaponder.commands.subject import choose_policy, open_tokenizer
+from adaponder.convert import load
+from adaponder.errors import InputError
+from adaponder.evaluation.harness import HarnessLM
+from adaponder.evaluation.scoring import Reading
+from adaponder.policies import parse_policy
+
+
+@register_model("adaponder")
+class AdaPonderLM(HarnessLM):
+    """``--model adaponder --model_args pretrained=CKPT,…``: the scores and depths of ``adaponder eval --tasks``.
+
+    Args:
+        pretrained: a model folder, a run folder, a step folder or a hub name; any plain decoder too.
+        policy: who decides depth, as ``adaponder eval --policy`` takes it; quote one that has commas.
+        tau: a threshold for the learned gate instead.
+        profile: a profile of ``adaponder calibrate`` instead.
+        max_iterations: read each token at most this often.
+        tokenizer: where the checkpoint's tokenizer lies, if not beside it.
+        revision: of a hub name.
+        dtype: float32, bfloat16, float16, float64, or auto: as saved.
+        device: cpu, cuda, cuda:1, …; by default a GPU where there is one.
+        batch_size: texts read at once; changes speed and rounding, nothing else.
+        max_batch_size: lm-eval hands it to every model; it limits ``batch_size="auto"``, which is refused.
+        seed: of policies and samples that draw.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        policy: str | None = None,
+        tau: float | None = None,
+        profile: str | None = None,
+        max_iterations: int | None = None,
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        seed: int = 0,
+        **others: Any,
+    ):
+        # lm-eval adds arguments of its own, e.g. trust_remote_code; what is off asks for nothing.
+        if foreign := [name for name, value in others.items() if value not in (None, False)]:
+            raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=device)
+        rule = None if policy is None else parse_policy(str(policy))
+        rule = choose_policy(folder, policy=rule, tau=tau, profile=profile)
+        super().__init__(
+            model,
+            open_tokenizer(model, folder, tokenizer),
+            batch_size=_rows(batch_size),
+            how=Reading(policy=rule, max_iterations=max_iterations, seed=seed),
+        )
+        self.pretrained = str(pretrained)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes beside its results: what was evaluated, and how deeply each task was read."""
+        policy = self.how.policy
+        return {
+            "model_name": self.pretrained,
+            "model_method": self.model.config.method,
+            "model_iterations": self.how.max_iterations or self.model.config.iterations,
+            "model_policy": None if policy is None else policy.fingerprint,
+            "model_dtype": str(self.model.dtype),
+            "model_num_parameters": self.model.num_parameters(),
+            "model_cost": {task: meter.spent().as_dict() for task, meter in self.meters.items()},
+        }
+
+
+def _rows(batch_size: int | str) -> int:
+    if not str(batch_size).isdecimal():
+        raise InputError(f"--batch_size {batch_size}: a whole number is needed; nothing is tried out here")
+    return int(batch_size)

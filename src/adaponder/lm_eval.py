@@ -1,0 +1,33 @@
+"""``python -m adaponder.lm_eval …`` is lm-eval's own command line, with this family known to it.
+
+``--model hf`` opens a checkpoint as it opens any other; ``--model adaponder`` takes policies and profiles too
+(:class:`adaponder.commands.lm_eval_model.AdaPonderLM`). Either reads tokens at adaptive depth.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from adaponder.errors import AdaPonderError, ConfigError, InputError
+from adaponder.terminal import errors
+
+if find_spec("lm_eval") is not None:
+    from adaponder.commands import lm_eval_model  # noqa: F401  (registers it)
+
+
+def main() -> None:
+    """lm-eval's command line; its refusals of ours are one line each, with the exit codes of ``adaponder``."""
+    try:
+        if find_spec("lm_eval") is None:
+            raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
+        from lm_eval.__main__ import cli_evaluate
+
+        cli_evaluate()
+    except AdaPonderError as error:
+        errors.print(f"error: {error}", markup=False, emoji=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
+
+
+if __name__ == "__main__":
+    main()
