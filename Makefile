@@ -7,7 +7,7 @@ JOBS ?= 2
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test test-faults test-floor check format clean
+.PHONY: help setup demo test test-faults test-floor mutants check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -39,6 +39,9 @@ $(FLOOR)/.ready: pyproject.toml constraints.txt
 
 test-floor: $(FLOOR)/.ready  ## laws and contracts on the oldest supported transformers
 	$(PYTEST) $(FLOOR)/bin/python -m pytest -n $(JOBS) tests/laws tests/contract
+
+mutants: setup  ## make each mistake of tests/laws/mistakes in a copy of the source: its tests must fail
+	$(PYTEST) $(BIN)/python tests/laws/mistakes --jobs $(JOBS) --record
 
 check: setup  ## ruff and the type checker
 	$(BIN)/ruff check .

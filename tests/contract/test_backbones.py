@@ -163,13 +163,24 @@ def test_an_embedding_that_is_not_its_table_is_found_by_numbers():
         AdaPonderForCausalLM.from_backbone(base)
 
 
-def test_a_layer_that_does_not_ask_the_cache_is_counted():
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_a_layer_that_does_not_ask_the_cache_is_counted(execution):
     model = tiny("adaponder")
     attention = model.backbone.gpt_neox.layers[1].attention
     original = attention.forward
     attention.forward = lambda *args, **kwargs: original(*args, **kwargs | {"layer_past": None})
     with pytest.raises(BackboneError, match=r"layers \[1\] called the cache \[0\] times"):
-        model(ids())
+        model(ids(), execution=execution)
+
+
+@pytest.mark.parametrize("asked", [{"execution": "dense"}, {"execution": "compact"}, {"use_cache": True}], ids=str)
+def test_a_layer_that_asks_the_cache_twice_is_counted(asked):
+    model = tiny("adaponder")
+    attention = model.backbone.gpt_neox.layers[1].attention
+    original = attention.forward
+    attention.forward = lambda *args, **kwargs: (original(*args, **kwargs), original(*args, **kwargs))[1]
+    with pytest.raises(BackboneError, match=r"layers \[1\] called the cache \[2\] times"):
+        model(ids(), **asked)
 
 
 def test_the_backbones_own_checkpointing_is_refused_because_it_drops_the_cache():

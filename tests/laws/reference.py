@@ -72,16 +72,19 @@ def ponder(
     return linear(gpt_neox_pass(w, config, embedding, real)[0], w["lm_head.weight"])
 
 
-def adaponder(model, ids: Tensor, real: Tensor, *, frozen_state: bool = True):
-    """Algorithm 1 with Algorithm 2 inside: (logits, gate probabilities [batch, time, K-1], depth)."""
+def adaponder(model, ids: Tensor, real: Tensor, *, reuse: str = "state"):
+    """Algorithm 1 with Algorithm 2 inside: (logits, gate probabilities [batch, time, K-1], depth).
+
+    ``reuse`` says what a halted token keeps: its keys, values and hidden state, keys and values alone, or nothing.
+    """
     w, config, backbone = weights(model), model.config, model.backbone.config
     table = w["gpt_neox.embed_in.weight"] * config.embedding_scale
     embedding = table[ids] * config.initial_multiplier
     m, kv, h = real, None, None
     depth, gates = torch.zeros_like(ids), []
     for i in range(config.iterations):
-        new, kv = gpt_neox_pass(w, backbone, embedding, real, kv, m)
-        h = new if h is None or not frozen_state else torch.where(m[..., None], new, h)
+        new, kv = gpt_neox_pass(w, backbone, embedding, real, None if reuse == "none" else kv, m)
+        h = new if h is None or reuse != "state" else torch.where(m[..., None], new, h)
         depth = depth + m
         if i == config.iterations - 1:
             break

@@ -37,12 +37,16 @@ def test_values_and_gradients_equal_the_plain_reference(seed, padding, execution
         assert_close(parameter.grad, wanted[name], f"gradient of {name}")
 
 
-def test_kv_only_reuse_is_the_papers_equations_to_the_letter():
-    model = tiny("adaponder", iterations=4, reuse="kv", tau=0.45)
+@pytest.mark.parametrize("reuse", ["kv", "none"])
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_weaker_reuse_is_the_papers_equations_to_the_letter(reuse, execution):
+    """Its equations merge keys and values only; without any reuse a halted token is read like the others."""
+    model = tiny("adaponder", iterations=4, reuse=reuse, tau=0.45)
     case = make_case(2, 12, 4, "ragged", "none", 1)
-    logits, gates, depth = reference.adaponder(model, case.ids, case.real, frozen_state=False)
-    output = model(case.ids)
+    logits, gates, depth = reference.adaponder(model, case.ids, case.real, reuse=reuse)
+    output = model(case.ids, execution=execution)
     assert torch.equal(output.depth, depth)
+    assert depth.unique().numel() > 1, "the gates must disagree for this to test anything"
     assert_close(output.logits, logits, "logits")
     assert_close(output.gates, gates, "gates")
 

@@ -118,6 +118,31 @@ def test_compact_gradients_equal_dense_gradients(method, drawn):
         assert_close(gradients["compact"][name], expected, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("method", HALTING)
+def test_gradients_flow_through_the_rows_of_a_ledger(method):
+    """Reused rows are not detached: neither from pass to pass, nor from one forward to the next."""
+    model, case = tiny(method, iterations=4), make_case(2, 9, 4, "ragged", "left", 4)
+
+    def forward(start: int, end: int, **more):
+        return model(case.ids[:, start:end], attention_mask=case.mask[:, :end], policy=case.policy, **more)
+
+    def in_parts() -> torch.Tensor:
+        first = forward(0, 5, use_cache=True)
+        return torch.cat([first.logits, forward(5, 9, past_key_values=first.past_key_values).logits], 1)
+
+    def gradients(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        (logits[case.real] * torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)).sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    expected = gradients(forward(0, 9, execution="dense").logits)
+    for what, logits in (("one forward", forward(0, 9, use_cache=True).logits), ("two forwards", in_parts())):
+        found = gradients(logits)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(found[name], value, f"{what}: gradient of {name}")
+
+
 def test_packed_documents_equal_documents_alone():
     torch.manual_seed(1)
     documents = [torch.randint(61, (1, n)) for n in (5, 1, 8)]

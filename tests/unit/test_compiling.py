@@ -8,6 +8,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from adaponder import AdaPonderForCausalLM
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.methods import Objective
+from adaponder.views import DenseView
 from packed_support import PADDED, packed_results
 from support import METHODS, ids, stir, tiny
 
@@ -50,6 +51,18 @@ def test_a_layer_compiled_for_all_changes_nothing(method, family):
     compile_layers(model)
     assert_same(gradients(model), expected)
     assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_a_compiled_layer_that_asks_the_cache_twice_is_counted():
+    """A layer is handed its own part of a view, and what that counted is handed back."""
+    view, rows = DenseView(2, previous=None, active=None), torch.zeros(1, 2, 3, 4)
+    for layer, times in enumerate((1, 2)):
+        part = view.of_layer(layer)
+        for _ in range(times):
+            part.update(rows, rows, layer)
+        view.take(layer, part)
+    with pytest.raises(BackboneError, match=r"layers \[1\] called the cache \[2\] times"):
+        view.rows()
 
 
 def test_graphs_do_not_grow_with_layers_and_iterations():

@@ -81,6 +81,14 @@ def test_each_epoch_visits_each_window_exactly_once(shards, sequence, global_bat
         assert not np.array_equal(first, second)
 
 
+def test_another_seed_is_another_order(shards):
+    def order(seed: int) -> list[int]:
+        return Sampler(shards, sequence=9, global_batch=16, seed=seed).batch(0).windows.tolist()
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(5)}) == 5
+
+
 @given(data=st.data(), sequence=st.integers(1, 20), global_batch=st.integers(1, 12), step=st.integers(0, 10**6))
 def test_slices_by_process_and_accumulation_add_up_to_the_whole(shards, data, sequence, global_batch, step):
     sampler = Sampler(shards, sequence=sequence, global_batch=global_batch, seed=1)

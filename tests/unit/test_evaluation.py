@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from adaponder import Entropy, FixedDepth, LearnedGate, cli
+from adaponder import Divergence, Entropy, FixedDepth, LearnedGate, cli
 from adaponder.compute import cost_of
 from adaponder.convert import convert
 from adaponder.data import DataError
@@ -203,6 +203,19 @@ def test_scores_depend_neither_on_the_batch_nor_on_looking_closer(method, window
         assert len(set(one.depth.tolist())) > 1
 
 
+def test_half_precision_logits_are_scored_in_float32():
+    model, text = tiny(dtype=torch.bfloat16), made_up((16,))
+    scores = score(model, text, Windows(16), detail=True)
+    ids = torch.from_numpy(text.stream[:17])[None]
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits[0]
+    assert logits.dtype == torch.bfloat16
+    log_p = logits.double().log_softmax(-1)
+    assert np.abs(scores.nll + log_p[range(16), ids[0, 1:]].numpy()).max() < 1e-5
+    assert np.abs(scores.nll_by_iteration[:, -1] - scores.nll).max() < 1e-12
+    assert np.abs(scores.entropy[:, -1] + (log_p.exp() * log_p).sum(-1).numpy()).max() < 1e-5
+
+
 def test_documents_alone_score_as_if_the_others_were_not_there():
     model, text = tiny(), made_up((30, 1, 20, 9))
     together = score(model, text, Windows(60, across_documents=False))
@@ -242,8 +255,9 @@ def test_dense_execution_pays_for_every_iteration_and_says_so():
     dense = score(model, text, Windows(16), how=Reading(execution="dense")).spent
     full = score(model, text, Windows(16), how=Reading(policy=FixedDepth(3))).spent
     assert dense.iterations < 3
-    assert dense.cost.body == full.cost.body
-    assert dense.cost.flops >= full.cost.flops
+    for part in ("rows", "body", "attention", "head", "expectation", "gates"):
+        assert getattr(dense.cost, part) == getattr(full.cost, part) > 0, part
+    assert dense.cost.kv_bytes < full.cost.kv_bytes
 
 
 def test_sliding_windows_pay_for_the_context_they_read_again():
@@ -266,6 +280,30 @@ def test_the_logits_a_policy_needs_to_decide_are_paid_for():
     asking = score(model, text, Windows(16), how=Reading(policy=Entropy((0.0, math.inf)))).spent.cost
     # Everybody is asked after iterations 1 and 2.
     assert asking.flops - plain.flops == 2 * 64 * 2 * VOCABULARY * 16
+
+
+@pytest.mark.parametrize(
+    ("execution", "policy", "times"),
+    [
+        ("compact", Entropy(math.inf), 1),  # everybody halts at once and is asked no more
+        ("dense", Entropy(math.inf), 2),  # halted tokens are asked all the same
+        ("compact", Divergence(0.0), 2),  # twice after the second iteration: its own logits and those before
+    ],
+    ids=lambda value: str(value),
+)
+def test_deciding_costs_the_logits_of_those_who_are_asked(execution, policy, times):
+    model, text = tiny(), made_up((64,))
+    asking = score(model, text, Windows(16), how=Reading(policy=policy, execution=execution))
+    forced = score(model, text, Windows(16), how=Reading(depths=asking.depth, execution=execution))
+    assert asking.spent.cost.gates - forced.spent.cost.gates == times * 64 * 2 * VOCABULARY * 16
+
+
+def test_looking_closer_pays_for_the_gates_it_looks_at():
+    model, text = tiny(), made_up((64,))
+    plain, close = (score(model, text, Windows(16), detail=detail) for detail in (False, True))
+    depth = torch.from_numpy(plain.depth.reshape(4, 16))
+    assert plain.spent.cost.gates == cost_of(depth, model.config).gates
+    assert close.spent.cost.gates == cost_of(depth, model.config, every_gate=True).gates > plain.spent.cost.gates
 
 
 def test_halting_numbers_know_how_far_a_run_could_go():

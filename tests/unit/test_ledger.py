@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from adaponder import ForcedDepths
+from adaponder import ForcedDepths, Random
 from adaponder.errors import CacheError, InputError
 from support import ids, tiny
 
@@ -50,11 +50,15 @@ def test_cropping_nothing_everything_and_too_much():
 
 
 def test_beams_share_rows_and_the_dead_are_swept():
-    model, ledger, _ = filled()
-    rows = ledger.rows
+    model, ledger, policy = filled()
+    before, rows = copy.deepcopy(ledger), ledger.rows
     ledger.batch_repeat_interleave(3)
     assert ledger.rows == rows, "copies read the same rows"
-    assert ledger.batch_size == 6
+    assert torch.equal(ledger.depth, DEPTHS[:, :5].repeat_interleave(3, 0)), "copies stand side by side"
+    thrice = {"policy": ForcedDepths(DEPTHS.repeat_interleave(3, 0))}
+    tokens = ids(2, 7)[:, 5:6]
+    copied = go_on(model, copy.deepcopy(ledger), thrice, tokens.repeat_interleave(3, 0))
+    torch.testing.assert_close(copied[::3], go_on(model, before, policy, tokens))
     ledger.batch_select_indices(torch.tensor([5]))
     assert ledger.rows == int(ledger.depth.sum()), "the first sequence's rows are gone"
     alone = tiny(iterations=3)(ids(2, 7)[1:, :5], use_cache=True, policy=ForcedDepths(DEPTHS[1:])).past_key_values
@@ -74,14 +78,36 @@ def test_reordering_follows_the_sequences():
     torch.testing.assert_close(crossed.flip(0), straight)
 
 
+def living(ledger) -> int:
+    """How many rows some token reads."""
+    return int((ledger.table.unique() >= 0).sum())
+
+
 def test_many_reorderings_do_not_hoard_rows():
-    model, ledger, _ = filled(count=4)
-    ledger.batch_repeat_interleave(2)
-    twice = {"policy": ForcedDepths(DEPTHS.repeat_interleave(2, 0))}
-    for step in range(4, 7):
-        go_on(model, ledger, twice, ids(2, 7)[:, step : step + 1].repeat_interleave(2, 0))
-        ledger.reorder_cache(torch.tensor([0, 0, 2, 2]))
-        assert ledger.rows <= 2 * int(ledger.depth.sum())
+    model, beams, steps = tiny(iterations=3), 6, 12
+    tokens, policy = ids(beams, 1 + steps), {"policy": Random(0.5)}
+    tokens[:, 0] = tokens[0, 0]
+    with torch.no_grad():
+        ledger = model(tokens[:, :1], use_cache=True, **policy).past_key_values
+    kept = tokens[:1, :1]
+    for step in range(1, 1 + steps):
+        logits = go_on(model, ledger, policy, tokens[:, step : step + 1])
+        # One beam goes on, the others die: five rows of six that were written in this step.
+        best = step % beams
+        kept = torch.cat([kept, tokens[best : best + 1, step : step + 1]], 1)
+        ledger.reorder_cache(torch.full((beams,), best))
+        assert ledger.rows <= 2 * living(ledger), "dead rows may not outnumber the living"
+    torch.testing.assert_close(logits[best, -1], model(kept, **policy).logits[0, -1])
+
+
+def test_generating_with_beams_keeps_no_more_dead_rows_than_living():
+    model, beams = tiny(iterations=3), 5
+    found = model.generate(
+        ids(1, 3), max_new_tokens=25, num_beams=beams, pad_token_id=0, policy=Random(0.5), return_dict_in_generate=True
+    )
+    ledger = found.past_key_values
+    # The rows of the last step came after the last sweep.
+    assert ledger.rows <= 2 * living(ledger) + beams * model.config.iterations
 
 
 def test_a_forward_that_fails_leaves_the_cache_as_it_was():

@@ -117,6 +117,14 @@ def test_targets_are_labels_shifted(method):
         model(ids(), labels=labels, targets=targets)
 
 
+def test_the_loss_of_half_precision_logits_is_computed_in_float32():
+    output = tiny(dtype=torch.bfloat16)(ids(), labels=ids())
+    assert output.logits.dtype == torch.bfloat16
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), ids()[:, 1:].flatten())
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=0)
+
+
 def test_a_ponder_term_of_no_gates_is_exactly_zero():
     output = tiny()(ids(), labels=ids(), objective=Objective(ponder_weight=1.0, ponder_fraction=1e-9))
     assert output.terms["ponder"] == 0
@@ -266,6 +274,14 @@ def test_ouro_feeds_the_normed_state_and_spreads_its_loss_over_loops():
     torch.testing.assert_close(stage2, bce / 2, rtol=1e-10, atol=0)
 
 
+def test_ouros_beta_is_the_objectives_or_else_the_configs():
+    model = tiny("ouro", exit_entropy_weight=0.3).train()
+    for objective, beta in ((None, 0.3), (Objective(), 0.3), (Objective(exit_entropy_weight=0.0), 0.0)):
+        output = model(ids(), labels=ids(), objective=objective)
+        assert output.terms["entropy"] > 0
+        torch.testing.assert_close(output.loss, output.terms["expected"] - beta * output.terms["entropy"])
+
+
 def test_ouro_exits_once_the_cumulative_probability_reaches_the_threshold():
     model = tiny("ouro", iterations=4, exit_threshold=0.6)
     output = model(ids(4, 11))
@@ -276,8 +292,10 @@ def test_ouro_exits_once_the_cumulative_probability_reaches_the_threshold():
     assert tiny("ouro", iterations=4, exit_threshold=1.0)(ids()).depth.unique().tolist() == [4]
 
 
-def test_mor_updates_the_chosen_by_a_share_of_the_stack():
-    model = tiny("mor", iterations=2, capacities=[1.0, 0.5]).train()
+@pytest.mark.parametrize(("alpha", "weight"), [(0.1, 1e-3), (0.7, 0.2)])
+def test_mor_updates_the_chosen_by_a_share_of_the_stack(alpha, weight):
+    recurrence = {"capacities": [1.0, 0.5], "router_alpha": alpha, "router_loss_weight": weight}
+    model = tiny("mor", iterations=2, **recurrence).train()
     body = model.backbone.gpt_neox
     prompt = ids(1, 8)
     position = torch.arange(8)[None]
@@ -292,7 +310,7 @@ def test_mor_updates_the_chosen_by_a_share_of_the_stack():
     logit = model.method.routers[0](x)
     chosen = logit[0].topk(4).indices.sort().values
     y = stack(x[:, chosen], position[:, chosen])
-    x = x.index_add(1, chosen, 0.1 * logit[:, chosen].sigmoid()[..., None].float().double() * y)
+    x = x.index_add(1, chosen, alpha * logit[:, chosen].sigmoid()[..., None].float().double() * y)
     expected = model.backbone.lm_head(body.final_layer_norm(x))
     output = model(prompt, labels=prompt)
     torch.testing.assert_close(output.logits, expected, rtol=1e-6, atol=1e-6)
@@ -300,7 +318,7 @@ def test_mor_updates_the_chosen_by_a_share_of_the_stack():
     target = torch.zeros(8, dtype=torch.float32).index_fill(0, chosen, 1.0)
     bce = torch.nn.functional.binary_cross_entropy_with_logits(logit[0].float(), target)
     torch.testing.assert_close(output.terms["router"], bce)
-    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 1e-3 * bce)
+    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + weight * bce)
 
 
 def test_capacity_warms_up_from_keeping_all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -176,6 +177,34 @@ def test_the_entropy_rule_reads_on_while_the_next_token_is_uncertain(models, met
     thresholds = torch.tensor(threshold if isinstance(threshold, tuple) else (threshold,) * (K - 1))
     assert torch.equal(output.depth, depth_by_hand(entropy >= thresholds, mask))
     assert output.depth[mask.bool()].unique().numel() > 1
+
+
+@pytest.mark.parametrize("signal", [rules.entropy, rules.divergence, rules.change])
+def test_the_signals_of_half_precision_states_are_computed_in_float32(signal):
+    """Thresholds are compared with what float32 sees: bf16 would round entropies to a sixty-fourth of a nat."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, previous = torch.randn(2, 20, 16, generator=generator).bfloat16()
+    head = torch.nn.Linear(16, 61).bfloat16()
+    slot = torch.arange(20)
+    seen = PolicyInput(
+        iteration=1,
+        gate=torch.ones(20),
+        hidden=hidden,
+        position=slot,
+        seed=0,
+        sequence=torch.zeros_like(slot),
+        slot=slot,
+        active=slot >= 0,
+        lengths=torch.tensor([20]),
+        head=head,
+        previous=previous,
+    )
+    exact = dataclasses.replace(
+        seen, hidden=hidden.double(), previous=previous.double(), head=lambda states: head(states.bfloat16()).double()
+    )
+    found = signal(seen)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), signal(exact), rtol=1e-5, atol=1e-6)
 
 
 def read_twice_then(signal: Tensor, threshold: float | tuple[float, ...], mask: Tensor) -> Tensor:

@@ -1,0 +1,150 @@
+"""Makes each listed mistake in a copy of the source and holds the tests against it: every one must be caught.
+
+python tests/laws/mistakes                      all of them
+python tests/laws/mistakes -k beams             those whose name or file has this in it
+python tests/laws/mistakes --record             all of them, written down in record.json beside this file
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mistakes.catalogue import HERE, ROOT, SOURCE, Mistake, load, problems
+from mistakes.trial import Outcome, run, warm
+
+RECORD = HERE / "record.json"
+
+
+def main() -> int:
+    asked = _arguments()
+    mistakes = [each for each in load() if asked.k.lower() in f"{each.name} {each.file}".lower()]
+    if rotten := problems(mistakes):
+        print(*rotten, sep="\n")
+        return 1
+    if not mistakes:
+        print(f"-k {asked.k}: no mistake has this in its name or file")
+        return 2
+    if asked.record and asked.k:
+        print("--record: of all mistakes, not of those chosen by -k")
+        return 2
+    began = time.monotonic()
+    warm()
+    print(f"{len(mistakes)} mistakes; first, their tests on the source as it is", flush=True)
+    if unsound := _unsound(mistakes, asked.jobs):
+        print(*unsound, sep="\n")
+        return 1
+    outcomes = _try_all(mistakes, asked.jobs)
+    survivors = [each.name for each in mistakes if outcomes[each.name].survived(each.caught_by)]
+    print(f"{len(mistakes) - len(survivors)} of {len(mistakes)} caught in {_minutes(time.monotonic() - began)}")
+    if survivors:
+        print("not caught:", *survivors, sep="\n  ")
+        return 1
+    if asked.record:
+        record = _record(mistakes, outcomes, asked, time.monotonic() - began)
+        RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        print(f"written to {RECORD.relative_to(ROOT)}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", help="only mistakes with this in their name or file")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)} if all are caught")
+    parser.add_argument("--commit", help="for the record, where there is no git to ask")
+    return parser.parse_args()
+
+
+def _unsound(mistakes: list[Mistake], jobs: int) -> list[str]:
+    """Named tests that do not pass on the source as it is."""
+    names = sorted({name for each in mistakes for name in each.caught_by})
+    parts = [tuple(names[first::jobs]) for first in range(min(jobs, len(names)))]
+    found = []
+    for index, outcome in run([(None, part) for part in parts], jobs):
+        if wrong := outcome.unsound(parts[index]):
+            found += [_tail(outcome), *wrong]
+    return found
+
+
+def _try_all(mistakes: list[Mistake], jobs: int) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    began = time.monotonic()
+    for index, outcome in run([(each, each.caught_by) for each in mistakes], jobs):
+        mistake = mistakes[index]
+        outcomes[mistake.name] = outcome
+        survived = outcome.survived(mistake.caught_by)
+        if survived:
+            print(_tail(outcome))
+        left = (time.monotonic() - began) / len(outcomes) * (len(mistakes) - len(outcomes))
+        print(
+            f"[{len(outcomes):3}/{len(mistakes)}] {'SURVIVED' if survived else 'caught  '} {outcome.seconds:5.1f} s  "
+            f"{mistake.name}  (about {_minutes(left)} left)",
+            *survived,
+            sep="\n          ",
+            flush=True,
+        )
+    return outcomes
+
+
+def _tail(outcome: Outcome) -> str:
+    return "\n".join(outcome.log.splitlines()[-30:])
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def _record(
+    mistakes: list[Mistake], outcomes: dict[str, Outcome], asked: argparse.Namespace, seconds: float
+) -> dict[str, Any]:
+    """What was tried on which source, and what caught it."""
+    # No child is forked any more: the package may be loaded now.
+    sys.path.insert(0, str(SOURCE))
+    import torch
+
+    from adaponder.bench.record import device_name, versions
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": asked.commit or _commit(),
+        "hardware": device_name(torch.device("cpu")),
+        "versions": versions(),
+        "jobs": asked.jobs,
+        "seconds": round(seconds, 1),
+        "mistakes": [
+            {
+                "name": each.name,
+                "file": each.file,
+                "caught_by": [
+                    test
+                    for name in each.caught_by
+                    for test in outcomes[each.name].of(name, outcomes[each.name].refuted)
+                ],
+                "seconds": round(outcomes[each.name].seconds, 1),
+            }
+            for each in mistakes
+        ],
+    }
+
+
+def _commit() -> str:
+    """The commit that was tried, ``…-dirty`` if source or tests differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "tests", f":!{RECORD.relative_to(ROOT)}")
+    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Tests run against a copy of the source, each copy in a process forked from one that has its libraries loaded."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from mistakes.catalogue import ROOT, SOURCE, TESTS, Mistake
+
+# What the package and its tests load; adaponder itself must not be there before a child has chosen which one.
+_LIBRARIES = (
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "rich.console",
+    "safetensors.torch",
+    "tokenizers",
+    "torch._dynamo",
+    "torch._functorch.config",
+    "torch.utils.checkpoint",
+    "transformers",
+    "transformers.generation",
+    "transformers.integrations.sdpa_attention",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
+    "triton",
+    "typer",
+    "yaml",
+)
+LIMIT = 180  # seconds for the tests of one mistake: a mistake may make a loop endless
+
+
+@dataclass
+class Outcome:
+    """What the tests did.
+
+    Attributes:
+        passed: tests that passed.
+        refuted: tests that failed by an assertion, with its first line.
+        broken: tests, or files, that failed in any other way, with the error's first line.
+    """
+
+    passed: list[str] = field(default_factory=list)
+    refuted: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    log: str = ""
+
+    def survived(self, named: tuple[str, ...]) -> list[str]:
+        """Why the mistake is not caught: each named test that did not fail by an assertion, and what it did."""
+        return [f"{name} {self._did(name)}" for name in named if not self.of(name, self.refuted)]
+
+    def unsound(self, named: tuple[str, ...]) -> list[str]:
+        """Why the tests say nothing: each named test that does not pass although nothing is wrong."""
+        failed = self.refuted | self.broken
+        wrong = (name for name in named if self.of(name, failed) or not self.of(name, self.passed))
+        return [f"{name} {self._did(name)}" for name in wrong]
+
+    def of(self, name: str, tests: list[str] | dict[str, str]) -> list[str]:
+        """Those of ``tests`` that a name stands for: itself, all its parameters, or the file that would hold it."""
+        full = f"tests/{name}"
+        return [test for test in tests if test == full or test.startswith(f"{full}[") or test == full.split("::")[0]]
+
+    def _did(self, name: str) -> str:
+        for failed in (self.broken, self.refuted):
+            if found := self.of(name, failed):
+                return f"failed by {failed[found[0]]}"
+        return "passed" if self.of(name, self.passed) else "did not run"
+
+
+class Watch:
+    """A pytest plugin that writes down how each test ended."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.passed and report.when == "call":
+            self.outcome.passed.append(report.nodeid)
+
+    def pytest_exception_interact(self, node, call, report) -> None:
+        error = call.excinfo.value
+        kind = self.outcome.refuted if call.when == "call" and _asserts(error) else self.outcome.broken
+        kind[node.nodeid] = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class FirstExample:
+    """A pytest plugin: that a test fails is asked, not on which smallest example of hypothesis."""
+
+    def pytest_configure(self) -> None:
+        from hypothesis import Phase, settings
+
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mistakes", settings.get_profile("adaponder"), phases=phases)
+        settings.load_profile("mistakes")
+
+
+def _asserts(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_asserts(one) for one in error.exceptions)
+    # pytest's own: an exception that was expected and did not come, or an explicit failure.
+    return isinstance(error, AssertionError) or type(error).__name__ == "Failed"
+
+
+def warm() -> None:
+    """Loads what every child would load for itself."""
+    import importlib
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does without a GPU
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    if "adaponder" in sys.modules:
+        raise RuntimeError("adaponder is loaded already: a copy of it could not be")
+
+
+def run(trials: list[tuple[Mistake | None, tuple[str, ...]]], jobs: int) -> Iterator[tuple[int, Outcome]]:
+    """(index, outcome) of each trial as it ends, ``jobs`` at a time: a mistake, or none, and the tests to run."""
+    waiting = list(enumerate(trials))[::-1]
+    running: dict[int, tuple[int, _Child]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, (mistake, tests) = waiting.pop()
+                child = _Child(mistake, tests)
+                running[child.process.sentinel] = (index, child)
+            ended = wait(list(running), timeout=1.0)
+            late = [key for key, (_, child) in running.items() if time.monotonic() - child.began > LIMIT]
+            for key in {*ended, *late}:
+                index, child = running.pop(key)
+                yield index, child.end(stop=key not in ended)
+    finally:
+        for _, child in running.values():
+            child.end(stop=True)
+
+
+class _Child:
+    """A process with a copy of the source of its own."""
+
+    def __init__(self, mistake: Mistake | None, tests: tuple[str, ...]):
+        self.folder = Path(tempfile.mkdtemp(prefix="mistake-"))
+        self.began = time.monotonic()
+        context = multiprocessing.get_context("fork")
+        self.process: BaseProcess = context.Process(target=_child, args=(self.folder, mistake, tests))
+        self.process.start()
+
+    def end(self, *, stop: bool) -> Outcome:
+        """What it found; a child that still runs is stopped."""
+        if stop:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        result, log = self.folder / "outcome.json", self.folder / "log"
+        if result.exists() and not stop:
+            outcome = Outcome(**json.loads(result.read_text()))
+        else:
+            why = f"no end within {LIMIT} s" if stop else f"died with exit code {self.process.exitcode}"
+            outcome = Outcome(broken={"tests": why})
+        outcome.seconds = time.monotonic() - self.began
+        outcome.log = log.read_text(errors="replace") if log.exists() else ""
+        shutil.rmtree(self.folder)
+        return outcome
+
+
+def _child(folder: Path, mistake: Mistake | None, tests: tuple[str, ...]) -> None:
+    os.setsid()  # so that it can be stopped with whatever its tests start
+    with open(folder / "log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    source = folder / "src"
+    shutil.copytree(SOURCE, source)
+    if mistake is not None:
+        mistake.plant(source)
+    sys.path.insert(0, str(source))
+    os.environ["PYTHONPATH"] = str(source)  # for the processes that tests start
+    os.chdir(ROOT)
+    import pytest
+
+    watch = Watch()
+    quiet = ["-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest.main(
+        [*quiet, "--rootdir", str(ROOT), *(str(TESTS / name) for name in tests)], plugins=[watch, FirstExample()]
+    )
+    loaded = sys.modules.get("adaponder")
+    if loaded is None or not str(loaded.__file__).startswith(str(source)):
+        watch.outcome.broken["tests"] = "the tests did not load the copy of the source"
+    (folder / "outcome.json").write_text(
+        json.dumps({name: getattr(watch.outcome, name) for name in ("passed", "refuted", "broken")})
+    )

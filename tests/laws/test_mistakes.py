@@ -1,0 +1,110 @@
+"""The list of named mistakes cannot rot: each still fits the source, names tests that exist, and is judged rightly.
+
+``make mutants`` makes them one after the other and expects those tests to fail; see ``tests/laws/mistakes``. Here only
+the list and the judging are tested. That the laws' own checks can fail is shown in ``test_laws_can_fail.py``.
+"""
+
+from dataclasses import replace
+
+import pytest
+from mistakes.catalogue import Mistake, load, problems
+from mistakes.trial import Outcome, Watch
+
+pytest_plugins = ["pytester"]
+
+MISTAKES = load()
+ENTRY = Mistake("gates never close", "halting.py", "s >= 0.5", "s >= 0", ("test_gates.py::test_a_gate_closes[1]",))
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A source and a test that the entry fits."""
+    package, tests = tmp_path / "src" / "adaponder", tmp_path / "tests"
+    package.mkdir(parents=True)
+    tests.mkdir()
+    (package / "halting.py").write_text("def stays(s):\n    return s >= 0.5  # tau\n")
+    (tests / "test_gates.py").write_text("def test_a_gate_closes(s):\n    assert not stays(s)\n")
+    return tmp_path / "src", tests
+
+
+def test_every_mistake_still_fits_the_source_and_its_tests_exist():
+    assert problems(MISTAKES) == []
+
+
+def test_an_entry_that_fits_has_no_problem_and_makes_its_mistake(house):
+    assert problems([ENTRY], *house) == []
+    ENTRY.plant(house[0])
+    assert ENTRY.path(house[0]).read_text() == "def stays(s):\n    return s >= 0  # tau\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"source": "s > 0.5"}, "stands 0 times"),
+        ({"source": "s"}, "stands 4 times"),
+        ({"mistake": "s >= (0"}, "never closed"),
+        ({"mistake": "s  >=  0.5"}, "changes nothing"),
+        ({"file": "gone.py"}, "there is no gone.py"),
+        ({"caught_by": ()}, "no test is named"),
+        ({"caught_by": ("test_gates.py::test_gone",)}, "there is no test_gates.py::test_gone"),
+        ({"caught_by": ("test_gone.py::test_a_gate_closes",)}, "there is no test_gone.py"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_an_entry_that_rots_is_named(house, change, says):
+    (found,) = problems([replace(ENTRY, **change)], *house)
+    assert found.startswith("gates never close: ")
+    assert says in found
+
+
+def test_two_entries_of_one_name_are_refused(house):
+    assert problems([ENTRY, ENTRY], *house) == ["gates never close: listed twice"]
+
+
+def test_a_misspelt_field_is_refused(tmp_path):
+    (tmp_path / "list.yaml").write_text("- {name: a, file: b, source: c, mistaken: d, caught_by: [e]}\n")
+    with pytest.raises(ValueError, match="'a': needs exactly caught_by, file, mistake, name, source"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("body", "caught", "why"),
+    [
+        ("assert 1 == 2", True, "failed by AssertionError"),
+        ("with pytest.raises(ValueError): pass", True, "failed by Failed: DID NOT RAISE"),
+        ("pass", False, "passed"),
+        ("raise TypeError('wrong')", False, "failed by TypeError: wrong"),
+        ("import nothing_of_this_name", False, "failed by ModuleNotFoundError"),
+        ("pytest.skip('not here')", False, "did not run"),
+    ],
+)
+def test_only_an_assertion_catches_a_mistake(pytester, body, caught, why):
+    pytester.makepyfile(**{"tests/test_it": f"import pytest\n\ndef test_one():\n    {body}\n"})
+    watch = Watch()
+    pytester.inline_run("tests/test_it.py", plugins=[watch])
+    outcome, named = watch.outcome, ("test_it.py::test_one",)
+    assert outcome.survived(named) == ([] if caught else [_starts(outcome.survived(named), f"{named[0]} {why}")])
+    assert (outcome.unsound(named) == []) == (why == "passed")
+
+
+def test_a_file_that_cannot_be_collected_catches_nothing(pytester):
+    pytester.makepyfile(**{"tests/test_it": "import nothing_of_this_name\n\ndef test_one():\n    assert False\n"})
+    watch = Watch()
+    pytester.inline_run("tests/test_it.py", plugins=[watch])
+    (why,) = watch.outcome.survived(("test_it.py::test_one",))
+    assert "ModuleNotFoundError" in why or "CollectError" in why
+
+
+def test_a_name_stands_for_all_its_parameters_and_for_nothing_else():
+    outcome = Outcome(passed=["tests/a.py::test_b[1]", "tests/a.py::test_bc"], refuted={"tests/a.py::test_b[2]": "no"})
+    assert outcome.survived(("a.py::test_b",)) == []
+    assert outcome.survived(("a.py::test_b[1]",)) == ["a.py::test_b[1] passed"]
+    assert outcome.survived(("a.py::test_bc",)) == ["a.py::test_bc passed"]
+    assert outcome.survived(("a.py::test_d",)) == ["a.py::test_d did not run"]
+
+
+def _starts(found: list[str], start: str) -> str:
+    """The only reason, which must start so."""
+    assert len(found) == 1
+    assert found[0].startswith(start), found
+    return found[0]
