@@ -11,7 +11,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM
+from adaponder.analysis import portions
 from adaponder.analysis.report import write_report
+from adaponder.analysis.trace import read_trace
+from adaponder.cli import main
 from adaponder.commands import analyze
 from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import AdaPonderError, InputError
@@ -205,3 +208,51 @@ def test_a_trace_takes_no_option_that_it_would_ignore(tmp_path):
         analyze.run(str(tmp_path), tau=0.1)
     with pytest.raises(InputError, match="not a Parquet file"):
         analyze.run(str(tmp_path))
+
+
+def test_an_interrupted_trace_goes_on_and_ends_the_same(checkpoint, tmp_path, monkeypatch, capsys):
+    asked = {"data": data(tmp_path, TEXT * 12), "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
+    monkeypatch.setattr(portions, "BATCHES", 1)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    analyze.run(str(checkpoint("adaponder")), out=whole, **asked)
+    honest, calls = portions.score, []
+
+    def interrupted(*args, **options):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return honest(*args, **options)
+
+    monkeypatch.setattr(portions, "score", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        analyze.run(str(checkpoint("adaponder")), out=out, **asked)
+    assert f"3 finished portions are in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"another measurement \(other policy\)"):
+        analyze.run(str(checkpoint("adaponder")), out=out, tau=0.9, **asked)
+    monkeypatch.setattr(portions, "score", lambda *args, **options: calls.append(1) or honest(*args, **options))
+    monkeypatch.setattr(analyze, "write_report", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        analyze.run(str(checkpoint("adaponder")), out=out, **asked)
+    assert len(calls) == 2 * 3
+    assert f"adaponder analyze {out} draws its report" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(portions, "BATCHES", 1)
+    monkeypatch.setattr(portions, "score", lambda *args, **options: pytest.fail("was read again"))
+    analyze.run(str(checkpoint("adaponder")), out=out, **asked)
+    assert not (out / "unfinished").exists()
+    assert read_trace(out / "trace.parquet").frame.equals(read_trace(whole / "trace.parquet").frame)
+    assert (out / "report.html").read_bytes() == (whole / "report.html").read_bytes()
+
+
+def test_a_control_c_ends_with_130_and_says_what_is_kept(checkpoint, tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(portions, "score", interrupted)
+    asked = ["analyze", str(checkpoint("loop")), "--data", data(tmp_path, TEXT), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["adaponder", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert "nothing is kept" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,7 @@
 """A trace says of every prediction what scoring says, at its own depth and at every forced one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
+from adaponder.analysis import portions
 from adaponder.analysis.spelling import token_texts
 from adaponder.analysis.trace import Trace, columns_of, read_trace, readings, record, write_trace
 from adaponder.data.tokenizers import train_bpe
@@ -48,6 +51,19 @@ def test_a_trace_says_what_scoring_says_at_every_depth(method):
     np.testing.assert_allclose(trace["nll"], alone.nll, rtol=0, atol=1e-12)
     for depth in range(1, model.config.iterations):
         np.testing.assert_allclose(trace[f"full_nll_{depth}"], forced(model, depth), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("windows", [Windows(7), Windows(12, 5), Windows(12, across_documents=False)], ids=str)
+def test_a_text_read_in_portions_is_the_text_read_at_once(windows, monkeypatch):
+    model, whole = tiny(), text()
+    alone = score(model, whole, windows, detail=True)
+    monkeypatch.setattr(portions, "BATCHES", 1)
+    assert len(portions.portions(windows, whole.predictions, 2)) > 1
+    found = portions.read(model, whole, windows, how=Reading(), name="all", batch_size=2)
+    np.testing.assert_array_equal(found.depth, alone.depth)
+    for name in ("nll", "gates", "nll_by_iteration", "entropy"):
+        np.testing.assert_allclose(getattr(found, name), getattr(alone, name), rtol=0, atol=1e-5)
+    assert replace(found.spent, seconds=0.0) == replace(alone.spent, seconds=0.0)
 
 
 @pytest.mark.parametrize("method", ["adaponder", "mor", "ouro"])

@@ -91,7 +91,7 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
 
 
 def _known(group: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """What a setting's runs have in common, if known: before a checkpoint is opened it is not, so ask those that ran."""
+    """What a setting's runs have in common; unknown until a checkpoint is opened, so those that ran are asked first."""
     return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
 
 

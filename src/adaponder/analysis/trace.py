@@ -15,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from adaponder.analysis.portions import read
 from adaponder.analysis.spelling import token_texts
 from adaponder.compute import cost_of
 from adaponder.errors import InputError
+from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import Spent, deciding_flops
-from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.scoring import Reading, Scores
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling import AdaPonderForCausalLM
@@ -153,13 +155,27 @@ def record(
     data: str,
     how: Reading | None = None,
     batch_size: int = 8,
+    kept: Kept | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Trace:
-    """Reads ``text`` and writes down every prediction; ``advance`` hears of predictions, once for each reading."""
+    """Reads ``text`` and writes down every prediction; ``advance`` hears of predictions, once for each reading.
+
+    Portions that are finished are saved in ``kept``, and not read again if they are there.
+    """
     how = how or Reading()
+    planned = readings(model, how)
     runs = [
-        score(model, text, windows, how=one, batch_size=batch_size, detail=True, advance=advance)
-        for one in readings(model, how)
+        read(
+            model,
+            text,
+            windows,
+            how=one,
+            name=f"reading {number} of {len(planned)}",
+            batch_size=batch_size,
+            kept=kept,
+            advance=advance,
+        )
+        for number, one in enumerate(planned, 1)
     ]
     own, blocks = _assembled(model, runs)
     frame = _words_and_places(text, windows)

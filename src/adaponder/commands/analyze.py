@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
 
 from adaponder.analysis.figures import choose, excerpts
 from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.report import Report, facts, write_report
 from adaponder.analysis.trace import NAME, Trace, kind_of, read_trace, readings, record, write_trace
-from adaponder.commands.subject import open_subject
+from adaponder.commands.keeping import keeping, saying_if_interrupted
+from adaponder.commands.subject import Subject, open_subject
 from adaponder.data.shards import MANIFEST
 from adaponder.errors import InputError
+from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
+from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.text import Text
 from adaponder.policies import Policy
 from adaponder.terminal import console, counting, legend, table, write_json
 
@@ -38,8 +45,11 @@ def run(
     dtype: str = "auto",
     json: Path | None = None,
 ) -> Report:
-    """Traces a checkpoint on ``data`` and reports; a trace, or a folder with one and no ``data``, is reported again."""
-    found = _trace_of(checkpoint, data)
+    """Traces a checkpoint on ``data`` and reports; a trace, or a folder with one and no ``data``, is reported again.
+
+    Interrupted, it keeps what it has read in ``out``, and the same call goes on from there.
+    """
+    found, kept = _trace_of(checkpoint, data), None
     if found is not None:
         options = {"data": data, "window": window, "stride": stride, "max-tokens": max_tokens, "policy": policy}
         options |= {"tau": tau, "profile": profile, "max-iterations": max_iterations, "tokenizer": tokenizer}
@@ -58,15 +68,36 @@ def run(
         text = subject.text(data, split=split, max_tokens=max_tokens)
         windows = subject.windows(window, stride, across_documents=across_documents)
         named = {"checkpoint": checkpoint, "data": f"{data} ({split})" if (Path(data) / MANIFEST).is_file() else data}
-        with counting(f"tracing {checkpoint}", text.predictions * len(readings(subject.model, how))) as advance:
-            trace = record(subject.model, text, windows, **named, how=how, batch_size=batch_size, advance=advance)
+        kept = Kept(
+            out / FOLDER, _settings(subject, text, how) | named | {"batch": batch_size, "windows": str(windows)}
+        )
+        total = text.predictions * len(readings(subject.model, how))
+        with keeping(kept, "portions"), counting(f"tracing {checkpoint}", total) as advance:
+            trace = record(
+                subject.model, text, windows, **named, how=how, batch_size=batch_size, kept=kept, advance=advance
+            )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
-    with counting("drawing", len(choose(trace.about, only)[0])) as advance:
+    again = f"the trace is whole; adaponder analyze {out} draws its report"
+    with saying_if_interrupted(again), counting("drawing", len(choose(trace.about, only)[0])) as advance:
         report = write_report(trace, out, only=only, advance=advance)
+    if kept is not None:
+        kept.remove()
     show(trace, report)
     write_json(json, report.as_dict(trace))
     return report
+
+
+def _settings(subject: Subject, text: Text, how: Reading) -> dict[str, Any]:
+    """What portions of a trace must have in common, beside where they are from."""
+    return {
+        "weights and text": fingerprint(subject.model, text),
+        "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "fingerprint", how.policy)),
+        "max iterations": how.max_iterations,
+        "seed": how.seed,
+        "dtype": str(subject.model.dtype),
+        "device": subject.model.device.type,
+    }
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
@@ -94,4 +125,4 @@ def show(trace: Trace, report: Report) -> None:
         for one in found:
             console.print(f"\n{one.remark}", markup=False)
             console.print(excerpts.as_text(one, deepest))
-    console.print(f"\n→ [bold]{report.path}[/]", soft_wrap=True)
+    console.print(f"\n→ [bold]{escape(str(report.path))}[/]", soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Setting, Trace, trace
 from adaponder.evaluation.halves import Half, Halves
+from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Reading, Scores
 from adaponder.evaluation.summary import Difference, Interval, paired_difference
@@ -59,6 +60,17 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         told_apart = None if self.difference is None else self.difference.told_apart
         return asdict(self) | {"told_apart": told_apart}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Row:
+        """The row of which :meth:`as_dict` gave this."""
+        known = {field.name: found[field.name] for field in fields(cls)}
+        for name in ("depth_interval", "loss_interval"):
+            known[name] = None if found[name] is None else Interval(*found[name])
+        if (gap := found["difference"]) is not None:
+            interval = None if gap["interval"] is None else Interval(*gap["interval"])
+            known["difference"] = Difference(**(gap | {"interval": interval}))
+        return cls(**(known | {"active": tuple(found["active"])}))
 
 
 class Lab:
@@ -151,18 +163,34 @@ class Lab:
             )
         return (own,)
 
-    def compare(self, budgets: Sequence[float], *, rates: Sequence[float] = RATES) -> Iterator[Row]:
-        """For each budget a row for each policy, the learned gate first."""
+    def compare(
+        self, budgets: Sequence[float], *, rates: Sequence[float] = RATES, kept: Kept | None = None
+    ) -> Iterator[Row]:
+        """For each budget a row for each policy, the learned gate first.
+
+        Rows are saved in ``kept`` as they come, and those that it has already are not measured again.
+        """
+        learned_dial, *others = self.dials(rates)
         for budget in budgets:
             learned: Scores | None = None
-            for dial in self.dials(rates):
-                tuned = self.tune(dial, budget)
-                if tuned.scores is None:
-                    yield _bare(tuned)
+            for dial in (learned_dial, *others):
+                name = f"{dial.name} at {budget!r}"
+                if kept is not None and (found := kept.load(name)) is not None:
+                    yield Row.from_dict(found.facts)
                     continue
-                row, scores = self.held_out(tuned, learned)
-                learned = scores if dial.name == LEARNED else learned
+                if learned is None and dial is not learned_dial:
+                    # Its row is kept, its losses are not, and every other policy is paired with them.
+                    learned = self._measured(learned_dial, budget, None)[1]
+                row, scores = self._measured(dial, budget, learned)
+                learned = scores if dial is learned_dial else learned
+                if kept is not None:
+                    kept.save(name, row.as_dict())
                 yield row
+
+    def _measured(self, dial: Dial, budget: float, learned: Scores | None) -> tuple[Row, Scores | None]:
+        """The dial tuned to the budget, and its held-out scores where it can be."""
+        tuned = self.tune(dial, budget)
+        return (_bare(tuned), None) if tuned.scores is None else self.held_out(tuned, learned)
 
     def _filled(self, row: Row, policy: Policy | None, scores: Scores, learned: Scores | None) -> Row:
         half = self.halves.held_out
