@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from adaponder.data.prepare import prepare
 from adaponder.recipe import Recipe, load_recipe
 
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "nobody", "read", "it", "again"]
 
-def corpus(folder: Path) -> Path:
-    """A prepared folder of made-up text: a few hundred documents, deterministic."""
-    words = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "nobody", "read", "it", "again"]
+
+def corpus(folder: Path, *, lengths: Callable[[int], int] = lambda number: 20 + number % 13) -> Path:
+    """A prepared folder of made-up text: a few hundred documents of so many words each, deterministic."""
     lines = []
     for number in range(400):
-        text = " ".join(words[(number * 7 + i * (number % 5 + 1)) % len(words)] for i in range(20 + number % 13))
-        lines.append(f'{{"text": "{text} {number}", "source": "made up"}}')
+        words = (WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(lengths(number)))
+        lines.append(f'{{"text": "{" ".join(words)} {number}", "source": "made up"}}')
     raw = folder / "made-up.jsonl"
     raw.write_text("\n".join(lines))
     prepare([str(raw)], out=folder / "shards", tokenizer="train-bpe:300", validation=0.1, workers=1)
     return folder / "shards"
+
+
+def uneven(folder: Path) -> Path:
+    """Long documents, then many of a word or two: kept apart, rows of one length have 32 targets or half of them."""
+    return corpus(folder, lengths=lambda number: 60 if number % 40 < 4 else 0)
 
 
 def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:

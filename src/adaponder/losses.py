@@ -38,6 +38,8 @@ def scorer(
 ) -> Scorer:
     """How a method's loss sees the targets; ``items`` is the count to average over, if it is more than this batch.
 
+    ``items`` is rounded once, to the precision of what it divides.
+
     ``logits`` are those of the last hidden state where they exist anyway; any others are never held whole.
     """
     # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
@@ -46,7 +48,10 @@ def scorer(
     if items is None:
         items = counted.sum().clamp_min(1)
     else:
-        share = counted.sum() / items
+        share = counted.sum().double() / items
+
+    def per_item(total: Tensor) -> Tensor:
+        return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)
 
     def nll(hidden: Tensor) -> Tensor:
         if logits is None or hidden is not seen.hidden:
@@ -56,11 +61,11 @@ def scorer(
         return flat.view(targets.shape)
 
     def mean(values: Tensor) -> Tensor:
-        return (values * counted).sum() / items
+        return per_item((values * counted).sum())
 
     def mean_nll(hidden: Tensor) -> Tensor:
         if logits is None or hidden is not seen.hidden:
-            return linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]) / items
+            return per_item(linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]))
         return mean(nll(hidden))
 
     return Scorer(nll, mean, mean_nll, share)

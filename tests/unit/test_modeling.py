@@ -380,11 +380,24 @@ def test_wrong_use_of_forward_names_the_field(asked, field):
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
     """What gradient accumulation needs: with the whole's token count, every part's loss is its share."""
-    model = tiny(method, router_loss_weight=1.0).train()
-    batch = ids(4, 9)
-    whole = [model(batch[i : i + 1], labels=batch[i : i + 1]).loss for i in range(4)]
-    parts = [model(batch[i : i + 1], labels=batch[i : i + 1], num_items_in_batch=4 * 8).loss for i in range(4)]
+    model = tiny(method, router_loss_weight=0.1).train()
+    batch, how = ids(4, 9), {"objective": Objective(ponder_weight=0.1, ponder_fraction=0.5)}
+    plain = [model(batch[i : i + 1], labels=batch[i : i + 1]).loss for i in range(4)]
+    whole = [model(batch[i : i + 1], labels=batch[i : i + 1], **how).loss for i in range(4)]
+    parts = [model(batch[i : i + 1], labels=batch[i : i + 1], num_items_in_batch=4 * 8, **how).loss for i in range(4)]
     torch.testing.assert_close(sum(parts), sum(whole) / 4, rtol=1e-12, atol=0)
+    assert (sum(whole) > sum(plain)) == (method == "adaponder")
+
+
+@pytest.mark.parametrize("method", ["adaponder", "mor"])
+def test_a_caller_that_averages_forwards_says_what_the_other_terms_weigh(method):
+    """Of 32 targets 8 are here; the term counts whole all the same, and without a rounding to float32."""
+    model, batch = tiny(method, router_loss_weight=0.1).train(), ids(1, 9)
+    objective = Objective(ponder_weight=0.1, ponder_fraction=0.5, share=1.0)
+    output = model(batch, labels=batch, num_items_in_batch=torch.tensor(4 * 8), objective=objective)
+    term = output.terms["ponder" if method == "adaponder" else "router"]
+    assert term.dtype == torch.float64
+    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 0.1 * term, rtol=1e-15, atol=0)
 
 
 def test_the_router_loss_is_the_sum_over_recursions_of_the_mean_over_the_eligible():
@@ -395,7 +408,7 @@ def test_the_router_loss_is_the_sum_over_recursions_of_the_mean_over_the_eligibl
     for earlier, later, logit in zip(seen, seen[1:], output.gates.logit().unbind(-1), strict=False):
         bce = torch.nn.functional.binary_cross_entropy_with_logits(logit, later.active.double(), reduction="none")
         expected = expected + bce[earlier.active].mean()
-    torch.testing.assert_close(output.terms["router"].double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(output.terms["router"], expected, rtol=1e-12, atol=0)
 
 
 def test_packed_documents_have_the_loss_of_documents_alone():

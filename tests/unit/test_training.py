@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from adaponder.training.controller import DepthController
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 from adaponder.training.watch import collapse
-from training_support import corpus, small
+from training_support import corpus, small, uneven
 
 METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
 
@@ -31,6 +32,11 @@ METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    return uneven(tmp_path_factory.mktemp("uneven"))
 
 
 def metrics(run: Path) -> list[dict]:
@@ -46,7 +52,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plain_loop(recipe: Recipe, shards: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What the loop must equal: forty lines of nothing but torch."""
+    """What the loop must equal: nothing but torch. Cross-entropy is a mean over targets, ponder over micro-steps."""
     opened, plan = Shards.open(shards, "train"), recipe.train
     sampler = Sampler(opened, sequence=recipe.data.sequence, global_batch=plan.global_batch, seed=plan.seed)
     model = build_model(recipe, opened.vocab_size)
@@ -69,27 +75,58 @@ def plain_loop(recipe: Recipe, shards: Path) -> tuple[list[float], dict[str, tor
         cosine = plan.min_lr_ratio + (1 - plan.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * ((step + 1) / warmup if step < warmup else cosine)
-        tokens = torch.from_numpy(sampler.batch(step).tokens)
+        drawn = sampler.batch(step)
+        tokens, documents = torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.documents)
+        targets = tokens[:, 1:].clone()
+        if not recipe.data.attend_across_documents:
+            targets[documents[:, 1:] != documents[:, :-1]] = -100
         k = 0.0 if step <= 3 else plan.k_max * min(1.0, (step - 3) / 2)
         objective = Objective(ponder_weight=plan.ponder_weight if step >= 3 else 0.0, ponder_fraction=k)
         halting = {} if step >= 3 else {"policy": FixedDepth(3)}
-        output = model(tokens[:, :-1], targets=tokens[:, 1:], objective=objective, **halting)
+        if not recipe.data.attend_across_documents:
+            halting["document_ids"] = documents[:, :-1]
+        loss, size = torch.zeros((), dtype=torch.double), plan.micro_batch or plan.global_batch
+        for first in range(0, plan.global_batch, size):
+            part = slice(first, first + size)
+            how = {key: value[part] if key == "document_ids" else value for key, value in halting.items()}
+            output = model(tokens[part, :-1], targets=targets[part], objective=objective, **how)
+            share = (targets[part] != -100).sum() / (targets != -100).sum().double()
+            loss = loss + output.terms["cross_entropy"] * share
+            loss = loss + objective.ponder_weight * output.terms.get("ponder", 0.0) * size / plan.global_batch
         optimizer.zero_grad()
-        output.loss.backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
         optimizer.step()
-        found.append(float(output.loss.detach()))
+        found.append(float(loss.detach()))
     return found, model.state_dict()
 
 
-def test_the_loop_equals_forty_plain_lines_through_both_stages(shards, tmp_path):
-    recipe = small(shards, "train.dtype=float64", "train.steps=50", "train.save_every=0")
+APART = ("data.attend_across_documents=false", "train.micro_batch=1", "train.steps=12")
+
+
+@pytest.mark.parametrize(
+    ("data", "how"),
+    [("shards", ["train.steps=50"]), ("apart", APART), ("apart", [*APART, "data.sequence=1"])],
+    ids=["together", "documents apart", "no targets in some rows"],
+)
+def test_the_loop_equals_plain_lines_through_both_stages(data, how, tmp_path, request):
+    shards = request.getfixturevalue(data)
+    recipe = small(shards, "train.dtype=float64", "train.save_every=0", *how)
     expected, state = plain_loop(recipe, shards)
     done = train(recipe, out=tmp_path / "run", quiet=True)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
     for name, value in done.trainer.model.state_dict().items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-9)
-    assert expected[-1] < 0.7 * expected[0], "it must learn for this to mean anything"
+    assert data == "apart" or expected[-1] < 0.7 * expected[0], "it must learn for this to mean anything"
+
+
+def test_a_step_with_nothing_to_predict_is_a_step_of_the_other_terms(apart, tmp_path):
+    how = ["data.sequence=1", "train.global_batch=1", "train.steps=16", "train.ponder_start=0", "train.ponder_full=0"]
+    recipe = small(apart, "data.attend_across_documents=false", *how)
+    train(recipe, out=tmp_path / "run", quiet=True)
+    lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert any(line["cross_entropy"] == 0 and line["loss"] == line["ponder"] > 0 for line in lines if "ponder" in line)
+    assert all(math.isfinite(line["loss"]) for line in lines)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -110,14 +147,11 @@ def test_accumulated_gradients_equal_the_whole_batch(shards, tmp_path):
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
 
 
-def test_documents_apart_and_checkpointing_train(shards, tmp_path):
-    apart = small(shards, "data.attend_across_documents=false")
-    train(apart, out=tmp_path / "apart", quiet=True)
+def test_checkpointed_training_equals_training(shards, tmp_path):
     replayed = small(shards, "train.gradient_checkpointing=true")
     train(replayed, out=tmp_path / "replayed", quiet=True)
     train(small(shards), out=tmp_path / "plain", quiet=True)
     assert losses(tmp_path / "replayed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
-    assert losses(tmp_path / "apart") != losses(tmp_path / "plain")
 
 
 def test_kept_logits_change_no_bit_and_a_run_may_go_on_with_them(shards, tmp_path, monkeypatch):
@@ -179,47 +213,70 @@ def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkey
 LAUNCH = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 sys.path[:0] = {paths!r}
 import torch; torch.set_num_threads(1)
+from contextlib import nullcontext
 from training_support import small
-from adaponder.training.loop import Trainer
-from adaponder.training.run import train
-from adaponder.training.watch import collapse
-train(small(Path({shards!r}), *{overrides!r}), out=Path({out!r}), quiet=True)
+from adaponder.training import run
+from adaponder.training.distributed import join
+with join("cpu") as world:
+    run.join = lambda device: nullcontext(world)  # processes find each other once, for all runs
+    for name, overrides in {runs!r}.items():
+        run.train(small(Path({shards!r}), *overrides), out=Path({out!r}) / name, quiet=True)
 """
 
 
-def launch(processes: int, shards: Path, out: Path, *overrides: str) -> None:
+def launch(processes: int, shards: Path, out: Path, runs: dict[str, list[str]]) -> None:
+    """Trains each of the runs, one after another, in so many processes."""
     here = Path(__file__).parents[1]
     paths = [str(here), str(here.parent / "src")]
-    code = LAUNCH.format(paths=paths, shards=str(shards), overrides=list(overrides), out=str(out))
-    script = out.with_suffix(".py")
-    script.write_text(code)
+    script = out / "launch.py"
+    script.write_text(LAUNCH.format(paths=paths, shards=str(shards), runs=runs, out=str(out)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([*command, str(script)], capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_train_like_one_across_a_change_of_phase(shards, tmp_path, parallel):
-    overrides = [
-        "train.steps=20",
-        "train.freeze_backbone_steps=6",
-        "train.halt_before_ponder=true",
-        f"train.parallel={parallel}",
-        "train.save_every=0",
-        "train.dtype=float64",
-    ]
-    train(small(shards, *overrides), out=tmp_path / "one", quiet=True)
-    launch(2, shards, tmp_path / "two", *overrides, "train.keep_logits=true")  # no difference, here neither
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
-    one, two = (weights(tmp_path / name / "final") for name in ("one", "two"))
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-6, atol=1e-8)
-    terms = [[line["ponder"] for line in metrics(tmp_path / name) if "ponder" in line] for name in ("one", "two")]
-    assert terms[0] == pytest.approx(terms[1], rel=1e-5)
+SHARED = ["train.dtype=float64", "train.save_every=0", "data.attend_across_documents=false", "train.steps=10"]
+PHASES = ["train.freeze_backbone_steps=2", "train.halt_before_ponder=true"]
+# What two processes train, and the micro-batch with which one process takes the same rows at once.
+TOGETHER = {
+    "ddp": ([*PHASES, "train.parallel=ddp"], 2),
+    "fsdp": ([*PHASES, "train.parallel=fsdp", "train.keep_logits=true"], 2),
+    "nothing to predict in some rows": (["data.sequence=1", "train.steps=6"], 2),
+    "each process for itself": (["train.ponder_scope=process"], 1),
+    "mor": (["model.method=mor", "train.capacity_warmup=4", "train.steps=4"], 2),
+    "ouro": (["model.method=ouro", "train.steps=4"], 2),
+}
+
+
+def test_two_processes_train_like_one_that_takes_their_rows_together(apart, tmp_path):
+    """Unequal numbers of targets, two micro-steps, a change of phase: the same losses, terms and weights to 1e-9."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    runs = {name: [*SHARED, *how, "train.micro_batch=1"] for name, (how, _) in TOGETHER.items()}
+    launch(2, apart, tmp_path / "two", runs)
+    for name, (how, together) in TOGETHER.items():
+        recipe = small(apart, *SHARED, *how, f"train.micro_batch={together}")
+        assert_targets_differ(recipe, apart)
+        train(recipe, out=tmp_path / "one" / name, quiet=True)
+        one, two = (metrics(tmp_path / folder / name) for folder in ("one", "two"))
+        for term in ("loss", "cross_entropy", "ponder", "router", "entropy", "grad_norm", "validation_loss"):
+            expected = [line[term] for line in one if term in line]
+            assert [line[term] for line in two if term in line] == pytest.approx(expected, rel=1e-9), (name, term)
+        theirs = weights(tmp_path / "two" / name / "final")
+        for parameter, value in weights(tmp_path / "one" / name / "final").items():
+            torch.testing.assert_close(theirs[parameter], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {parameter}")
+
+
+def assert_targets_differ(recipe: Recipe, shards: Path) -> None:
+    """In some micro-step the two rows have unequal numbers of targets; of windows of one token, some have none."""
+    sampler = Sampler(Shards.open(shards, "train"), sequence=recipe.data.sequence, global_batch=4, seed=0)
+    documents = np.stack([sampler.batch(step).documents for step in range(4)])
+    counts = (documents[..., 1:] == documents[..., :-1]).sum(-1).reshape(-1, 2)
+    assert (counts[:, 0] != counts[:, 1]).any()
+    assert recipe.data.sequence > 1 or (counts == 0).any()
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"], ids=["kept", "replayed"])

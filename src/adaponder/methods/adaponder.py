@@ -18,6 +18,7 @@ from adaponder.methods.base import (
     Trajectory,
     plain_loss,
     stack_gates,
+    with_term,
 )
 from adaponder.methods.ponder import expected_embedding
 from adaponder.policies import LearnedGate, Policy
@@ -76,5 +77,5 @@ class AdaPonder(Method):
         real = None if run.tokens.plain else run.tokens.real
         pool = ponder_pool(seen.gates, real, run.depth, on=self.config.ponder_on, pool=self.config.ponder_pool)
         ponder = objective.bottom_k(pool, objective.ponder_fraction)  # eq. 13
-        total = losses.total + score.share * objective.ponder_weight * ponder  # eq. 12
-        return Losses(total, losses.terms | {"ponder": ponder})
+        weight = objective.ponder_weight
+        return with_term(losses, "ponder", ponder, weight=weight, score=score, objective=objective)  # eq. 12

@@ -64,6 +64,8 @@ class Objective:
             (freeze the backbone for it: the exit gate's gradient does not stop there).
         exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
         bottom_k: how the pool of gates is averaged; several processes rank their gates together.
+        share: what every term beside the losses of targets weighs. ``None``: this batch's part of
+            ``num_items_in_batch``, which is all that one forward can know; who averages forwards equally says 1.
     """
 
     ponder_weight: float = 0.0
@@ -71,6 +73,7 @@ class Objective:
     exit_stage: int = 1
     exit_entropy_weight: float | None = None
     bottom_k: Callable[[Tensor, float], Tensor] = bottom_k_mean
+    share: float | None = None
 
 
 class Routing(NamedTuple):
@@ -108,7 +111,7 @@ class Scorer(NamedTuple):
 
     ``nll`` gives per-token losses ``[batch, time]`` of hidden states, ``mean`` their mean over what counts, and
     ``mean_nll`` equals ``mean(nll(hidden))`` for less; ``share`` is this batch's part of that mean where a caller
-    spreads it over several batches, and belongs on every other term.
+    spreads it over several batches (see :func:`with_term`).
     """
 
     nll: Callable[[Tensor], Tensor]
@@ -173,6 +176,14 @@ class Method(nn.Module, ABC):
 def plain_loss(seen: Trajectory, score: Scorer) -> Losses:
     cross_entropy = score.mean_nll(seen.hidden)
     return Losses(cross_entropy, {"cross_entropy": cross_entropy})
+
+
+def with_term(losses: Losses, name: str, term: Tensor, *, weight: float, score: Scorer, objective: Objective) -> Losses:
+    """``losses`` and ``share * weight * term``, multiplied in the term's own precision."""
+    factor = weight * (score.share if objective.share is None else objective.share)
+    if isinstance(factor, Tensor):
+        factor = factor.to(term.dtype)
+    return Losses(losses.total + factor * term, losses.terms | {name: term})
 
 
 def stack_gates(gates: list[Tensor]) -> Tensor | None:

@@ -20,6 +20,7 @@ from adaponder.methods.base import (
     Trajectory,
     plain_loss,
     stack_gates,
+    with_term,
 )
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
 from adaponder.runs import Run
@@ -92,11 +93,12 @@ class MixtureOfRecursions(Method):
         if not seen.routing:
             return losses
         router = torch.stack([_agreement(*routing) for routing in seen.routing]).sum()
-        total = losses.total + score.share * self.config.router_loss_weight * router
-        return Losses(total, losses.terms | {"router": router})
+        weight = self.config.router_loss_weight
+        return with_term(losses, "router", router, weight=weight, score=score, objective=objective)
 
 
 def _agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
     """Binary cross-entropy of each logit against having been chosen, over those who could be."""
-    bce = nn.functional.binary_cross_entropy_with_logits(logit.float(), chosen.float(), reduction="none")
+    logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
+    bce = nn.functional.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
     return (bce * eligible).sum() / eligible.sum().clamp_min(1)

@@ -29,11 +29,11 @@ class World:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def share(self, total: int, name: str) -> tuple[int, int]:
-        """(first, count) of this process's part of ``total`` rows."""
+    def share(self, total: int, name: str) -> int:
+        """How many of ``total`` rows are this process's."""
         if total % self.size:
             raise ConfigError(f"{name}={total} cannot be shared evenly by {self.size} processes")
-        return self.rank * (total // self.size), total // self.size
+        return total // self.size
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, on each."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaponder.data import Sampler, Shards
+from adaponder.data import Batch, Sampler, Shards
 from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
@@ -68,12 +68,11 @@ class Trainer:
             how = {"by": self.recipe.train.compile_by, "memory_budget": self.recipe.train.memory_budget}
             self.model.compile_passes(**how)
         self.shape: Shape = shape_of(self.model.config)
-        self.rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
-        self.micro = min(self.recipe.train.micro_batch or self.rows[1], self.rows[1])
-        if self.rows[1] % self.micro:
-            raise TrainingError(
-                f"train.micro_batch={self.micro} does not divide a process's {self.rows[1]} rows of a step"
-            )
+        rows = self.world.share(self.recipe.train.global_batch, "train.global_batch")
+        self.micro = min(self.recipe.train.micro_batch or rows, rows)
+        if rows % self.micro:
+            raise TrainingError(f"train.micro_batch={self.micro} does not divide a process's {rows} rows of a step")
+        self.micro_steps = rows // self.micro
         self.tally = Tally()
         self.called: nn.Module | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -121,19 +120,16 @@ class Trainer:
     def _one_step(self) -> None:
         train, step = self.recipe.train, self.step
         rate = set_learning_rate(self.optimizer, train, step)
-        objective = replace(objective_at(train, step), **self._scope())
+        # Micro-steps and processes count equally in every term that is no mean over targets: both are averaged here.
+        objective = replace(objective_at(train, step), share=1.0, bottom_k=self._bottom_k())
         if self.controller:
             objective = self.controller.steer(objective, step)
-        batch = self._batch(step)
-        items = self.world.sum((batch["targets"] != -100).sum().to(self.world.device)) / self.world.size
-        parts = [
-            {name: value[i : i + self.micro] for name, value in batch.items()}
-            for i in range(0, self.rows[1], self.micro)
-        ]
+        parts = [self._part(drawn) for drawn in self._drawn(step)]
+        items = self._targets_per_part(parts)
         total = torch.zeros((), device=self.world.device)
         for index, part in enumerate(parts):
             with accumulating(self._called(), last=index + 1 == len(parts)):
-                output = self._forward(part, objective, items / len(parts))
+                output = self._forward(part, objective, items)
                 assert output.loss is not None
                 loss = output.loss / len(parts)
                 loss.backward()
@@ -168,9 +164,17 @@ class Trainer:
 
     # --- one forward --------------------------------------------------------------------------------------------
 
-    def _batch(self, step: int) -> dict[str, Tensor]:
-        first, count = self.rows
-        drawn = self.sampler.rows(step, first, count)
+    def _drawn(self, step: int) -> list[Batch]:
+        """This process's rows of every micro-step.
+
+        A micro-step's rows, over all processes, follow each other in the step's batch: they are those that one process
+        with as many rows at once would take.
+        """
+        first = [(index * self.world.size + self.world.rank) * self.micro for index in range(self.micro_steps)]
+        return [self.sampler.rows(step, row, self.micro) for row in first]
+
+    def _part(self, drawn: Batch) -> dict[str, Tensor]:
+        """What a forward reads of one micro-step."""
         tokens, documents = torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.documents)
         batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
         if not self.recipe.data.attend_across_documents:
@@ -178,6 +182,12 @@ class Trainer:
             batch["targets"][documents[:, 1:] != documents[:, :-1]] = -100
             batch["document_ids"] = documents[:, :-1]
         return batch
+
+    def _targets_per_part(self, parts: list[dict[str, Tensor]]) -> Tensor:
+        """The step's targets per process and micro-step, in double: what each forward's cross-entropy is divided by."""
+        mine = sum(int((part["targets"] != -100).sum()) for part in parts)
+        everyone = self.world.sum(torch.tensor(mine, device=self.world.device))
+        return everyone.clamp_min(1).double() / (self.world.size * len(parts))
 
     def _forward(self, part: dict[str, Tensor], objective: Objective, items: Tensor) -> AdaPonderOutput:
         device = self.world.device
@@ -218,8 +228,8 @@ class Trainer:
             controller.restore(self.steered, self.world.device, leads=self.world.leads)
         return controller
 
-    def _scope(self) -> dict[str, Any]:
-        return {"bottom_k": self.bottom_k if self.recipe.train.ponder_scope == "micro" else bottom_k_mean}
+    def _bottom_k(self) -> Callable[[Tensor, float], Tensor]:
+        return self.bottom_k if self.recipe.train.ponder_scope == "micro" else bottom_k_mean
 
     # --- looking ------------------------------------------------------------------------------------------------
 
@@ -236,8 +246,7 @@ class Trainer:
     def _raise_unless_finite(self, norm: Tensor, loss: Tensor, step: int) -> None:
         value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(value):
-            first, count = self.rows
-            windows = self.sampler.rows(step, first, count).windows.tolist()
+            windows = [window for drawn in self._drawn(step) for window in drawn.windows.tolist()]
             if self.telemetry:
                 self.telemetry.log({"step": step, "loss": float(loss), "grad_norm": value})
             raise TrainingError(
