@@ -263,11 +263,18 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             raise InputError(f"max_iterations={asked}: from 1 to {self.config.iterations}, the model's iterations")
         return asked
 
-    def _policy(self, asked: PolicyLike | None, *, generates: bool) -> Policy:
-        if asked is not None and not self.method.halts:
+    def check_policy(self, asked: PolicyLike | None) -> None:
+        """Raises where this policy cannot decide for this model; ``None`` always can."""
+        if asked is None:
+            return
+        if not self.method.halts:
             raise InputError(
                 f"policy: {self.config.method} reads every token equally often; use max_iterations to read less"
             )
+        as_policy(asked).check(self.config.method, self.config.iterations)
+
+    def _policy(self, asked: PolicyLike | None, *, generates: bool) -> Policy:
+        self.check_policy(asked)
         policy = self.method.default_policy(training=self.training) if asked is None else as_policy(asked)
         if generates and not policy.causal:
             raise InputError(

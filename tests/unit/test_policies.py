@@ -133,14 +133,14 @@ def test_the_learned_gate_with_the_configured_tau_is_the_default(model):
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", support.HALTING)
-@pytest.mark.parametrize("depth", [1, 2, K, K + 5])
+@pytest.mark.parametrize("depth", [1, 2, K])
 def test_the_fixed_depth_equals_so_many_iterations(models, method, depth, execution):
     ids, mask = padded()
     by_policy = models[method](ids, attention_mask=mask, policy=FixedDepth(depth), execution=execution)
     by_number = models[method](
-        ids, attention_mask=mask, policy=FixedDepth(K), max_iterations=min(depth, K), execution=execution
+        ids, attention_mask=mask, policy=FixedDepth(K), max_iterations=depth, execution=execution
     )
-    assert torch.equal(by_policy.depth, mask * min(depth, K))
+    assert torch.equal(by_policy.depth, mask * depth)
     assert torch.equal(by_number.depth, by_policy.depth)
     real = mask.bool()
     assert float((by_policy.logits - by_number.logits)[real].abs().max()) <= 1e-12
@@ -671,6 +671,7 @@ WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
     ("depth", lambda: FixedDepth(2.5)),
     ("depth", lambda: FixedDepth(NAN)),
     ("depths", lambda: ForcedDepths(torch.tensor([1, 2, 3]))),
+    ("depths", lambda: ForcedDepths(torch.ones(2, 3))),
     ("threshold", lambda: Entropy(NAN)),
     ("threshold", lambda: Entropy((1.0, NAN))),
     ("threshold", lambda: Divergence(NAN)),
@@ -714,6 +715,32 @@ TOO_SHORT: list[tuple[str, Policy]] = [
 def test_the_settings_too_short_for_the_run_are_refused_and_named(model, field, policy, execution):
     with pytest.raises(AdaPonderError, match=rf"\b{field}\b"):
         model(support.ids(), policy=policy, execution=execution)
+
+
+UNFIT: list[tuple[str, str, Policy]] = [
+    ("adaponder", rf"FixedDepth\(depth=9\).*K={K}", FixedDepth(9)),
+    ("mor", rf"FixedDepth\(depth={K + 1}\).*K={K}", FixedDepth(K + 1)),
+    ("ouro", rf"ForcedDepths asks for depth {K + 1}.*K={K}", ForcedDepths(torch.full((2, 9), K + 1))),
+    ("adaponder", rf"LearnedGate.*tau has {K} entries.*K={K} has {K - 1} gates", LearnedGate((0.1,) * K)),
+    ("adaponder", rf"Entropy.*threshold has {K} entries", Entropy((0.1,) * K)),
+    ("adaponder", rf"Divergence.*threshold has {K} entries", Divergence((0.1,) * K)),
+    ("adaponder", rf"Change.*threshold has {K} entries", Change((0.1,) * K)),
+    ("adaponder", rf"Uniform.*thresholds has {K} entries", Uniform(keep=0.5, thresholds=(0.1,) * K)),
+    ("mor", rf"Shares.*shares has {K} entries", Ranked(Shares(shares=(0.9,) * K))),
+    ("adaponder", rf"RouterThreshold\(\).*mor.*this model is adaponder \(K={K}\)", RouterThreshold()),
+    ("ouro", r"RouterThreshold\(\).*mor.*this model is ouro", RouterThreshold()),
+    ("adaponder", r"ExitThreshold\(q=0.9\).*ouro.*this model is adaponder", ExitThreshold(0.9)),
+    ("mor", r"ExitThreshold\(q=0.9\).*ouro.*this model is mor", ExitThreshold(0.9)),
+]
+
+
+@pytest.mark.parametrize(("method", "said", "policy"), UNFIT, ids=[f"{i}-{row[0]}" for i, row in enumerate(UNFIT)])
+def test_a_policy_that_does_not_fit_the_model_is_refused_and_both_are_named(models, method, said, policy):
+    with pytest.raises(AdaPonderError, match=said) as error:
+        models[method](support.ids(), policy=policy)
+    assert "\n" not in str(error.value)
+    with pytest.raises(AdaPonderError, match=said):
+        models[method].generate(support.ids(), policy=policy, max_new_tokens=2, do_sample=False)
 
 
 WRONG_ANSWERS: dict[str, Callable[[PolicyInput], object]] = {

@@ -47,6 +47,7 @@ class Subject(NamedTuple):
     ) -> Reading:
         """Who decides depth, from at most one of the three ways to say it."""
         chosen = choose_policy(self.folder, policy=policy, tau=tau, profile=profile)
+        self.model.check_policy(chosen)  # before a text is read
         return Reading(policy=chosen, max_iterations=max_iterations, execution=execution, seed=seed)
 
 

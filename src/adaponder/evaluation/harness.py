@@ -69,6 +69,7 @@ class HarnessLM(TemplateLM):
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise InputError("--tokenizer: it has neither a start nor an end token, and one must stand before a text")
         self.model, self.batch_size, self.how = model, batch_size, how or Reading()
+        model.check_policy(self.how.policy)
         self.tokenizer: Any = tokenizer
         self.meters: dict[str, Meter] = {}
         self._counting, self._task = counting, ""

@@ -56,9 +56,11 @@ class Policy(ABC):
 
     ``causal`` promises that a token's answer never depends on later tokens; a policy without it is for evaluation
     and is refused in generation. ``fingerprint`` names policy and settings: equal fingerprints, equal decisions.
+    ``method`` names the one method whose signal it reads; ``None``: any that halts.
     """
 
     causal: ClassVar[bool] = True
+    method: ClassVar[str | None] = None
 
     @abstractmethod
     def __call__(self, seen: PolicyInput) -> Tensor:
@@ -71,6 +73,22 @@ class Policy(ABC):
     def heads(self, iteration: int) -> int:
         """How often it computes a token's logits to decide after this iteration: a cost that is its own."""
         return 0
+
+    def check(self, method: str, iterations: int) -> None:
+        """Raises where it cannot decide for a model of ``method`` that reads a token up to ``iterations`` times."""
+        if self.method not in (None, method):
+            raise InputError(
+                f"policy={self.fingerprint}: it reads a signal of {self.method}, and this model is {method} "
+                f"(K={iterations}); LearnedGate, FixedDepth or Entropy can decide for it"
+            )
+
+    def _one_per_gate(self, name: str, value: float | Sequence[float], iterations: int) -> None:
+        """Raises where a list of numbers is not one for each of the model's gates."""
+        if isinstance(value, Sequence) and len(value) != iterations - 1:
+            raise InputError(
+                f"policy={self.fingerprint}: {name} has {len(value)} entries, a model of K={iterations} has "
+                f"{iterations - 1} gates: give one number, or one per gate"
+            )
 
 
 def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ class LearnedGate(Policy):
             if tau != math.inf:
                 check_share("tau", tau)
 
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        self._one_per_gate("tau", self.tau, iterations)
+
     def __call__(self, seen: PolicyInput) -> Tensor:
         return stays_active(seen.gate, at(self.tau, seen.iteration, "tau"))
 
@@ -36,6 +41,8 @@ class LearnedGate(Policy):
 @dataclass(frozen=True)
 class RouterThreshold(Policy):
     """Read on while the router's logit is positive: how mor, trained to rank, decides causally."""
+
+    method: ClassVar[str | None] = "mor"
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         return seen.gate.float() > 0.5
@@ -46,6 +53,7 @@ class ExitThreshold(Policy):
     """Exit once the cumulative exit probability reaches ``q``: ouro's rule."""
 
     q: float = 1.0
+    method: ClassVar[str | None] = "ouro"
 
     def __post_init__(self) -> None:
         if not 0.0 < self.q <= 1.0:
@@ -65,6 +73,14 @@ class FixedDepth(Policy):
         if not isinstance(self.depth, int) or self.depth < 1:
             raise InputError(f"depth={self.depth}: a whole number is needed, and a token must be read at least once")
 
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        if self.depth > iterations:
+            raise InputError(
+                f"policy={self.fingerprint}: the model reads a token at most K={iterations} times: name a depth from 1 "
+                f"to {iterations}"
+            )
+
     def __call__(self, seen: PolicyInput) -> Tensor:
         return torch.full_like(seen.active, seen.iteration + 1 < self.depth)
 
@@ -78,6 +94,17 @@ class ForcedDepths(Policy):
     def __post_init__(self) -> None:
         if self.depths.ndim != 2:
             raise InputError(f"depths has shape {tuple(self.depths.shape)}: [batch, time] is needed")
+        if self.depths.is_floating_point() or self.depths.dtype == torch.bool:
+            raise InputError(f"depths is {self.depths.dtype}: whole numbers are needed")
+
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        # On a GPU the host would wait for the answer, and a token is read K times at most anyway.
+        if self.depths.device.type == "cpu" and self.depths.numel() and int(self.depths.max()) > iterations:
+            raise InputError(
+                f"policy: ForcedDepths asks for depth {int(self.depths.max())}, the model reads a token at most "
+                f"K={iterations} times"
+            )
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         depths = self.depths.to(seen.slot.device)
@@ -115,6 +142,10 @@ class Entropy(Policy):
     def __post_init__(self) -> None:
         settle(self, threshold=numbers("threshold", self.threshold))
 
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        self._one_per_gate("threshold", self.threshold, iterations)
+
     def __call__(self, seen: PolicyInput) -> Tensor:
         return entropy(seen) >= at(self.threshold, seen.iteration, "threshold")
 
@@ -134,6 +165,10 @@ class Divergence(Policy):
     def __post_init__(self) -> None:
         settle(self, threshold=numbers("threshold", self.threshold))
 
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        self._one_per_gate("threshold", self.threshold, iterations)
+
     def __call__(self, seen: PolicyInput) -> Tensor:
         return divergence(seen) >= at(self.threshold, seen.iteration, "threshold")
 
@@ -152,6 +187,10 @@ class Change(Policy):
 
     def __post_init__(self) -> None:
         settle(self, threshold=numbers("threshold", self.threshold))
+
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        self._one_per_gate("threshold", self.threshold, iterations)
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         return change(seen) >= at(self.threshold, seen.iteration, "threshold")

@@ -30,6 +30,11 @@ class Schedule(Policy):
     def share(self, iteration: int) -> float:
         raise NotImplementedError
 
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        if self.thresholds:
+            self._one_per_gate("thresholds", self.thresholds, iterations)
+
     def __call__(self, seen: PolicyInput) -> Tensor:
         if not self.thresholds:
             name = type(self).__name__
@@ -82,6 +87,10 @@ class Shares(Schedule):
         for share in self.shares:
             check_share("shares", share)
 
+    def check(self, method: str, iterations: int) -> None:
+        super().check(method, iterations)
+        self._one_per_gate("shares", self.shares, iterations)
+
     def share(self, iteration: int) -> float:
         return at(self.shares, iteration, "shares")
 
@@ -96,6 +105,9 @@ class Ranked(Policy):
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
             raise InputError(f"schedule={self.schedule!r}: Uniform, Geometric or Shares is needed to rank by")
+
+    def check(self, method: str, iterations: int) -> None:
+        self.schedule.check(method, iterations)
 
     def __call__(self, seen: PolicyInput) -> Tensor:
         # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
