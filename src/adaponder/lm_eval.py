@@ -25,7 +25,7 @@ def main() -> None:
 
         cli_evaluate()
     except AdaPonderError as error:
-        errors.print(f"error: {error}", markup=False, emoji=False, soft_wrap=True)
+        errors.print(f"error: {error}", soft_wrap=True)
         sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
 
 

@@ -7,17 +7,62 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.markup import escape
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+# Every control character as a symbol that only looks like one; what turns text around, and halves of a pair, as �.
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys([*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F)], 0xFFFD)
+_VISIBLE |= dict.fromkeys([*range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFFFD)
+
+
+def plain(text: str) -> str:
+    """The text, equally long, without a character that a terminal would obey instead of showing it."""
+    return text.translate(_VISIBLE)
+
+
+class Screen(Console):
+    """A console on which a string is only ever text: no markup, no emoji, no control sequence.
+
+    Prompts, model output, paths and errors may hold anything. What is to be coloured is said beside it, by a style:
+    ``print("done", style="dim")``, or ``print(line("saved in ", (path, "bold")))``.
+    """
+
+    def __init__(self, *, stderr: bool = False):
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(plain(text), **options | {"markup": False, "emoji": False})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Everything that is printed comes through here, however deep in a table or a group it lies."""
+        if isinstance(renderable, Text) and (shown := plain(renderable.plain)) != renderable.plain:
+            renderable = renderable.copy()
+            renderable.plain = shown
+        return super().render(renderable, options)
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        # A spinner would read a string as markup.
+        return super().status(Text(status) if isinstance(status, str) else status, **options)
+
+
+console = Screen()
+errors = Screen(stderr=True)
+
+
+def line(*parts: object) -> Text:
+    """Parts one after another; ``(part, style)`` is styled: ``line("saved in ", (path, "bold"))``."""
+    return Text.assemble(*((str(part[0]), part[1]) if isinstance(part, tuple) else str(part) for part in parts))
+
 
 # Dark to bright with depth: told apart by lightness alone, so also without colour vision and in grey print.
 _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231, 37))
@@ -49,23 +94,77 @@ def legend(deepest: int) -> Text:
     return text
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Group:
-    """A titled table: first column to the left, figures to the right."""
-    drawn = Table(header_style="bold", show_header=any(columns), box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(escape(str(cell)) for cell in row))  # a path may hold brackets
-    return Group(Text(title, style="bold underline"), drawn)
+@dataclass(frozen=True)
+class Titled:
+    """A table under its title: first column to the left, figures to the right.
+
+    Where the window is too narrow for all columns, several tables follow one another, each with the first column: no
+    figure is ever broken in two.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.title, style="bold underline")
+        for widths in _side_by_side(self._widths(options.max_width), options.max_width):
+            drawn = Table(header_style="bold", show_header=any(self.columns), box=None, pad_edge=False)
+            for index, width in widths.items():
+                justify = "left" if index == 0 else "right"
+                drawn.add_column(self.columns[index], justify=justify, overflow="fold", width=width)
+            for row in self.rows:
+                drawn.add_row(*(row[index] for index in widths))
+            yield drawn
+
+    def _widths(self, most: int) -> list[tuple[int, int]]:
+        """Per column the least width, at which its head breaks between words, and the width at which nothing does."""
+        widths = []
+        for index, head in enumerate(self.columns):
+            cells = max((cell_len(row[index]) for row in self.rows), default=0)
+            # Sentences and paths may be broken; a first column must leave room for others.
+            cells = min(cells, most // 2 if len(self.columns) > 1 else most)
+            word = max((cell_len(word) for word in head.split()), default=0)
+            widths.append((max(cells, word), max(cells, cell_len(head))))
+        return widths
+
+
+_GAP = 2
+
+
+def _side_by_side(widths: Sequence[tuple[int, int]], most: int) -> Iterator[dict[int, int]]:
+    """The width of each column, by its index, for each of the tables that columns of (least, best) width need."""
+    groups, used = [[0]], widths[0][0]
+    for index in range(1, len(widths)):
+        needed = _GAP + widths[index][0]
+        if used + needed > most and len(groups[-1]) > 1:
+            groups, used = [*groups, [0]], widths[0][0]
+        groups[-1].append(index)
+        used += needed
+    for group in groups:
+        chosen, spare = {}, most - _GAP * (len(group) - 1) - sum(widths[index][0] for index in group)
+        for index in group:
+            least, best = widths[index]
+            more = min(best - least, max(spare, 0))
+            chosen[index], spare = least + more, spare - more
+        yield chosen
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:
+    return Titled(title, columns, [[str(cell) for cell in row] for row in rows])
+
+
+def progress_bars() -> Progress:
+    """Bars with their ETA that vanish when done; where nobody watches, they would only leave empty lines."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn())
+    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with its ETA that vanishes when done: ``with counting("scoring", n) as advance: … advance(some)``."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
-    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
-    # Where nobody watches, a bar would only leave empty lines.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    """A bar: ``with counting("scoring", n) as advance: … advance(some)``."""
+    with progress_bars() as progress:
         task = progress.add_task(what, total=total)
         yield lambda some: progress.advance(task, some)
 

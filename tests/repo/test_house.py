@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,3 +181,11 @@ def test_no_path_of_any_machine_is_written_down():
     for name in files:
         text = (ROOT / name).read_text(errors="ignore")
         assert not any(needle in text for needle in needles), name
+
+
+def test_nothing_printed_is_markup():
+    """Strings are text on our consoles (terminal.Screen): a tag in one would be shown, or would swallow a path."""
+    tags = re.compile(r"\[/?(bold|dim|italic|underline|red|green|yellow|blue|cyan)\b|\[/\]|rich\.markup|from_markup")
+    for path in SOURCE.rglob("*.py"):
+        if room_of(path) != "cli":  # whose help texts typer prints, and they hold nothing from outside
+            assert not (found := tags.search(path.read_text())), f"{path}: {found.group()}; use terminal.line"

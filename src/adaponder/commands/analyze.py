@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from adaponder.analysis.figures import choose, excerpts
 from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.report import Report, facts, write_report
@@ -20,7 +18,7 @@ from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.scoring import Reading
 from adaponder.evaluation.text import Text
 from adaponder.policies import Policy
-from adaponder.terminal import console, counting, legend, table, write_json
+from adaponder.terminal import console, counting, legend, line, table, write_json
 
 
 def run(
@@ -114,15 +112,14 @@ def show(trace: Trace, report: Report) -> None:
     deepest = trace.about.deepest
     console.print(table("What was read", ("", ""), list(facts(trace, report.numbers).items())))
     for one in report.drawn:
-        console.print(f"\n[bold]{one.plate.title}[/]")
-        # A caption may name a source, and a source may be called anything.
-        console.print(on_one_line(one.caption), markup=False)
+        console.print(f"\n{one.plate.title}", style="bold")
+        console.print(on_one_line(one.caption))
     for name, reason in report.left_out.items():
-        console.print(f"\n[bold]{name}[/] is left out: {reason}")
+        console.print(line("\n", (name, "bold"), f" is left out: {reason}"))
     extremes = {"Hardest": excerpts.hardest(trace, 3), "Easiest": excerpts.easiest(trace, 3)} if report.excerpts else {}
     for heading, found in extremes.items():
-        console.print(f"\n[bold]{heading} tokens[/]  ", legend(deepest))
+        console.print(line("\n", (f"{heading} tokens", "bold"), "  "), legend(deepest))
         for one in found:
-            console.print(f"\n{one.remark}", markup=False)
+            console.print(f"\n{one.remark}")
             console.print(excerpts.as_text(one, deepest))
-    console.print(f"\n→ [bold]{escape(str(report.path))}[/]", soft_wrap=True)
+    console.print(line("\n→ ", (report.path, "bold")), soft_wrap=True)

@@ -14,7 +14,7 @@ from adaponder.bench.record import about, checkout, commit_of, conditions, recor
 from adaponder.convert import as_device
 from adaponder.errors import InputError
 from adaponder.recipe import Recipe
-from adaponder.terminal import console, write_json
+from adaponder.terminal import console, line, write_json
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Record:
         whole = self.known | {"complete": True, "metrics": self.metrics}
         if self.path is not None:
             write_json(self.path, whole)
-            console.print(f"the record is [bold]{self.path.relative_to(checkout())}[/]")
+            console.print(line("the record is ", (self.path.relative_to(checkout()), "bold")))
         write_json(self.how.json, whole)
         return whole
 
@@ -96,11 +96,11 @@ def begin(
     path = record_path(name, device, recipe) if how.record and not how.only else None
     commit = commit_of(how.commit, needed=how.record)
     if recipe is not None:
-        console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
+        console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     if how.record and how.only:
         console.print("--only: a part is measured, and no record is kept; --json PATH keeps the figures")
     if how.trust:
-        console.print("[yellow]--trust: the operations are not tested first")
+        console.print("--trust: the operations are not tested first", style="yellow")
     else:
         console.print("testing the operations …")
         if not require_tests(device):

@@ -18,7 +18,7 @@ from adaponder.evaluation.calibration import frontier as frontier_rows
 from adaponder.evaluation.halves import halve
 from adaponder.evaluation.lab import Lab, Row, check_budget, require_halting
 from adaponder.evaluation.summary import Interval
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, line, table, write_json
 from adaponder.version import __version__
 
 RESULT = "frontier.json"
@@ -81,7 +81,7 @@ def run(
         result |= {"rule": rule, "name": name, "calibration": found.as_dict()}
         show(found)
         path = profiles.store(subject.folder, name, profile(found, result))
-        console.print(f"\nStored as [bold]{name}[/] in {path}; use it with --profile {name}")
+        console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
     if rows:
         result |= {"rows": [row.as_dict() for row in rows]}
         show_frontier(rows)
@@ -129,7 +129,10 @@ def show(found: Calibration) -> None:
     console.print(f"\nOn text not used to calibrate: depth {chosen.depth:.3f}, {off:+.3f} off")
     if abs(off) > 0.05:
         console.print(
-            "[bold yellow]warning:[/] more than 0.05 off: calibrate on more text, or on text like that to come"
+            line(
+                ("warning:", "bold yellow"),
+                " more than 0.05 off: calibrate on more text, or on text like that to come",
+            )
         )
 
 
@@ -177,7 +180,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     from adaponder.analysis.style import save as save_figure
 
     drawn = [*save_figure(figures.frontier(result["rows"]), out / "frontier")]
-    console.print(f"\nThe frontier is in [bold]{out}[/]")
+    console.print(line("\nThe frontier is in ", (out, "bold")))
     return drawn
 
 

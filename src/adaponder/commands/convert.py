@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.convert import Conversion, convert
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, line, table, write_json
 
 
 def run(source: str, *, out: Path, method: str, json: Path | None = None, **options: Any) -> Conversion:
@@ -21,7 +21,8 @@ def run(source: str, *, out: Path, method: str, json: Path | None = None, **opti
 
 
 def show(done: Conversion) -> None:
-    console.print(f"[bold]{done.source}[/] ({done.kind}) → [bold]{done.out}[/] ({done.method}, K = {done.iterations})")
+    source, out = (done.source, "bold"), (done.out, "bold")
+    console.print(line(source, f" ({done.kind}) → ", out, f" ({done.method}, K = {done.iterations})"))
     added = f", of which the method adds {done.added:,}" if done.added else ""
     console.print(f"{done.parameters:,} parameters{added}")
     if done.gates_open is not None:

@@ -15,7 +15,7 @@ from adaponder.data import Shards
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 from adaponder.recipe import Recipe, load_recipe
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, line, table, write_json
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 
@@ -42,7 +42,7 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
     settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
     (out / "README.md").write_text(_readme(out, done.trainer.sampler.shards.folder, found))
-    console.print(f"\nThe run is in [bold]{out}[/]; its README says how to go on.")
+    console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
     write_json(json, found)
     return found
 

@@ -35,9 +35,9 @@ def run(*, json: Path | None = None) -> dict[str, Any]:
     ]
     console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), rows))
     if found["problems"]:
-        console.print("[red]" + "; ".join(f"{name} {why}" for name, why in found["problems"].items()))
+        console.print("; ".join(f"{name} {why}" for name, why in found["problems"].items()), style="red")
     else:
-        console.print("[green]all well")
+        console.print("all well", style="green")
     write_json(json, found)
     return found
 

@@ -158,7 +158,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
 
 def show(done: Generated, *, colours: bool) -> None:
     if not colours:
-        console.print("".join(done.pieces), markup=False)
+        console.print("".join(done.pieces))
         return
     console.print(by_depth(done.pieces, done.depths, done.deepest))
     console.print()

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Group
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
 from adaponder.evaluation.lab import RATES, Lab, Row, require_halting
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, line, progress_bars, table, write_json
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
 TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
@@ -176,7 +175,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
         suffix = "" if len(result["budgets"]) == 1 else f"-{budget:g}"
         drawn += save_figure(figures.differences(result["rows"], budget), out / f"policies{suffix}")
         drawn += save_figure(figures.keep_probability(result["rows"], budget), out / f"keep-probability{suffix}")
-    console.print(f"\n{len(drawn)} figures are in [bold]{out}[/]")
+    console.print(line(f"\n{len(drawn)} figures are in ", (out, "bold")))
     return drawn
 
 
@@ -200,15 +199,7 @@ def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
 
 @contextmanager
 def watching() -> Iterator[Bars]:
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    with progress_bars() as progress:
         whole = progress.add_task("rows", total=None)
         part = progress.add_task("", total=None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.markup import escape
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaponder.convert import has_tokenizer, load
@@ -28,7 +27,7 @@ class Subject(NamedTuple):
     vocabulary: Vocabulary
 
     def text(self, data: str, *, split: str, max_tokens: int | None) -> Text:
-        with console.status(f"reading {escape(data)} …"):
+        with console.status(f"reading {data} …"):
             return open_text(data, self.vocabulary, whose=self.name, split=split, max_tokens=max_tokens)
 
     def windows(self, length: int | None, stride: int | None, *, across_documents: bool = True) -> Windows:
@@ -52,7 +51,7 @@ class Subject(NamedTuple):
 
 
 def open_subject(checkpoint: str, *, tokenizer: str | None = None, dtype: str = "auto", device: str = "cpu") -> Subject:
-    with console.status(f"loading {escape(checkpoint)} …"):
+    with console.status(f"loading {checkpoint} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
         vocabulary = open_vocabulary(tokenizer or str(folder))
         refuse_other_tokenizer(model, folder, tokenizer, vocabulary.tokenizer.get_vocab())

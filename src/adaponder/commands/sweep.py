@@ -21,7 +21,7 @@ from adaponder.analysis.sensitivity import Point, points, sensitivity, text_of
 from adaponder.analysis.style import save
 from adaponder.errors import InputError
 from adaponder.files import write_whole
-from adaponder.terminal import console, table, write_json
+from adaponder.terminal import console, line, table, write_json
 from adaponder.training.grid import Run, config_of, plan
 from adaponder.training.sweep import FAILED, FINISHED, PENDING, STOPPED, Record, carry_out, examine, pending
 from adaponder.version import __version__
@@ -61,7 +61,8 @@ def run(
         records = examine(runs, out=folder, device=device)
     asked |= {"device": _name_of(device), "versions": _versions()}
     left = [record for record in records if record.status == PENDING]
-    console.print(f"{len(runs)} runs in [bold]{folder}[/]: {len(runs) - len(left)} done before, {len(left)} to do")
+    done_before = len(runs) - len(left)
+    console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
     result = _write(asked, records, folder)
 
     def starting(index: int, record: Record, seconds: float | None) -> None:
@@ -71,7 +72,7 @@ def run(
 
     for index, record in carry_out(runs, records, out=folder, device=device, quiet=quiet, starting=starting):
         records[index] = record
-        console.print(_ended(record), soft_wrap=True, markup=False)
+        console.print(_ended(record), soft_wrap=True)
         result = _write(asked, records, folder)
     show(name, records)
     draw(result, folder)
@@ -118,11 +119,11 @@ def show_plan(name: str, runs: Sequence[Run], records: Sequence[Record], folder:
     """What would be run, and the command of each run: spread by hand over machines, they fill the same folders."""
     rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in records]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
-    console.print(f"\nmkdir -p {shlex.quote(str(folder))}", soft_wrap=True, markup=False)
+    console.print(f"\nmkdir -p {shlex.quote(str(folder))}", soft_wrap=True)
     for each in runs:
         sets = [word for override in each.overrides for word in ("--set", override)]
         words = ["adaponder", "train", name, *sets, "--out", str(folder / each.name), "--resume", "auto"]
-        console.print(shlex.join([*words, "--device", device]), soft_wrap=True, markup=False)
+        console.print(shlex.join([*words, "--device", device]), soft_wrap=True)
 
 
 def show(name: str, records: Sequence[Record]) -> None:
@@ -135,7 +136,7 @@ def show(name: str, records: Sequence[Record]) -> None:
     console.print(table(f"\nSweep of {name} (validation)", columns, [_row(point, name) for point in found]))
     for record in records:
         if record.status == FAILED:
-            console.print(f"{record.name} failed: {record.error}", soft_wrap=True, markup=False)
+            console.print(f"{record.name} failed: {record.error}", soft_wrap=True)
 
 
 def _row(point: Point, name: str) -> tuple[str, ...]:
@@ -210,4 +211,4 @@ def draw(result: dict[str, Any], folder: Path) -> None:
         console.print("no run has finished yet: no figure")
         return
     png, svg = save(sensitivity(result["runs"]), folder / "sensitivity")
-    console.print(f"→ [bold]{folder / 'sweep.json'}[/], sweep.csv, {png.name}, {svg.name}", soft_wrap=True)
+    console.print(line("→ ", (folder / "sweep.json", "bold"), f", sweep.csv, {png.name}, {svg.name}"), soft_wrap=True)

@@ -9,7 +9,7 @@ import yaml
 from rich.padding import Padding
 
 from adaponder.recipe import Recipe, load_recipe, recipe_names
-from adaponder.terminal import console, write_json
+from adaponder.terminal import console, line, write_json
 from adaponder.training.run import Outcome, train
 
 
@@ -40,23 +40,23 @@ def run(
     )
     if done.trainer.world.leads:
         where = done.final or f"{out} (resume with --resume auto)"
-        console.print(f"step {done.step} of {recipe.train.steps} → [bold]{where}[/]")
+        console.print(line(f"step {done.step} of {recipe.train.steps} → ", (where, "bold")))
         write_json(json, {"recipe": recipe.as_dict(), "step": done.step, "final": str(done.final or "")})
     return done
 
 
 def show_recipe(recipe: Recipe, overrides: list[str]) -> None:
     """The resolved recipe, what was overridden, and its hash: what is about to be done, before it is."""
-    console.print(f"[bold]{recipe.name}[/]  {recipe.fingerprint}  {recipe.about}")
+    console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     changed = {override.partition("=")[0] for override in overrides}
     for section, values in yaml.safe_load(recipe.to_yaml()).items():
         if isinstance(values, dict) and section != "provenance":
             marked = [
-                f"[bold yellow]{key}={_short(value)}[/]" if f"{section}.{key}" in changed else f"{key}={_short(value)}"
+                (f"  {key}={_short(value)}", "bold yellow" if f"{section}.{key}" in changed else "")
                 for key, value in values.items()
                 if value is not None
             ]
-            console.print(f"[bold]{section}[/]  " + "  ".join(marked), soft_wrap=True)
+            console.print(line((section, "bold"), *marked), soft_wrap=True)
 
 
 def _short(value: Any) -> str:
@@ -69,7 +69,7 @@ def list_recipes(*, json: Path | None = None) -> None:
         readings = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
         size = f"{recipe.train.steps:,} steps, {_tokens(recipe) / 1e9:.3g}B tokens"
         # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
-        console.print(f"[bold]{recipe.name}[/]  {recipe.model.method}{readings}, {size}", soft_wrap=True)
+        console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{readings}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
     write_json(json, {recipe.name: recipe.as_dict() for recipe in recipes})
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.markup import escape
 from tokenizers import Tokenizer
 
 from adaponder.data import Shards, sources
@@ -24,7 +23,7 @@ from adaponder.data.encoding import Encoder, Item
 from adaponder.data.shards import MANIFEST, SKIPPED, dtype_of
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
-from adaponder.terminal import errors
+from adaponder.terminal import errors, line
 
 
 class Vocabulary(NamedTuple):
@@ -159,7 +158,7 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
             yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
     finally:
         if tally.invalid_utf8:
-            errors.print(f"[yellow]{escape(data)}:[/] {SKIPPED['invalid_utf8']}: {tally.invalid_utf8:,}")
+            errors.print(line((f"{data}:", "yellow"), f" {SKIPPED['invalid_utf8']}: {tally.invalid_utf8:,}"))
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:

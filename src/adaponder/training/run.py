@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.markup import escape
 
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import FREE_TRAIN, Recipe, TrainRecipe
-from adaponder.terminal import console
+from adaponder.terminal import console, line
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World, join
@@ -117,7 +116,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
             workers=min(8, os.cpu_count() or 1),
         )
         for remark in made.remarks():
-            console.print(f"[yellow]{escape(str(folder))}:[/] {remark}", soft_wrap=True)
+            console.print(line((f"{folder}:", "yellow"), f" {remark}"), soft_wrap=True)
     world.wait()
     return folder
 
@@ -145,7 +144,7 @@ def find_start(
         folder, passed_over = newest_complete(out)
         if world.leads:
             for reason in passed_over:
-                console.print(f"[yellow]passed over:[/] {reason}", soft_wrap=True)
+                console.print(line(("passed over:", "yellow"), f" {reason}"), soft_wrap=True)
         if folder is None:
             return Start(None, 0)
     else:
@@ -244,16 +243,20 @@ def _remark(plan: TrainRecipe, world: World) -> None:
         console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
     if plan.ponder_weight and plan.gates_begin > plan.ponder_start:
         console.print(
-            f"[yellow]train.gate_start={plan.gate_start} lies after ponder_start={plan.ponder_start}:[/] until then "
-            "the ponder loss presses on gates that do not move",
+            line(
+                (f"train.gate_start={plan.gate_start} lies after ponder_start={plan.ponder_start}:", "yellow"),
+                " until then the ponder loss presses on gates that do not move",
+            ),
             soft_wrap=True,
         )
     elif plan.gates_begin:
         console.print(f"gates begin to learn at step {plan.gates_begin:,} (train.gate_start)")
     if plan.ponder_weight and plan.ponder_start >= plan.steps:
         console.print(
-            f"[yellow]train.ponder_start={plan.ponder_start} is not before the end, train.steps={plan.steps}:[/] "
-            "nothing will press on the gates",
+            line(
+                (f"train.ponder_start={plan.ponder_start} is not before the end, train.steps={plan.steps}:", "yellow"),
+                " nothing will press on the gates",
+            ),
             soft_wrap=True,
         )
 
@@ -262,16 +265,18 @@ def _remark_on_data(recipe: Recipe, shards: Shards, validation: Shards) -> None:
     """Says what a user might not expect of the tokens."""
     if validation.tokens <= recipe.data.sequence:
         console.print(
-            f"[yellow]there will be no validation loss:[/] {escape(str(shards.folder))} has "
-            f"{validation.tokens:,} tokens for it, "
-            f"data.sequence={recipe.data.sequence} needs more; prepare more documents, or a larger share of them",
+            line(
+                ("there will be no validation loss:", "yellow"),
+                f" {shards.folder} has {validation.tokens:,} tokens for it, data.sequence={recipe.data.sequence} needs "
+                "more; prepare more documents, or a larger share of them",
+            ),
             soft_wrap=True,
         )
     made = shards.manifest.fingerprint
     stated = {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}
     if differing := [f"{name} {made[name]}" for name, value in stated.items() if made.get(name, value) != value]:
         said = f"{shards.folder} was prepared with {' and '.join(differing)}: that holds, not the recipe's"
-        console.print(escape(said), soft_wrap=True)
+        console.print(said, soft_wrap=True)
 
 
 def _dtype(recipe: Recipe) -> torch.dtype:

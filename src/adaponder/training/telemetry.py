@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adaponder.errors import InputError
-from adaponder.terminal import console, depth_style
+from adaponder.terminal import console, depth_style, line
 
 
 class Telemetry:
@@ -35,7 +35,7 @@ class Telemetry:
         self.file = (folder / "metrics.jsonl").open("a")
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
         self.progress = Progress(
-            TextColumn("[bold]step"),
+            TextColumn("step", style="bold"),
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:.0f} %  elapsed"),
@@ -90,7 +90,7 @@ class Telemetry:
         """Loud, once per kind."""
         if kind not in self.warned:
             self.warned.add(kind)
-            console.print(f"[bold yellow]warning:[/] {message}", soft_wrap=True)
+            console.print(line(("warning:", "bold yellow"), f" {message}"), soft_wrap=True)
 
     def close(self) -> None:
         if self.shown:
@@ -157,8 +157,8 @@ def view_of(metrics: dict[str, Any]) -> RenderableType:
         ("mean_depth", "mean depth", ".3f"),
     ):
         if name in metrics:
-            facts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
-    parts: list[RenderableType] = [Text.from_markup("   ".join(facts))]
+            facts.append(line((label, "dim"), f" {metrics[name]:{form}}"))
+    parts: list[RenderableType] = [Text("   ").join(facts)]
     if halted := metrics.get("halted"):
         parts.append(_by_iteration(halted, metrics.get("gate_means") or []))
     return Group(*parts)

@@ -1,0 +1,110 @@
+"""What comes from outside is shown as the text it is, and tables never break a figure in two."""
+
+import io
+import os
+
+import pytest
+from rich.padding import Padding
+from rich.text import Text
+
+from adaponder import terminal
+from adaponder.terminal import Screen, by_depth, line, plain, table
+
+HOSTILE = "a\x1b]0;owned\x07b\x1b[31m\x9b2Jc :smile: [/b] [red]d[/red] \u202egpj.exe \udcff"
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A console as on a terminal of 80 columns, and what it wrote."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    written = io.StringIO()
+    found = Screen()
+    found.file, found._force_terminal, found.is_interactive, found.width = written, True, True, 80
+    monkeypatch.setattr(terminal, "console", found)
+    return found, written
+
+
+def obeyed(text: str) -> set[str]:
+    """The characters of ``HOSTILE`` that a terminal would obey and rich itself does not write."""
+    ours = text.replace("\x1b[", "")  # rich's own colours and cursor moves
+    return {character for character in "\x1b\x07\x9b\u202e\udcff" if character in ours} | (
+        {"red"} if "\x1b[31m" in text else set()
+    )
+
+
+WAYS = {
+    "a string": lambda screen: screen.print(HOSTILE),
+    "a line": lambda screen: screen.print(line("in ", (HOSTILE, "bold"))),
+    "a text": lambda screen: screen.print(Text(HOSTILE)),
+    "a table": lambda screen: screen.print(table(HOSTILE, ("", HOSTILE), [(HOSTILE, HOSTILE)])),
+    "by depth": lambda screen: screen.print(by_depth([HOSTILE], [1], 2)),
+    "inside": lambda screen: screen.print(Padding(HOSTILE, (0, 0, 0, 4))),
+    "a rule": lambda screen: screen.rule(HOSTILE),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_text_from_outside_is_text(screen, way):
+    console, written = screen
+    WAYS[way](console)
+    shown = written.getvalue()
+    assert not obeyed(shown), shown
+    assert ":smile:" in shown
+    assert "[/b]" in shown
+
+
+def test_what_moves_shows_text_from_outside_as_text(screen):
+    console, written = screen
+    with console.status(HOSTILE):
+        pass
+    with terminal.counting(HOSTILE, 2) as advance:
+        advance(1)
+    shown = written.getvalue()
+    assert not obeyed(shown), shown
+    assert shown.count("[/b]") >= 2
+
+
+def test_plain_text_is_as_long_and_says_what_was_there():
+    assert plain("a\tb\nc") == "a\tb\nc"
+    assert plain("\x1b[0m\x7f") == "␛[0m␡"
+    assert len(plain(HOSTILE)) == len(HOSTILE)
+    plain(HOSTILE).encode()
+
+
+def drawn(width: int, *what) -> list[str]:
+    screen = Screen()
+    screen.file, screen.width = io.StringIO(), width
+    screen.print(table(*what))
+    return screen.file.getvalue().splitlines()
+
+
+FIGURES = [[f"policy {i}", *(f"{i}.{column:04d} … 9.{column:04d}" for column in range(8))] for i in range(3)]
+HEADS = ["", *(f"head of column {column}" for column in range(8))]
+
+
+@pytest.mark.parametrize("width", [60, 80, 300])
+def test_a_table_never_breaks_a_figure(width):
+    lines = drawn(width, "Wide", HEADS, FIGURES)
+    assert max(map(len, lines)) <= width
+    for row in FIGURES:
+        for cell in row:
+            assert any(cell in shown for shown in lines), (width, cell)
+    tables = sum("policy 0" in shown for shown in lines)
+    assert tables == {60: 3, 80: 2, 300: 1}[width]
+
+
+def test_a_table_that_fits_is_one_table():
+    lines = drawn(80, "Narrow", ("", "loss", "depth held out"), [("a", "1.0", "2.00"), ("b", "1.5", "3.00")])
+    assert lines == ["Narrow", "   loss  depth held out", "a   1.0            2.00", "b   1.5            3.00"]
+
+
+def test_a_long_path_is_folded_and_loses_nothing():
+    path = "runs/" + "x" * 150
+    lines = drawn(80, "Files", ("file", "bytes"), [(path, 12)])
+    assert max(map(len, lines)) <= 80
+    assert "".join(shown.replace("12", "").strip() for shown in lines[2:]) == path
+
+
+def test_columns_are_read_when_they_are_needed(monkeypatch):
+    monkeypatch.setitem(os.environ, "COLUMNS", "53")
+    assert Screen().width == 53
