@@ -7,6 +7,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import select
 import shutil
 import signal
@@ -18,10 +19,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from adaponder.data import DataError, Sampler, Shards
+from adaponder.data import DataError, Sampler, Shards, verify
 from adaponder.data.encoding import Encoder
+from adaponder.data.manifest import Manifest, sealed
 from adaponder.data.prepare import prepare
-from adaponder.data.shards import Manifest
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import InputError
 
@@ -107,7 +108,7 @@ def shifted(path: Path) -> None:
         ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:-30])),
         ("manifest.json", lambda path: path.write_text(path.read_text().replace('"uint16"', '"uint32"'))),
         ("manifest.json", lambda path: path.write_text(path.read_text().replace('"uint16"', '"float32"'))),
-        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 9'))),
+        ("manifest.json", lambda path: path.write_text(path.read_text().replace('"format": 2', '"format": 9'))),
         ("manifest.json", lambda path: path.write_text(path.read_text().replace('"documents": ', '"documents": 1'))),
         ("manifest.json", lambda path: path.write_text("[]")),
         ("manifest.json", lambda path: path.unlink()),
@@ -115,19 +116,138 @@ def shifted(path: Path) -> None:
 )
 def test_15_a_damaged_shard_is_named_when_opened(copy, name: str, harm: Callable[[Path], object]):
     harm(copy / name)
-    with pytest.raises(DataError, match=name):
+    for hashing in (True, False):
+        with pytest.raises(DataError, match=name):
+            Shards.open(copy, verify=hashing)
+
+
+def open_all(folder: Path) -> None:
+    for split in ("train", "validation"):
+        Shards.open(folder, split)
+
+
+def test_15_one_flipped_byte_in_any_file_is_found_and_named(whole, tmp_path):
+    """Every file of a prepared folder, each at its start, its end and places between."""
+    names = sorted(contents(whole))
+    assert {"manifest.json", "tokenizer.json", TOKENS, DOCS} < set(names)
+    random = np.random.default_rng(0)
+    for name in names:
+        copy = shutil.copytree(whole, tmp_path / "copy")
+        data = (copy / name).read_bytes()
+        for place in (0, len(data) - 1, *random.integers(0, len(data), 4).tolist()):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << int(random.integers(8))
+            (copy / name).write_bytes(flipped)
+            with pytest.raises(DataError, match=re.escape(name)):
+                open_all(copy)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json"])
+def test_15_a_byte_without_meaning_is_a_byte_all_the_same(copy, name):
+    """A space for a line break, a habit of use: the content is as before, the file is not."""
+    path = copy / name
+    path.write_bytes(path.read_bytes().replace(b"{\n", b"{ ", 1))
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: its checksum differs"):
         Shards.open(copy)
 
 
-@pytest.mark.parametrize("name", [TOKENS, DOCS])
-def test_15_one_flipped_byte_fails_the_checksum(copy, name):
-    path = copy / name
-    data = bytearray(path.read_bytes())
-    place = data.index(b"part") if name == DOCS else 100
-    data[place] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=rf"{name}: checksum"):
-        Shards.open(copy, verify=True)
+def test_15_checksums_are_left_out_only_where_somebody_says_so(copy, monkeypatch, capfd):
+    data = bytearray((copy / TOKENS).read_bytes())
+    data[100] ^= 1
+    (copy / TOKENS).write_bytes(data)
+    assert Shards.open(copy, verify=False).tokens
+    monkeypatch.setenv("ADAPONDER_VERIFY", "0")
+    assert Shards.open(copy).tokens
+    assert "checksums are not verified (ADAPONDER_VERIFY=0)" in capfd.readouterr().err
+    monkeypatch.setenv("ADAPONDER_VERIFY", "no")
+    with pytest.raises(InputError, match="ADAPONDER_VERIFY=no: 1 verifies"):
+        Shards.open(copy)
+
+
+def test_15_the_processes_of_a_machine_share_the_hashing_and_miss_nothing(copy, monkeypatch):
+    hashed = []
+    original = verify.sha256_of_each
+    monkeypatch.setattr(
+        verify, "sha256_of_each", lambda files, *a, **k: hashed.append(files) or original(files, *a, **k)
+    )
+    for number in range(3):
+        Shards.open(copy, share=(number, 3))
+    together = [path for part in hashed for path in part]
+    assert sorted(together) == sorted((copy / "train").iterdir())
+    assert max(map(len, hashed)) - min(map(len, hashed)) <= 1
+    with pytest.raises(InputError, match="share"):
+        Shards.open(copy, share=(3, 3))
+
+
+def test_15_a_long_verification_tells_how_far_it_is(copy, monkeypatch, capfd):
+    monkeypatch.setattr(verify, "_LARGE", 1)
+    clock = iter(range(0, 10_000, 31))
+    monkeypatch.setattr(verify.time, "monotonic", lambda: next(clock))
+    Shards.open(copy)
+    shown = capfd.readouterr().err
+    assert "verifying checksums of" in shown
+    assert "100% verified" in shown
+
+
+def reseal(folder: Path, change: Callable[[dict], object]) -> None:
+    """Puts a changed manifest in place whose own checksum is right: what somebody might make on purpose."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["checksum"]
+    change(content)
+    (folder / "manifest.json").write_bytes(sealed(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda m: m["splits"]["train"]["shards"][0].update(tokens=-5), "tokens of a shard is -5"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(documents=10**30), "documents of a shard is 10000"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(number=True), "number of a shard is True"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(tokens=2.0), "tokens of a shard is 2.0"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(docs_sha256="../x"), "docs_sha256 of a shard"),
+        (lambda m: m["splits"]["train"].update(tokens=-1), "do not add up to -1"),
+        (lambda m: m["splits"].update(test=m["splits"]["train"]), "splits train, validation, test"),
+        (lambda m: m["splits"].pop("validation"), "splits train, needed train and validation"),
+        (lambda m: m.update(splits=5), "not a valid manifest"),
+        (lambda m: m.update(vocab_size=-7), "vocab_size -7"),
+        (lambda m: m.update(vocab_size=2**40, dtype="uint32"), "do not go together"),
+        (lambda m: m.update(vocab_size="270"), "do not go together"),
+        (lambda m: m.update(end_id=None), "end_id None"),
+        (lambda m: m.update(end_id=1e9), "end_id 1000000000"),
+        (lambda m: m.update(tokenizer_hash=3), "tokenizer_hash and tokenizer_sha256"),
+        (lambda m: m.update(skipped={"hidden": -1}), "skipped must count"),
+        (lambda m: m.update(skipped=[]), "skipped must count"),
+        (lambda m: m.update(fingerprint=[]), "fingerprint must be an object"),
+        (lambda m: m["fingerprint"].update(validation="x"), "its validation a share"),
+        (lambda m: m.update(more=1), "not a valid manifest"),
+        (lambda m: m.update(format=1), "format 1, this version reads 2"),
+        (lambda m: m.update(format="9" * 1000), "format 9999"),
+    ],
+)
+def test_15_a_manifest_made_on_purpose_is_refused_in_one_line(copy, change, named):
+    reseal(copy, change)
+    with pytest.raises(DataError, match=rf"manifest\.json: .*{re.escape(named)}") as refused:
+        Shards.open(copy)
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' + "9" * 5_000 + "}", '{"a":' * 200 + "1" + "}" * 200])
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json"])
+def test_15_nesting_and_digits_without_end_are_refused_in_one_line(copy, name, text):
+    (copy / name).write_text(text)
+    with pytest.raises(DataError, match=re.escape(name)) as refused:
+        Shards.open(copy)
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", TOKENS, DOCS])
+def test_15_a_pipe_in_place_of_a_file_does_not_hang(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(DataError, match=rf"{re.escape(name)} is not an ordinary file"):
+        Shards.open(copy)
 
 
 def test_15_a_shard_that_shrinks_while_in_use_is_named(copy):
@@ -138,7 +258,9 @@ def test_15_a_shard_that_shrinks_while_in_use_is_named(copy):
 
 
 def test_15_a_damaged_finished_folder_is_not_taken_for_finished(copy, corpus):
-    (copy / TOKENS).write_bytes(b"")
+    data = bytearray((copy / TOKENS).read_bytes())
+    data[9] ^= 1
+    (copy / TOKENS).write_bytes(data)
     with pytest.raises(DataError, match=TOKENS):
         prepare(**arguments(corpus, copy))
 
@@ -148,7 +270,7 @@ def test_16_a_token_outside_the_vocabulary_is_named_by_shard_and_offset(copy):
     tokens = np.fromfile(copy / TOKENS, "<u2")
     tokens[37] = 60_000
     tokens.tofile(copy / TOKENS)
-    shards = Shards.open(copy)
+    shards = Shards.open(copy, verify=False)
     assert len(shards.read(0, first + 37)) == first + 37
     with pytest.raises(DataError, match=rf"{TOKENS}: token id 60000 at offset 37 lies outside the vocabulary of 270"):
         shards.read(first - 5, 60)
@@ -391,3 +513,36 @@ def test_19_kill_9_takes_the_workers_along_and_a_rerun_goes_on(corpus, whole, tm
     assert not (tmp_path / "out" / "manifest.json").exists()
     prepare(**arguments(corpus, tmp_path / "out"))
     assert contents(tmp_path / "out") == contents(whole)
+
+
+def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_path, monkeypatch, capsys):
+    """Exit 130 after the batch at hand, nothing but whole files, and the same command goes on."""
+    from adaponder.cli import main
+    from adaponder.data import prepare as module
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_BATCH_DOCUMENTS", 5)
+    command = ["adaponder", "train", "cpu/demo", "--out", str(tmp_path / "run")]
+    settings = {"source": corpus, "tokenizer": "train-bpe:270", "validation": 0.3}
+    monkeypatch.setattr("sys.argv", command + [f"--set=data.{name}={value}" for name, value in settings.items()])
+    batches = []
+
+    def interrupted(self, batch) -> None:
+        batches.append(batch)
+        if len(batches) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Writing, "add", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 130
+    assert len(batches) == 2
+    assert "interrupted; the same command goes on from here" in capsys.readouterr().err
+    assert not multiprocessing.active_children()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    (out,) = (tmp_path / "data").iterdir()
+    again = {"inputs": [str(corpus)], "tokenizer": "train-bpe:270", "validation": 0.3}
+    prepare(**again, out=out)
+    prepare(**again, out=tmp_path / "fresh")
+    assert contents(out) == contents(tmp_path / "fresh")

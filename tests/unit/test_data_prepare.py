@@ -85,7 +85,7 @@ def test_the_manifest_counts_what_is_there(prepared):
                 assert hashlib.sha256((prepared / split / name).read_bytes()).hexdigest() == checksum
                 on_disk.remove(f"{split}/{name}")
         assert all(shard.tokens >= 900 for shard in shards[:-1])
-        assert Shards.open(prepared, split, verify=True).tokens == manifest.total(split, "tokens")
+        assert Shards.open(prepared, split).tokens == manifest.total(split, "tokens")
     assert not on_disk
     assert json.loads((prepared / "manifest.json").read_text())["splits"]["train"]["documents"] > 80
 
@@ -117,13 +117,17 @@ def test_nothing_to_encode_is_said_also_by_many_workers(tokenizer, tmp_path):
         prepare([str(tmp_path / "empty.txt")], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2)
 
 
-def test_a_validation_split_that_stayed_empty_is_remarked(tokenizer, tmp_path):
+def test_a_split_that_stayed_empty_is_remarked(tokenizer, tmp_path):
     (tmp_path / "one.txt").write_bytes(b"caf\xe9 and more words\n" * 9)
     options = {"tokenizer": str(tokenizer), "workers": 1}
     made = {
         share: prepare([str(tmp_path / "one.txt")], out=tmp_path / str(share), validation=share, **options)
         for share in (0.0, 1e-9)
     }
+    all_held_out = prepare([str(tmp_path / "one.txt")], out=tmp_path / "all", validation=1 - 2**-50, **options)
+    assert all_held_out.total("validation", "documents") == 1
+    assert "no document fell to training: of 1, each does with probability" in all_held_out.remarks()[1]
+    assert "a smaller share to --validation" in all_held_out.remarks()[1]
     mended = "documents with invalid UTF-8, mended with U+FFFD: 1"
     assert made[0.0].remarks() == [mended]
     assert made[1e-9].remarks()[0] == mended

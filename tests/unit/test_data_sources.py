@@ -15,7 +15,7 @@ import pytest
 
 from adaponder.data import sources
 from adaponder.data.formats import parse_hub
-from adaponder.data.shards import DataError
+from adaponder.data.manifest import DataError
 from adaponder.data.sources import Document, Tally, documents, megatron
 from adaponder.errors import InputError
 

@@ -12,7 +12,7 @@ from adaponder.analysis.report import Report, facts, write_report
 from adaponder.analysis.trace import NAME, Trace, kind_of, read_trace, readings, record, write_trace
 from adaponder.commands.keeping import keeping, saying_if_interrupted
 from adaponder.commands.subject import Subject, open_subject
-from adaponder.data.shards import MANIFEST
+from adaponder.data.manifest import MANIFEST
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.scoring import Reading

@@ -12,8 +12,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from adaponder.data.manifest import JOURNAL, MANIFEST, Manifest
 from adaponder.data.prepare import Progress, prepare
-from adaponder.data.shards import JOURNAL, MANIFEST, Manifest
 from adaponder.terminal import console, table, write_json
 
 _STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenising", "done": "tokenising"}

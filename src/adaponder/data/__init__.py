@@ -1,6 +1,7 @@
 """Text to tokens, tokens to shards, shards to batches: each step can be stopped, repeated and checked."""
 
+from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.sampler import Batch, Sampler, read_windows
-from adaponder.data.shards import DataError, Manifest, Shards
+from adaponder.data.shards import Shards
 
 __all__ = ["Batch", "DataError", "Manifest", "Sampler", "Shards", "read_windows"]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from adaponder.data.shards import DataError
+from adaponder.data.manifest import DataError
 from adaponder.data.tokenizers import pieces
 from adaponder.errors import AdaPonderError, InputError
 

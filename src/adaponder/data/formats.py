@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adaponder.data.shards import DataError
+from adaponder.data.manifest import DataError
 from adaponder.errors import InputError
 
 _HEAD = 8192

@@ -10,7 +10,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaponder.data.shards import JOURNAL, MANIFEST, SPLITS, DataError, Manifest, Shard, Shards
+from adaponder.data.manifest import (
+    FORMAT,
+    JOURNAL,
+    MANIFEST,
+    SPLITS,
+    DataError,
+    Manifest,
+    Shard,
+    sealed,
+    shard_from,
+    unsealed,
+)
+from adaponder.data.shards import Shards
+from adaponder.data.verify import sums_of, verify_sums
 from adaponder.data.writer import leftovers
 from adaponder.errors import InputError
 from adaponder.files import write_whole
@@ -27,15 +40,16 @@ class Journal:
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     def save(self, out: Path) -> None:
-        write_whole(out / JOURNAL, json_bytes(asdict(self)), DataError)
+        write_whole(out / JOURNAL, sealed(asdict(self) | {"format": FORMAT}), DataError)
 
     @classmethod
     def load(cls, out: Path) -> Journal:
         try:
-            found = json.loads((out / JOURNAL).read_text(encoding="utf-8"))
-            shards = {split: [Shard(**shard) for shard in found["shards"][split]] for split in SPLITS}
+            found = unsealed(out / JOURNAL)
+            del found["format"]
+            shards = {split: [shard_from(shard) for shard in found["shards"][split]] for split in SPLITS}
             return cls(**(found | {"shards": shards}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{out / JOURNAL}: damaged ({error}); delete {out} and prepare again") from None
 
 
@@ -88,10 +102,12 @@ def claimed(out: Path, fingerprint: dict[str, Any]) -> Journal:
 
 
 def _require_shards(out: Path, journal: Journal) -> None:
-    for split, shards in journal.shards.items():
-        for name in (name for shard in shards for name in (shard.tokens_name, shard.docs_name)):
-            if not (out / split / name).is_file():
-                raise DataError(f"{out / split / name} is gone: delete {out} and prepare again")
+    """Raises unless what is done is as it was written: nothing goes on from a damaged shard."""
+    sums = {path: sha for split in SPLITS for path, sha in sums_of(out / split, journal.shards[split]).items()}
+    try:
+        verify_sums(out, sums)
+    except DataError as error:
+        raise DataError(f"{error}; delete {out} and prepare again") from None
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
@@ -123,7 +139,3 @@ def _short(value: Any) -> str:
             for part in value
         )
     return str(value)[:100]
-
-
-def json_bytes(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

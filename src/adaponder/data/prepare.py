@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.markup import escape
 from tokenizers import Tokenizer
 
 from adaponder.data import sources
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
-from adaponder.data.journal import Journal, claimed, finished, json_bytes, owned
-from adaponder.data.shards import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
+from adaponder.data.journal import Journal, claimed, finished, owned
+from adaponder.data.manifest import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of, sealed
 from adaponder.data.sources import Document, Leaf, Tally
 from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
-from adaponder.files import write_whole
+from adaponder.files import sha256_of, write_whole
+from adaponder.terminal import errors
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
 
@@ -66,7 +68,14 @@ def prepare(
     }
     with owned(out):
         before = finished(out, fingerprint)
-        return before or _prepare(leaves, tally, claimed(out, fingerprint), out, workers=workers, progress=progress)
+        if before is not None:
+            return before
+        journal = claimed(out, fingerprint)
+        try:
+            return _prepare(leaves, tally, journal, out, workers=workers, progress=progress)
+        except KeyboardInterrupt:
+            errors.print(f"{escape(str(out))}: interrupted; the same command goes on from here", soft_wrap=True)
+            raise
 
 
 def _prepare(
@@ -103,11 +112,12 @@ def _prepare(
         vocab_size=encoder.vocab_size,
         end_id=end_id,
         tokenizer_hash=tokenizer_hash(words),
+        tokenizer_sha256=sha256_of(out / TOKENIZER, DataError),
         splits={split: tuple(shards) for split, shards in journal.shards.items()},
         fingerprint=journal.fingerprint,
         skipped=tally.skipped(),
     )
-    write_whole(out / MANIFEST, json_bytes(manifest.as_dict()), DataError)
+    write_whole(out / MANIFEST, sealed(manifest.as_dict()), DataError)
     (out / JOURNAL).unlink()
     progress(Progress("done", items.count, writing.tokens, total, total))
     return manifest

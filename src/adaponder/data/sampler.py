@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adaponder.data.shards import DataError, Shards
+from adaponder.data.manifest import DataError
+from adaponder.data.shards import Shards
 from adaponder.errors import InputError
 
 _ROUNDS = 8

@@ -2,154 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from adaponder.data.tokenizers import hash_of_json
-from adaponder.errors import AdaPonderError
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-JOURNAL = "progress.json"
-TOKENIZER = "tokenizer.json"
-SPLITS = ("train", "validation")
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-DOCS = pa.schema(
-    [
-        ("start", pa.int64()),  # offset of the first token within the shard
-        ("length", pa.int64()),  # tokens, the end token counted
-        ("source", pa.string()),
-        ("utf8_bytes", pa.int64()),
-        ("hash", pa.uint64()),  # first 8 bytes of the text's SHA-256, big-endian
-    ]
-)
-
-
-class DataError(AdaPonderError):
-    """Data that is truncated, mismatched, too small or not what it claims to be."""
-
-
-def dtype_of(vocab_size: int) -> str:
-    """The narrower of the two token types that holds every id."""
-    return "uint16" if vocab_size < 65536 else "uint32"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One entry of the manifest: what ``tokens-NNNNN.bin`` and ``docs-NNNNN.parquet`` must hold."""
-
-    number: int
-    tokens: int
-    documents: int
-    utf8_bytes: int
-    tokens_sha256: str
-    docs_sha256: str
-
-    @property
-    def tokens_name(self) -> str:
-        return f"tokens-{self.number:05d}.bin"
-
-    @property
-    def docs_name(self) -> str:
-        return f"docs-{self.number:05d}.parquet"
-
-
-SKIPPED = {
-    "hidden": "hidden files and folders left out",
-    "binary": "binary files left out",
-    "empty": "empty documents left out",
-    "invalid_utf8": "documents with invalid UTF-8, mended with U+FFFD",
-}
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a prepared folder holds.
-
-    Attributes:
-        splits: split name to its shards, in order.
-        fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
-        skipped: what preparation left out or mended, counted by kind.
-    """
-
-    dtype: str
-    vocab_size: int
-    end_id: int
-    tokenizer_hash: str
-    splits: dict[str, tuple[Shard, ...]]
-    fingerprint: dict[str, Any]
-    skipped: dict[str, int] = field(default_factory=dict)
-    format: int = FORMAT
-
-    def total(self, split: str, what: str) -> int:
-        """The sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
-        return sum(getattr(shard, what) for shard in self.splits[split])
-
-    def remarks(self) -> list[str]:
-        """What preparation left out or mended, and a validation split that was wanted and is empty, in words."""
-        found = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
-        if self.fingerprint.get("validation") and not self.total("validation", "tokens"):
-            found.append(
-                f"no document fell to validation: of {self.total('train', 'documents'):,}, each does with probability "
-                f"{self.fingerprint['validation']:g}; give more documents, or a larger share"
-            )
-        return found
-
-    def as_dict(self) -> dict[str, Any]:
-        splits = {
-            name: {what: self.total(name, what) for what in ("tokens", "documents", "utf8_bytes")}
-            | {"shards": [asdict(shard) for shard in shards]}
-            for name, shards in self.splits.items()
-        }
-        return asdict(self) | {"splits": splits}
-
-    @classmethod
-    def load(cls, folder: Path) -> Manifest:
-        """The manifest of a finished folder; an unfinished one is named as such."""
-        path = folder / MANIFEST
-        if not path.is_file():
-            if (folder / JOURNAL).is_file():
-                raise DataError(f"{folder} is prepared only in part: run the same adaponder prepare again to finish it")
-            raise DataError(f"{path} is missing: not a folder made by adaponder prepare")
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["format"] != FORMAT:
-                raise DataError(
-                    f"{path}: format {found['format']}, this version reads {FORMAT}: prepare the data again"
-                )
-            splits = {name: _shards_of(split) for name, split in found.pop("splits").items()}
-            manifest = cls(splits=splits, **found)
-            consistent = manifest.dtype == dtype_of(manifest.vocab_size) and 0 <= manifest.end_id < manifest.vocab_size
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path}: not a valid manifest ({type(error).__name__}: {error})") from None
-        if not consistent:
-            raise DataError(
-                f"{path}: dtype {manifest.dtype}, vocab_size {manifest.vocab_size} and end_id {manifest.end_id} "
-                "do not go together"
-            )
-        return manifest
-
-
-def _shards_of(split: dict[str, Any]) -> tuple[Shard, ...]:
-    shards = tuple(Shard(**shard) for shard in split["shards"])
-    for what in ("tokens", "documents", "utf8_bytes"):
-        if split[what] != sum(getattr(shard, what) for shard in shards):
-            raise ValueError(f"{what} of the shards do not add up to {split[what]}")
-    if [shard.number for shard in shards] != list(range(len(shards))):
-        raise ValueError("shards are not numbered from 0")
-    return shards
+from adaponder.data.manifest import DTYPES, TOKENIZER, DataError, Manifest, Shard
+from adaponder.data.verify import check_size, check_tokenizer, document_starts, sums_of, verify_sums
 
 
 class Shards:
@@ -179,21 +41,27 @@ class Shards:
         self._document_starts = document_starts
 
     @classmethod
-    def open(cls, folder: Path | str, split: str = "train", *, verify: bool = False) -> Shards:
-        """Checks sizes, types and counts of every shard (``verify``: and every checksum) before anything is read."""
+    def open(
+        cls, folder: Path | str, split: str = "train", *, verify: bool = True, share: tuple[int, int] = (0, 1)
+    ) -> Shards:
+        """Checks sizes, types, counts and checksums of every shard of the split before anything is read.
+
+        ``verify=False`` leaves out checksums of tokens and document tables, as ``ADAPONDER_VERIFY=0`` does for every
+        open. ``share=(n, N)``: this is process n of the N on one machine, and hashes only its part of the files.
+        """
         folder = Path(folder)
         manifest = Manifest.load(folder)
         if split not in manifest.splits:
             raise DataError(f"{folder} has no split {split!r}: it has {', '.join(manifest.splits)}")
-        _check_tokenizer_file(folder / TOKENIZER, manifest)
+        check_tokenizer(folder / TOKENIZER, manifest)
+        for shard in manifest.splits[split]:
+            check_size(folder / split / shard.tokens_name, shard, DTYPES[manifest.dtype])
+        if verify:
+            verify_sums(folder, sums_of(folder / split, manifest.splits[split]), share=share)
         starts, base = [np.empty(0, np.int64)], 0
         for shard in manifest.splits[split]:
-            _check_tokens_file(folder / split / shard.tokens_name, shard, DTYPES[manifest.dtype])
-            starts.append(base + _checked_starts(folder / split / shard.docs_name, shard))
+            starts.append(base + document_starts(folder / split / shard.docs_name, shard))
             base += shard.tokens
-            if verify:
-                _check_sum(folder / split / shard.tokens_name, shard.tokens_sha256)
-                _check_sum(folder / split / shard.docs_name, shard.docs_sha256)
         return cls(folder, split, manifest, np.concatenate(starts))
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -276,54 +144,3 @@ class Shards:
             f"{starts[row] + place - self._bounds[number]} lies outside the vocabulary of {self.vocab_size}: "
             "the shard is corrupt, prepare the data again"
         )
-
-
-def _check_tokenizer_file(path: Path, manifest: Manifest) -> None:
-    try:
-        found = hash_of_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: missing or not valid JSON ({error})") from None
-    if found != manifest.tokenizer_hash:
-        raise DataError(
-            f"{path} has hash {found[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
-            "put the right tokenizer back or prepare the data again"
-        )
-
-
-def _check_tokens_file(path: Path, shard: Shard, dtype: np.dtype) -> None:
-    wanted = shard.tokens * dtype.itemsize
-    found = path.stat().st_size if path.is_file() else None
-    if found is None:
-        raise DataError(f"{path} is missing: prepare the data again")
-    if found != wanted:
-        raise DataError(
-            f"{path}: {found} bytes, {shard.tokens} tokens of {dtype.name} are {wanted}: damaged or foreign"
-        )
-
-
-def _checked_starts(path: Path, shard: Shard) -> np.ndarray:
-    """The ``start`` column, once the table is known to cut exactly the shard's tokens into documents."""
-    try:
-        table = pq.read_table(path, columns=["start", "length"])
-        if pq.read_schema(path).remove_metadata() != DOCS:
-            raise DataError(f"{path}: columns {pq.read_schema(path).names}, needed {DOCS.names} of their types")
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing: prepare the data again") from None
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: truncated or not a Parquet file ({error})") from None
-    start, length = (table.column(name).to_numpy() for name in ("start", "length"))
-    if len(start) != shard.documents or length.sum() != shard.tokens:
-        raise DataError(
-            f"{path}: {len(start)} documents of {length.sum()} tokens, "
-            f"the manifest says {shard.documents} of {shard.tokens}: the files do not belong together"
-        )
-    if (length < 1).any() or (start != np.cumsum(length) - length).any():
-        raise DataError(f"{path}: documents do not follow one another: damaged or foreign")
-    return start
-
-
-def _check_sum(path: Path, wanted: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wanted:
-        raise DataError(f"{path}: checksum {found[:12]}, the manifest says {wanted[:12]}: damaged")

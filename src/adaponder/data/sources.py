@@ -18,7 +18,7 @@ from typing import Any
 
 from adaponder.data import formats
 from adaponder.data.formats import Document, Leaf, Pretokenised, Tally, megatron
-from adaponder.data.shards import DataError
+from adaponder.data.manifest import DataError
 from adaponder.errors import InputError
 
 STDLIB = "stdlib"

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -52,8 +53,12 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def hash_of_json(text: str) -> str:
-    """SHA-256 of a ``tokenizer.json`` whatever its layout; padding and truncation are habits of use, not identity."""
-    content = json.loads(text)
+    """:func:`hash_of_content` of a ``tokenizer.json``."""
+    return hash_of_content(json.loads(text))
+
+
+def hash_of_content(content: dict[str, Any]) -> str:
+    """SHA-256 of a tokenizer whatever its layout; padding and truncation are habits of use, not identity."""
     kept = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

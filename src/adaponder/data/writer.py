@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adaponder.data.shards import DOCS, DTYPES, DataError, Shard
+from adaponder.data.manifest import DOCS, DTYPES, DataError, Shard
 from adaponder.files import write_whole
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from adaponder.data import Shards, sources
 from adaponder.data.encoding import Encoder, Item
-from adaponder.data.shards import MANIFEST, SKIPPED, dtype_of
+from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
 from adaponder.terminal import errors, line

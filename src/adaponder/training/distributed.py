@@ -69,6 +69,11 @@ def join(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def local_share() -> tuple[int, int]:
+    """(number of this process, processes) on this machine, as torchrun says; a process it did not start is alone."""
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def wrap(model: nn.Module, world: World, *, parallel: str) -> nn.Module:
     """The model as it is called in training: replicated or sharded where there are several processes."""
     if world.size > 1 and parallel == "fsdp":

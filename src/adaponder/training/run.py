@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from adaponder.recipe import FREE_TRAIN, Recipe, TrainRecipe
 from adaponder.terminal import console, line
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
-from adaponder.training.distributed import World, join
+from adaponder.training.distributed import World, join, local_share
 from adaponder.training.loop import Trainer, data_hash
 from adaponder.training.telemetry import Telemetry
 
@@ -57,9 +57,13 @@ def train(
     """
     if resume not in (None, "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
-    with join(device) as world, owned(out, world, resume), stop_signals() as stop:
-        folder = shards_folder(recipe, data, world)
-        shards = Shards.open(folder, "train")
+    with (
+        join(device) as world,
+        owned(out, world, resume),
+        # Until there is a step to end, an interruption ends the command at once: preparing goes on where it stopped.
+        nullcontext(open_data(recipe, data, world)) as (shards, validation),
+        stop_signals() as stop,
+    ):
         sampler = Sampler(
             shards,
             sequence=recipe.data.sequence,
@@ -71,7 +75,6 @@ def train(
             model = build_model(recipe, shards.vocab_size)
         else:
             model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe)).train()
-        validation = Shards.open(folder, "validation")
         if world.leads:
             (out / "recipe.yaml").write_text(recipe.to_yaml())
             _remark(recipe.train, world)
@@ -98,6 +101,13 @@ def train(
         finally:
             if telemetry is not None:
                 telemetry.close()
+
+
+def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]:
+    """The recipe's training and validation tokens, prepared if need be; processes of a machine share the hashing."""
+    folder = shards_folder(recipe, data, world)
+    share = local_share()
+    return Shards.open(folder, "train", share=share), Shards.open(folder, "validation", share=share)
 
 
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:

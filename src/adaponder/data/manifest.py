@@ -1,0 +1,211 @@
+"""What a prepared folder holds, in numbers and checksums; one changed byte of ``manifest.json`` itself is found too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from adaponder.errors import AdaPonderError
+from adaponder.files import parse_json, read_bytes
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+JOURNAL = "progress.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "validation")
+_SIDES = {"train": "training", "validation": "validation"}
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DOCS = pa.schema(
+    [
+        ("start", pa.int64()),  # offset of the first token within the shard
+        ("length", pa.int64()),  # tokens, the end token counted
+        ("source", pa.string()),
+        ("utf8_bytes", pa.int64()),
+        ("hash", pa.uint64()),  # first 8 bytes of the text's SHA-256, big-endian
+    ]
+)
+
+
+# More than any corpus has, and sums of them still fit into the int64 of offsets.
+_MOST = 2**48
+
+
+class DataError(AdaPonderError):
+    """Data that is truncated, mismatched, too small or not what it claims to be."""
+
+
+def dtype_of(vocab_size: int) -> str:
+    """The narrower of the two token types that holds every id."""
+    return "uint16" if vocab_size < 65536 else "uint32"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One entry of the manifest: what ``tokens-NNNNN.bin`` and ``docs-NNNNN.parquet`` must hold."""
+
+    number: int
+    tokens: int
+    documents: int
+    utf8_bytes: int
+    tokens_sha256: str
+    docs_sha256: str
+
+    @property
+    def tokens_name(self) -> str:
+        return f"tokens-{self.number:05d}.bin"
+
+    @property
+    def docs_name(self) -> str:
+        return f"docs-{self.number:05d}.parquet"
+
+
+SKIPPED = {
+    "hidden": "hidden files and folders left out",
+    "special": "pipes, devices, broken links and links to folders left out",
+    "binary": "binary files left out",
+    "empty": "empty documents left out",
+    "invalid_utf8": "documents with invalid UTF-8, mended with U+FFFD",
+}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared folder holds.
+
+    Attributes:
+        tokenizer_hash: of what the tokenizer does, see :func:`adaponder.data.tokenizers.hash_of_content`.
+        tokenizer_sha256: of the bytes of ``tokenizer.json``.
+        splits: split name to its shards, in order.
+        fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
+        skipped: what preparation left out or mended, counted by kind.
+    """
+
+    dtype: str
+    vocab_size: int
+    end_id: int
+    tokenizer_hash: str
+    tokenizer_sha256: str
+    splits: dict[str, tuple[Shard, ...]]
+    fingerprint: dict[str, Any]
+    skipped: dict[str, int] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def total(self, split: str, what: str) -> int:
+        """The sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
+        return sum(getattr(shard, what) for shard in self.splits[split])
+
+    def remarks(self) -> list[str]:
+        """What preparation left out or mended, and a split that was wanted and is empty, in words."""
+        found = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
+        share = self.fingerprint["validation"]
+        for split, other, chance, change in (
+            ("validation", "train", share, "larger"),
+            ("train", "validation", 1 - share, "smaller"),
+        ):
+            if chance and not self.total(split, "documents"):
+                found.append(
+                    f"no document fell to {_SIDES[split]}: of {self.total(other, 'documents'):,}, each does with "
+                    f"probability {chance:g}; give more documents, or a {change} share to --validation"
+                )
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        splits = {
+            name: {what: self.total(name, what) for what in ("tokens", "documents", "utf8_bytes")}
+            | {"shards": [asdict(shard) for shard in shards]}
+            for name, shards in self.splits.items()
+        }
+        return asdict(self) | {"splits": splits}
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """The manifest of a finished folder; an unfinished one is named as such."""
+        path = folder / MANIFEST
+        if not path.exists():
+            if (folder / JOURNAL).exists():
+                raise DataError(f"{folder} is prepared only in part: run the same adaponder prepare again to finish it")
+            raise DataError(f"{path} is missing: not a folder made by adaponder prepare")
+        content = unsealed(path)
+        try:
+            manifest = cls(splits=_splits(content.pop("splits")), **content)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}: not a valid manifest ({type(error).__name__}: {error})") from None
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
+        manifest._check(path)
+        return manifest
+
+    def _check(self, path: Path) -> None:
+        whole = _is_count(self.vocab_size) and _is_count(self.end_id)
+        if not whole or not 0 <= self.end_id < self.vocab_size <= 2**32 or self.dtype != dtype_of(self.vocab_size):
+            raise DataError(
+                f"{path}: dtype {self.dtype}, vocab_size {self.vocab_size} and end_id {self.end_id} do not go together"
+            )
+        if not all(_is_sum(text) for text in (self.tokenizer_hash, self.tokenizer_sha256)):
+            raise DataError(f"{path}: tokenizer_hash and tokenizer_sha256 must be SHA-256 sums")
+        counts = self.skipped.items() if isinstance(self.skipped, dict) else [("", None)]
+        if not all(kind in SKIPPED and _is_count(count) for kind, count in counts):
+            raise DataError(f"{path}: skipped must count {', '.join(SKIPPED)}")
+        share = self.fingerprint.get("validation") if isinstance(self.fingerprint, dict) else None
+        if not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise DataError(f"{path}: fingerprint must be an object, its validation a share from 0 up to, but not, 1")
+
+
+def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
+    if set(content) != set(SPLITS):
+        raise ValueError(f"splits {', '.join(content)}, needed {' and '.join(SPLITS)}")
+    return {name: _shards_of(content[name]) for name in SPLITS}
+
+
+def shard_from(content: dict[str, Any]) -> Shard:
+    """A shard's entry, once every number is a count and every checksum one."""
+    shard = Shard(**content)
+    for name, value in asdict(shard).items():
+        if not (_is_sum(value) if name.endswith("sha256") else _is_count(value)):
+            raise ValueError(f"{name} of a shard is {str(value)[:40]}")
+    return shard
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def _shards_of(split: dict[str, Any]) -> tuple[Shard, ...]:
+    shards = tuple(shard_from(shard) for shard in split["shards"])
+    for what in ("tokens", "documents", "utf8_bytes"):
+        if split[what] != sum(getattr(shard, what) for shard in shards):
+            raise ValueError(f"{what} of the shards do not add up to {split[what]}")
+    if [shard.number for shard in shards] != list(range(len(shards))):
+        raise ValueError("shards are not numbered from 0")
+    return shards
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """``content`` as JSON that carries the checksum of the rest of it."""
+    return _json_bytes(content | {"checksum": hashlib.sha256(_json_bytes(content)).hexdigest()})
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """What :func:`sealed` was given, if the file is byte for byte what it gave back."""
+    raw = read_bytes(path, DataError)
+    content = parse_json(raw, path, DataError)
+    if content.get("format") != FORMAT:
+        raise DataError(f"{path}: format {content.get('format')!s:.40}, this version reads {FORMAT}: prepare it again")
+    content.pop("checksum", None)
+    if raw != sealed(content):
+        raise DataError(f"{path}: its checksum differs, so it was damaged or edited by hand: prepare the data again")
+    return content
+
+
+def _json_bytes(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

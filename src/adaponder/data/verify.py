@@ -1,0 +1,133 @@
+"""One changed byte in tokens, document tables or tokenizer is found when they are opened, and its file named.
+
+The cost: each file is read once per start and hashed by several threads, about 1.5 GB per second and core.
+``ADAPONDER_VERIFY=0`` leaves checksums of tokens and tables out, for data whose reading takes too long; sizes, types
+and counts are checked all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.filesize import decimal
+from rich.markup import escape
+
+from adaponder.data.manifest import DOCS, DataError, Manifest, Shard
+from adaponder.data.tokenizers import hash_of_content
+from adaponder.errors import InputError
+from adaponder.files import checksums_wanted, open_plain, parse_json, read_bytes, sha256_of_each
+from adaponder.terminal import errors
+
+# From this size on a start waits noticeably, and is told why.
+_LARGE = 2**33
+
+
+def check_tokenizer(path: Path, manifest: Manifest) -> None:
+    """Raises unless ``tokenizer.json`` is, byte for byte, the one that made the data; always, for it is small."""
+    raw = read_bytes(path, DataError)
+    found = hash_of_content(parse_json(raw, path, DataError))
+    if found != manifest.tokenizer_hash:
+        raise DataError(
+            f"{path} has hash {found[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
+            "put the right tokenizer back or prepare the data again"
+        )
+    if hashlib.sha256(raw).hexdigest() != manifest.tokenizer_sha256:
+        raise DataError(f"{path}: its checksum differs, so it was damaged or edited by hand: prepare the data again")
+
+
+def check_size(path: Path, shard: Shard, dtype: np.dtype) -> None:
+    wanted = shard.tokens * dtype.itemsize
+    found = size_of(path)
+    if found != wanted:
+        raise DataError(
+            f"{path}: {found} bytes, {shard.tokens} tokens of {dtype.name} are {wanted}: damaged or foreign"
+        )
+
+
+def document_starts(path: Path, shard: Shard) -> np.ndarray:
+    """The ``start`` column, once the table is known to cut exactly the shard's tokens into documents."""
+    try:
+        with open_plain(path, DataError) as raw, pq.ParquetFile(raw) as file:
+            if file.schema_arrow.remove_metadata() != DOCS:
+                raise DataError(f"{path}: columns {file.schema_arrow.names}, needed {DOCS.names} of their types")
+            table = file.read(columns=["start", "length"])
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: truncated or not a Parquet file ({error})") from None
+    start, length = (table.column(name).to_numpy() for name in ("start", "length"))
+    if len(start) != shard.documents or length.sum() != shard.tokens:
+        raise DataError(
+            f"{path}: {len(start)} documents of {length.sum()} tokens, "
+            f"the manifest says {shard.documents} of {shard.tokens}: the files do not belong together"
+        )
+    if (length < 1).any() or (start != np.cumsum(length) - length).any():
+        raise DataError(f"{path}: documents do not follow one another: damaged or foreign")
+    return start
+
+
+def sums_of(folder: Path, shards: Iterable[Shard]) -> dict[Path, str]:
+    """The SHA-256 that each file of ``shards`` in ``folder`` must have."""
+    sums = {}
+    for shard in shards:
+        sums[folder / shard.tokens_name] = shard.tokens_sha256
+        sums[folder / shard.docs_name] = shard.docs_sha256
+    return sums
+
+
+def size_of(path: Path) -> int:
+    """Bytes of an ordinary file that can be opened."""
+    with open_plain(path, DataError) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def verify_sums(folder: Path, sums: Mapping[Path, str], *, share: tuple[int, int] = (0, 1)) -> None:
+    """Raises unless every file has its SHA-256; ``share=(n, N)``: process n of N hashes its part of the files.
+
+    Where a user has said ``ADAPONDER_VERIFY=0``, nothing is read, and the first process says so.
+    """
+    number, processes = share
+    if not 0 <= number < processes:
+        raise InputError(f"share={share}: (number of this process, number of processes)")
+    if not checksums_wanted():
+        if number == 0:
+            errors.print(f"{escape(str(folder))}: checksums are not verified (ADAPONDER_VERIFY=0)", soft_wrap=True)
+        return
+    files = list(sums)[number::processes]
+    with_progress = _say_progress(folder, sum(map(size_of, files))) if number == 0 else None
+    found = sha256_of_each(files, DataError, advance=with_progress)
+    wrong = [(path, sha) for path, sha in zip(files, found, strict=True) if sha != sums[path]]
+    if wrong:
+        path, sha = wrong[0]
+        more = f"; {len(wrong) - 1} more files likewise" if len(wrong) > 1 else ""
+        raise DataError(
+            f"{path}: checksum {sha[:12]}, the manifest says {sums[path][:12]}: damaged, prepare the data again{more}"
+        )
+
+
+def _say_progress(folder: Path, total: int) -> Callable[[int], None] | None:
+    """Tells of a long wait: a line before it, and one each half minute with the share that is done."""
+    if total < _LARGE:
+        return None
+    where = escape(str(folder))
+    errors.print(
+        f"{where}: verifying checksums of {decimal(total)} (once per start; ADAPONDER_VERIFY=0 leaves it out)",
+        soft_wrap=True,
+    )
+    lock, done, told = threading.Lock(), 0, time.monotonic()
+
+    def advance(size: int) -> None:
+        nonlocal done, told
+        with lock:
+            done += size
+            if time.monotonic() - told > 30:
+                told = time.monotonic()
+                errors.print(f"{where}: {done / total:.0%} verified", soft_wrap=True)
+
+    return advance
