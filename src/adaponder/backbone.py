@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from adaponder.attention import Lane
 from adaponder.errors import BackboneError
 from adaponder.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
 from adaponder.ledger import KeysValues
-from adaponder.masks import Places, visible
+from adaponder.masks import Places, masked_attention, visible
 from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import Rows
 from adaponder.views import DenseView, GridView, IterationView
@@ -195,6 +196,8 @@ class Backbone:
         """
         compiles, holding = self._compiles(view, lane), holding or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
+        if mask is not None:
+            one_pass = partial(_under_mask, one_pass)
         if lane is not None:
             if compiles:
                 _vary(x, position, lane, holding)
@@ -290,6 +293,12 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, flag in training.items():
             module.training = flag
+
+
+def _under_mask(one_pass: Callable[..., Reading], *arguments: Any) -> Reading:
+    """The pass, its attention by a backend that can be trusted with a mask: when it is replayed, too."""
+    with masked_attention():
+        return one_pass(*arguments)
 
 
 def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -40,3 +46,23 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
     if query.document is not None and key.document is not None:
         mask = mask & (query.document[..., :, None] == key.document[..., None, :])
     return (mask | (key_slot == query_slot)).unsqueeze(1)
+
+
+def masked_attention() -> AbstractContextManager[object]:
+    """Inside, torch's attention runs by any backend but cuDNN's.
+
+    Given a mask, cuDNN's backward returns NaN for some lengths and layouts on H100 and H200 (torch 2.11 to 2.13;
+    pytorch issue 196678), and torch prefers cuDNN there. Without a mask it is right, and the fastest.
+    """
+    # A graph can hold torch's own context, which chooses anew; elsewhere what a caller has ruled out stays so.
+    return sdpa_kernel(_NOT_CUDNN) if torch.compiler.is_compiling() else _without_cudnn()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

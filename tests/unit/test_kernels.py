@@ -24,6 +24,9 @@ from adaponder.ops.compact_attention import Rows
 from adaponder.ops.compact_attention import triton as attention_kernel
 from adaponder.ops.linear_cross_entropy import triton as loss_kernels
 from adaponder.ops.vocab_expectation import triton as expectation_kernels
+from poison import poisoned  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 # (tokens, d, vocabulary, e): less than a block, exactly one, one and a bit, several.
 SHAPES = [(1, 1, 1, 1), (7, 5, 32, 3), (13, 16, 33, 16), (5, 8, 131, 8), (0, 5, 11, 3)]

@@ -13,6 +13,9 @@ from adaponder.ops.linear_cross_entropy import (
     plain_linear_cross_entropy,
 )
 from adaponder.ops.linear_cross_entropy import torch as reference
+from poison import poisoned  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def inputs(tokens=(2, 7), d=5, vocabulary=11, *, bias=True, dtype=torch.float64, seed=0, ignored=True):

@@ -12,9 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
+from poison import poisoned  # noqa: F401
 
-# On processors without bf16 products torch says so once; it then computes them another way.
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    # On processors without bf16 products torch says so once; it then computes them another way.
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+]
 
 # What the chunked version may lose beyond the plain one of the same precision, as relative error: about a rounding,
 # because sums run in another order.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from adaponder.masks import Places, visible
+from adaponder.masks import Places, masked_attention, visible
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,19 @@ def compact_attention(
     """
     grouped = query.shape[1] != keys.shape[1]
     asked = query.transpose(0, 1)[None]
-    mixed = [
-        scaled_dot_product_attention(
-            asked[:, :, part],
-            keys[sequence : sequence + 1],
-            values[sequence : sequence + 1],
-            attn_mask=mask,
-            scale=scale,
-            dropout_p=dropout,
-            enable_gqa=grouped,
-        )
-        for (sequence, part), mask in zip(rows.parts, rows.masks(window), strict=True)
-    ]
+    with masked_attention():
+        mixed = [
+            scaled_dot_product_attention(
+                asked[:, :, part],
+                keys[sequence : sequence + 1],
+                values[sequence : sequence + 1],
+                attn_mask=mask,
+                scale=scale,
+                dropout_p=dropout,
+                enable_gqa=grouped,
+            )
+            for (sequence, part), mask in zip(rows.parts, rows.masks(window), strict=True)
+        ]
     return torch.cat(mixed, 2)[0].transpose(0, 1) if mixed else query.new_zeros(0, query.shape[1], values.shape[-1])
 
 
