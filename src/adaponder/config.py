@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import re
 from dataclasses import fields
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from adaponder.errors import ConfigError
+from adaponder.errors import ConfigError, in_one_line
 from adaponder.settings import METHODS, SCALES, scale_from_scratch, scale_of
 
 # What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
@@ -30,6 +31,20 @@ _FOREIGN_KEYS = {
     "gradient_checkpointing",
     "per_layer_config",
 }
+
+# What a folder that brings its own code will say of it (exporting such folders does not exist yet, so nothing equals
+# this). Equal to it, an auto_map is ignored and the classes of this package are used; any other is refused.
+OUR_AUTO_MAP: dict[str, str] | None = None
+
+# More than any model has, by far; what lies beyond would fill the memory before it is found to be nonsense.
+_LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
+_LARGEST_SIZE, _MOST_ITERATIONS, _WIDEST_GATE = 2**31 - 1, 1024, 1024
+_SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
+
+
+def is_our_auto_map(auto_map: Any) -> bool:
+    """Whether an ``auto_map`` is the one that this package writes; code in a folder is not run even then."""
+    return OUR_AUTO_MAP is not None and auto_map == OUR_AUTO_MAP
 
 
 class AdaPonderConfig(PreTrainedConfig):
@@ -131,6 +146,32 @@ class AdaPonderConfig(PreTrainedConfig):
     def max_position_embeddings(self) -> int | None:
         return getattr(self.backbone_config, "max_position_embeddings", None)
 
+    # Hugging Face's own tools read and set these on a model's config: the backbone's are the ones that are saved.
+
+    @property
+    def eos_token_id(self) -> Any:
+        return getattr(self.backbone_config, "eos_token_id", None)
+
+    @eos_token_id.setter
+    def eos_token_id(self, value: Any) -> None:
+        self.backbone_config.eos_token_id = value
+
+    @property
+    def bos_token_id(self) -> Any:
+        return getattr(self.backbone_config, "bos_token_id", None)
+
+    @bos_token_id.setter
+    def bos_token_id(self, value: Any) -> None:
+        self.backbone_config.bos_token_id = value
+
+    @property
+    def pad_token_id(self) -> Any:
+        return getattr(self.backbone_config, "pad_token_id", None)
+
+    @pad_token_id.setter
+    def pad_token_id(self, value: Any) -> None:
+        self.backbone_config.pad_token_id = value
+
     @property
     def table_scale(self) -> float:
         """Factor on the embedding table of the mixture."""
@@ -153,27 +194,30 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     if isinstance(backbone, PreTrainedConfig):
         # A copy: Hugging Face writes the outer model's attention choice into it, and the stock model keeps its own.
         return copy.deepcopy(backbone)
+    if not isinstance(backbone, dict):
+        raise ConfigError(f"backbone_config={_shown(backbone)}: the config of a Hugging Face decoder is needed")
     if "auto_map" in backbone:
         raise ConfigError("backbone_config.auto_map asks to run code from the checkpoint: refused")
     if "model_type" not in backbone:
         raise ConfigError("backbone_config.model_type is missing: name the decoder family, e.g. gpt_neox")
     fields_of_backbone = dict(backbone)
     family = fields_of_backbone.pop("model_type")
-    if family not in CONFIG_MAPPING:
-        raise ConfigError(f"backbone_config.model_type={family!r}: this transformers knows no such family")
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        raise ConfigError(f"backbone_config.model_type={_shown(family)}: this transformers knows no such family")
+    for name in _LARGEST:
         if name in backbone:
             _check_count(name, backbone[name])
+    _check_sizes(backbone)
     if {"hidden_size", "num_attention_heads"} <= backbone.keys() and backbone.get("head_dim") is None:
         _check_heads(backbone["hidden_size"], backbone["num_attention_heads"])
     try:
         return AutoConfig.for_model(family, **fields_of_backbone)
-    except (StrictDataclassError, ValueError, TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"backbone_config: {family} refuses it: {error}") from error
+    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"backbone_config: {family} refuses it: {in_one_line(error)}") from error
 
 
 def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
-    if "auto_map" in kwargs:
+    if "auto_map" in kwargs and not is_our_auto_map(kwargs.pop("auto_map")):
         raise ConfigError("auto_map asks to run code from the checkpoint: refused")
     for key in kwargs:
         if key not in known | _FOREIGN_KEYS:
@@ -204,14 +248,15 @@ def _check_recurrence(config: AdaPonderConfig) -> None:
     k = config.iterations
     require(isinstance(k, int) and not isinstance(k, bool), f"iterations={k!r}: a whole number is needed")
     require(k >= 1, f"iterations={k}: a token must be read at least once")
+    require(k <= _MOST_ITERATIONS, f"iterations={k}: at most {_MOST_ITERATIONS}")
     for name in ("tau", "gate_bias", "initial_multiplier", "exit_threshold", "exit_entropy_weight"):
         finite(name)
     for name in ("router_alpha", "router_loss_weight"):
         finite(name)
     require(0.0 < config.tau < 1.0, f"tau={config.tau}: a threshold on a probability lies strictly between 0 and 1")
     require(
-        isinstance(config.gate_width, int) and config.gate_width >= 0,
-        f"gate_width={config.gate_width!r}: 0 (linear gate) or a positive multiple of the hidden size",
+        isinstance(config.gate_width, int) and 0 <= config.gate_width <= _WIDEST_GATE,
+        f"gate_width={config.gate_width!r}: 0 (linear gate) or a multiple of the hidden size, at most {_WIDEST_GATE}",
     )
     scale = config.embedding_scale
     if isinstance(scale, str):
@@ -231,8 +276,9 @@ def _check_recurrence(config: AdaPonderConfig) -> None:
 
 def _check_backbone(backbone: PreTrainedConfig) -> None:
     """Refuses shapes that no decoder can have before anything is allocated."""
-    for name in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
+    for name in _LARGEST:
         _check_count(name, getattr(backbone, name, None))
+    _check_sizes(backbone.to_dict())
     heads = backbone.num_attention_heads
     if (groups := getattr(backbone, "num_key_value_heads", None)) is not None:
         _check_count("num_key_value_heads", groups)
@@ -251,7 +297,24 @@ def _check_heads(hidden_size: int, heads: int) -> None:
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"backbone_config.{name}={value!r}: a positive whole number is needed")
+        raise ConfigError(f"backbone_config.{name}={_shown(value)}: a positive whole number is needed")
+    if value > (limit := _LARGEST.get(name, _LARGEST_SIZE)):
+        raise ConfigError(f"backbone_config.{name}={_shown(value)}: at most {limit}")
+
+
+def _check_sizes(backbone: dict[str, Any]) -> None:
+    """Refuses a negative, infinite or astronomical number where a family's config counts something."""
+    for name, value in backbone.items():
+        if not _SIZE.search(name) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if not 0 <= value <= _LARGEST_SIZE:
+            raise ConfigError(f"backbone_config.{name}={_shown(value)}: from 0 to {_LARGEST_SIZE}")
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut where it goes on for ever."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def _check_pause(config: AdaPonderConfig) -> None:

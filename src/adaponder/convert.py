@@ -12,16 +12,29 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adaponder.backbone import relative_difference, rounding_bound
-from adaponder.checkpoints import fetch, refuse_unsafe, require_exact_keys
+from adaponder.checkpoints import (
+    NOT_NEEDED,
+    fetch,
+    has_tokenizer,
+    in_our_words,
+    refuse_code,
+    refuse_unsafe,
+    require_exact_keys,
+    require_finite,
+    require_room,
+    tokenizer_of,
+)
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
-from adaponder.files import read_json
+from adaponder.files import checksums_wanted, read_json
+from adaponder.manifest import verify_files, write_manifest
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
+from adaponder.special_tokens import SETTINGS, TOKENIZER, align, as_ids, read_words, with_padding
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -75,6 +88,7 @@ class Conversion:
     gates_open: float | None
     checks: tuple[Check, ...]
     losses: tuple[float, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,37 +104,55 @@ def open_source(name: str, *, revision: str | None = None, dtype: str = "auto") 
         model: Any = AdaPonderForCausalLM.from_pretrained(folder, dtype=precision)
         names = ("method", "iterations", "tau", "embedding_scale", "initial_multiplier", "expectation_top_k")
         return Source("adaponder", folder, model, {key: getattr(model.config, key) for key in names})
-    config = AutoConfig.from_pretrained(folder)
+    if checksums_wanted():
+        verify_files(folder, may_be_missing=NOT_NEEDED)
+    config = _stock_config(folder)
     ponders = bool(raw.get("ponderinglm"))
     for flag in _PONDERLM_FLAGS:
         if hasattr(config, flag):
             delattr(config, flag)
     config.architectures = None
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=precision,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that all of them are listed below
-    )
+    require_room(folder, config)
+    with in_our_words(folder):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=precision,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that all of them are listed below
+        )
     model, info = loaded
     if ponders:
         info["unexpected_keys"] = set(info["unexpected_keys"]) - _PONDERLM_UNUSED
     require_exact_keys(str(folder), info)
+    require_finite(str(folder), model.state_dict().items())
     model.eval()
     return Source("ponderlm", folder, model, _ponderlm(raw, config)) if ponders else Source("stock", folder, model)
 
 
-def describe(name: str, *, revision: str | None = None) -> AdaPonderConfig:
+def describe(name: str, *, revision: str | None = None, verify: bool | None = None) -> AdaPonderConfig:
     """The config of any checkpoint as a member of the family; no weight is read."""
     folder = fetch(name, ("*.json",), revision=revision)
+    refuse_code(folder)
+    if checksums_wanted() if verify is None else verify:
+        verify_files(folder, only=["config.json"])
     raw = read_json(folder / "config.json")
     if raw.get("model_type") == "adaponder":
-        return AdaPonderConfig.from_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder)
+        with in_our_words(folder):
+            return AdaPonderConfig.from_pretrained(folder)
+    config = _stock_config(folder)
     recurrence = _ponderlm(raw, config) if raw.get("ponderinglm") else {"method": "vanilla", "embedding_scale": 1.0}
     return AdaPonderConfig(backbone_config=config, **recurrence)
+
+
+def _stock_config(folder: Path) -> PreTrainedConfig:
+    """The config of a decoder that is not of the family, with sizes that a model can have."""
+    with in_our_words(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        AdaPonderConfig(backbone_config=config, method="vanilla", embedding_scale=1.0)
+    return config
 
 
 def _ponderlm(raw: dict[str, Any], config) -> dict[str, Any]:
@@ -170,7 +202,7 @@ def convert(
             "; ".join(f"{c.what}: differs by {c.difference:.1e}, {c.bound:.1e} allowed" for c in broken)
             + f"; nothing was written to {out}"
         )
-    _save(converted, out, opened.folder)
+    remarks = _save(converted, out, opened.folder)
     ours = _ours(converted)
     gates = converted.method.gates if ours and isinstance(converted.method, AdaPonder) else None
     return Conversion(
@@ -184,6 +216,7 @@ def convert(
         gates_open=float(torch.sigmoid(torch.tensor(converted.config.gate_bias))) if gates else None,
         checks=tuple(checks),
         losses=loss_by_depth(converted, out, text) if ours and text else (),
+        remarks=tuple(remarks),
     )
 
 
@@ -312,6 +345,9 @@ def _to_backbone(opened: Source, ids: Tensor) -> tuple[PreTrainedModel, list[Che
                 )
             model.get_input_embeddings().weight.mul_(scale)
         got = model.backbone(ids).logits
+    plain = model.backbone.config
+    if getattr(plain, "pad_token_id", None) in as_ids(getattr(plain, "eos_token_id", None)):
+        plain.pad_token_id = None  # a stock decoder would give the end token's embedding no gradient
     return model.backbone, [_compare("the plain backbone equals one iteration", got, expected)]
 
 
@@ -331,7 +367,7 @@ def _compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) -
 @torch.no_grad()
 def loss_by_depth(model: AdaPonderForCausalLM, folder: Path, text: str) -> tuple[float, ...]:
     """The loss on ``text`` when every token is read once, twice, … K times."""
-    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
+    ids = tokenizer_of(str(folder))(text, return_tensors="pt").input_ids
     limit = model.config.max_position_embeddings or ids.shape[1]
     ids = ids[:, :limit].to(model.device)
     if ids.shape[1] < 2:
@@ -342,21 +378,30 @@ def loss_by_depth(model: AdaPonderForCausalLM, folder: Path, text: str) -> tuple
     return tuple(float(model(ids, labels=ids, max_iterations=depth).loss) for depth in depths)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
+    """Writes beside the target and renames: an interrupted conversion leaves no folder that looks whole.
 
-
-def _save(model: PreTrainedModel, out: Path, source: Path) -> None:
-    """Writes beside the target and renames: an interrupted conversion leaves no folder that looks whole."""
+    Returns what had to change so that config, generation config and tokenizer agree.
+    """
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    remarks = []
     try:
-        model.save_pretrained(partial)
+        if _ours(model) and (words := read_words(source)) is not None and words.end is not None:
+            remarks = align(model, words.end, words.padding)
+        model.save_pretrained(partial, **({"manifest": False} if _ours(model) else {}))
         for name in _TOKENIZER:
             if (source / name).is_file():
                 shutil.copy(source / name, partial / name)
+        if _ours(model):
+            texts = {name: partial / name for name in (TOKENIZER, SETTINGS) if (partial / name).is_file()}
+            files = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
+            for name, content in with_padding(files, model).items():
+                (partial / name).write_text(content, encoding="utf-8")
+        write_manifest(partial)
         if out.exists():
             out.rmdir()
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return remarks

@@ -31,3 +31,9 @@ class TrainingError(AdaPonderError):
 
 class EvaluationError(AdaPonderError):
     """A measurement that contradicts itself and must not be quoted."""
+
+
+def in_one_line(problem: BaseException) -> str:
+    """What a library says went wrong, without its line breaks and cut where it goes on for ever."""
+    said = " ".join(str(problem).split()) or type(problem).__name__
+    return said if len(said) <= 400 else said[:400] + " …"

@@ -14,18 +14,31 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from adaponder.backbone import Backbone
-from adaponder.checkpoints import NEEDED, fetch, model_card, refuse_unsafe, require_exact_keys
+from adaponder.checkpoints import (
+    NEEDED,
+    NOT_NEEDED,
+    fetch,
+    in_our_words,
+    model_card,
+    refuse_unsafe,
+    require_exact_keys,
+    require_finite,
+    require_room,
+)
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import BackboneError, InputError
 from adaponder.families import refuse_halting
+from adaponder.files import checksums_wanted
 from adaponder.generation import ASKED, LedgerGenerationMixin, check_cache
 from adaponder.halting import gate_probability
 from adaponder.ledger import Ledger
 from adaponder.losses import as_targets, scorer, within_documents
+from adaponder.manifest import verify_files, write_manifest
 from adaponder.methods import Iteration, Method, Objective, build_method
 from adaponder.methods.base import Ask, Trajectory, plain_loss
 from adaponder.policies import Policy, PolicyInput, as_policy
 from adaponder.runs import CompactRun, DenseRun, PackedRun, Run
+from adaponder.special_tokens import as_ids, require_agreement
 from adaponder.tokens import Tokens, arrange_tokens
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
@@ -84,8 +97,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
                 config.backbone_config,
                 attn_implementation=config._attn_implementation,
                 dtype=torch.get_default_dtype(),
+                trust_remote_code=False,
             )
             backbone = built
+            _train_padding(built)
         # One config, whoever looks: resizing the vocabulary must reach both.
         config.backbone_config = backbone.config
         self.backbone: PreTrainedModel = backbone
@@ -117,6 +132,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         config = AdaPonderConfig(backbone_config=stock.config, dtype=stock.dtype, **recurrence)
         model = cls(config, backbone=stock)
         model.method.to(device=stock.device, dtype=stock.dtype)
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):  # it stops where the stock model stops
+            setattr(model.generation_config, name, getattr(stock.generation_config, name, None))
         return model.train(stock.training)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -363,8 +380,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     # --- save and load ------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any):
-        """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error."""
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *args: Any, verify: bool | None = None, **kwargs: Any
+    ):
+        """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error.
+
+        Where the folder has a manifest, every file in it is read once more and its checksum compared (about a second
+        for a gigabyte); config, generation config and tokenizer must name the same end and padding tokens.
+        ``verify=False`` leaves both out, and so does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
+        """
         for name, reason in _NEVER.items():
             # lm-eval passes subfolder="" and trust_remote_code=False: what is empty or off asks for nothing.
             if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
@@ -372,22 +396,49 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
         where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
         refuse_unsafe(where)
+        if checksums_wanted() if verify is None else verify:
+            verify_files(where, may_be_missing=NOT_NEEDED)
+            require_agreement(where)
         wants_info = kwargs.pop("output_loading_info", False)
-        # Mismatched sizes are let through here so that all of them can be listed below.
-        loaded: Any = super().from_pretrained(
-            where, *args, **kwargs, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        with in_our_words(where):
+            require_room(where, AdaPonderConfig.from_pretrained(where))
+            # Mismatched sizes are let through here so that all of them can be listed below.
+            loaded: Any = super().from_pretrained(
+                where,
+                *args,
+                **kwargs,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
         model, info = loaded
         require_exact_keys(str(where), info)
+        require_finite(str(where), model.state_dict().items())
         model.wrapped.verify()
         return (model, info) if wants_info else model
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        super().save_pretrained(save_directory, *args, **kwargs)
-        card = Path(save_directory) / "README.md"
+    def save_pretrained(
+        self, save_directory: str | Path, *args: Any, manifest: bool = True, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Hugging Face's, with a model card and a manifest of checksums that loading verifies.
+
+        A tokenizer that lies in the folder already must name the same end and padding tokens as the model.
+        """
+        folder = Path(save_directory)
+        if folder.is_dir():
+            require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())
+        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
+        if not is_main_process:
+            return
+        card = folder / "README.md"
         if not card.exists():
             added = sum(parameter.numel() for parameter in self.method.parameters())
             card.write_text(model_card(self.config, self.num_parameters(), added))
+        if manifest:
+            # Tokenizers and cards are often written or edited afterwards: they are not vouched for here.
+            patterns = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
+            write_manifest(folder, [path.name for pattern in patterns for path in folder.glob(pattern)])
 
 
 def _hooks(*hooks: Callable[[Iteration], None] | None) -> Callable[[Iteration], None]:
@@ -404,6 +455,17 @@ def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
     if isinstance(logits_to_keep, int):
         return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
     return logits_to_keep
+
+
+def _train_padding(stock: PreTrainedModel) -> None:
+    """Lets a token that pads, but is also one that texts hold, be trained like any other.
+
+    Some families build the embedding of ``pad_token_id`` without a gradient, which is right for a token of its own.
+    """
+    config, embedding = stock.config, stock.get_input_embeddings()
+    ends = [*as_ids(getattr(config, "eos_token_id", None)), getattr(config, "bos_token_id", None)]
+    if getattr(embedding, "padding_idx", None) in ends:
+        embedding.padding_idx = None
 
 
 # ``import adaponder`` sees to it that this module is imported once the Auto classes are.

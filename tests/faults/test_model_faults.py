@@ -27,6 +27,7 @@ from adaponder import AdaPonderConfig, AdaPonderError, AdaPonderForCausalLM, Led
 NAN = math.nan
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
 load = AdaPonderForCausalLM.from_pretrained
 
 
@@ -69,12 +70,14 @@ def shards(saved_in_shards, tmp_path) -> Path:
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    (folder / MANIFEST).unlink(missing_ok=True)  # it would be the first to object
     state = load_file(folder / WEIGHTS)
     change(state)
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    (path.parent / MANIFEST).unlink(missing_ok=True)
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))

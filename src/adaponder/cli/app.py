@@ -40,7 +40,12 @@ POLICIES = (
     "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  random:0.5  exit:0.9  ranked-uniform:0.8"
 )
 Checkpoint = Annotated[
-    str, typer.Argument(metavar="CKPT", help="A model folder, a run folder, a step folder or a hub name.")
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="A model folder, a run folder, a step folder or a hub name. Its checksums are compared first, about a "
+        "second for each gigabyte; ADAPONDER_VERIFY=0 leaves that out.",
+    ),
 ]
 Json = Annotated[
     Path | None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from adaponder.cli.app import POLICIES, Checkpoint, Device, Dtype, Json, Seed, app
+from adaponder.errors import InputError
 
 
 @app.command()
@@ -111,9 +112,34 @@ def inspect(
 
 
 @app.command()
-def doctor(json: Json = None) -> None:
-    """Show versions, devices, which kernels would run, and whether the meter agrees with torch."""
-    from adaponder.commands import doctor as command
+def doctor(
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[CKPT]", help="Examine this checkpoint instead of the installation.")
+    ] = None,
+    seal: Annotated[
+        bool,
+        typer.Option(
+            "--seal",
+            help="Take the checkpoint's files as they are: the tokenizer decides on end and padding, "
+            "checksums are written anew.",
+        ),
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Show versions, devices, which kernels would run, and whether the meter agrees with torch.
 
-    if command.run(json=json)["problems"]:
+    Of a checkpoint: whether every file is as it was written, nothing in it asks to run code, and config, generation
+    config and tokenizer agree.
+    """
+    if checkpoint is not None:
+        from adaponder.commands import checkup
+
+        found = checkup.run(checkpoint, seal=seal, json=json)
+    elif seal:
+        raise InputError("--seal: name the checkpoint to seal")
+    else:
+        from adaponder.commands import doctor as command
+
+        found = command.run(json=json)
+    if found["problems"]:
         raise typer.Exit(1)

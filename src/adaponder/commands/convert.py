@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from adaponder.convert import Conversion, convert
 from adaponder.terminal import console, line, table, write_json
 
@@ -25,6 +27,8 @@ def show(done: Conversion) -> None:
     console.print(line(source, f" ({done.kind}) → ", out, f" ({done.method}, K = {done.iterations})"))
     added = f", of which the method adds {done.added:,}" if done.added else ""
     console.print(f"{done.parameters:,} parameters{added}")
+    for remark in done.remarks:
+        console.print(escape(f"so that config, generation config and tokenizer agree, {remark}"), soft_wrap=True)
     if done.gates_open is not None:
         console.print(f"gates start open: s = {done.gates_open:.6f}")
     rows = [

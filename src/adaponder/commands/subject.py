@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from adaponder.convert import has_tokenizer, load
+from adaponder.checkpoints import has_tokenizer, tokenizer_of
+from adaponder.convert import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Reading, default_length
@@ -65,12 +66,7 @@ def open_tokenizer(model: AdaPonderForCausalLM, folder: Path, named: str | None)
         backend, end = read_tokenizer(name)
         found: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=backend.id_to_token(end))
     else:
-        try:
-            found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--tokenizer: {name} has no tokenizer ({error}); name a folder or hub model that has"
-            ) from None
+        found = tokenizer_of(name)
     refuse_other_tokenizer(model, folder, named, found.get_vocab())
     return found
 

@@ -7,7 +7,6 @@ hand is not trusted. It is written beside its place and renamed, so it is whole 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 from adaponder.files import read_json
+from adaponder.manifest import is_sealed, sealed
 from adaponder.policies import Policy, parse_policy
 
 FILE, FORMAT = "profiles.json", 1
@@ -39,14 +39,14 @@ def policy_of(folder: Path, name: str) -> Policy:
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
     """Every profile of the model in ``folder``, by name, if they are as they were written and of these weights."""
     path = folder / FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     content = read_json(path)
     cure = f"remove {path.name} and calibrate again"
     profiles = content.get("profiles")
     if content.get("format") != FORMAT or not isinstance(profiles, dict):
         raise CheckpointError(f"{path}: not profiles of format {FORMAT}; {cure}")
-    if content.get("checksum") != _checksum(content):
+    if not is_sealed(content):
         raise CheckpointError(f"{path}: its checksum differs, so it was damaged or edited by hand; {cure}")
     if content.get("weights") != identity(folder):
         raise CheckpointError(f"{path}: its profiles were calibrated for other weights or another config; {cure}")
@@ -59,13 +59,11 @@ def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
     parse_policy(profile["policy"])
     profiles = stored(folder) | {name: profile}
     content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
-    content["checksum"] = _checksum(content)
     path = folder / FILE
     fresh = path.with_name(f".{FILE}.{os.getpid()}")
     try:
         with fresh.open("w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+            file.write(sealed(content))
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
@@ -103,9 +101,3 @@ def _blocks(path: Path, size: int) -> Iterator[bytes]:
         for index in range(_BLOCKS):
             file.seek(index * (size - _BLOCK) // (_BLOCKS - 1))
             yield file.read(_BLOCK)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """Of everything but the checksum, however it is spaced."""
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from adaponder.checkpoints import tokenizer_of
 from adaponder.data import Shards, sources
 from adaponder.data.encoding import Encoder, Item
 from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
@@ -46,12 +47,7 @@ def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
 
 
 def _rebuilt(folder: Path) -> Vocabulary:
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} has no tokenizer ({error}); name one with --tokenizer") from None
+    found = tokenizer_of(folder)
     end = found.eos_token_id if found.eos_token_id is not None else found.bos_token_id
     tokenizer = getattr(found, "backend_tokenizer", None)
     if end is None or tokenizer is None:

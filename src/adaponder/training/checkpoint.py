@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaponder.errors import CheckpointError
-from adaponder.files import flush, read_json, sha256_of
+from adaponder.files import flush, read_json
+from adaponder.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from adaponder.modeling import AdaPonderForCausalLM
 
-OPTIMIZER, STATE, MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
+OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 _PARTIAL = ".partial-"
 
 
@@ -44,15 +45,12 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        model.save_pretrained(partial, state_dict=weights)
+        model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
         if optimizer is not None:
             save_file(optimizer, partial / OPTIMIZER)
         for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
             (partial / name).write_text(content, encoding="utf-8")
-        files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(partial.iterdir())
-        }
-        (partial / MANIFEST).write_text(json.dumps({"format": 1, "step": state["step"], "files": files}, indent=1))
+        write_manifest(partial, step=state["step"])
         for path in partial.iterdir():
             flush(path)
         flush(partial)
@@ -71,30 +69,18 @@ def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, 
 
     ``weights_only`` can do without the optimizer's file.
     """
-    for name, written in _listed(folder).items():
-        path = folder / name
-        if not path.is_file():
-            if name == OPTIMIZER and weights_only:
-                continue
-            cure = ": exact resume is impossible; use --weights-only" if name == OPTIMIZER else ""
-            raise CheckpointError(f"{path} is missing{cure}")
-        if path.stat().st_size != written["bytes"]:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {written['bytes']} were written")
-        if sha256_of(path) != written["sha256"]:
-            raise CheckpointError(f"{path}: checksum differs from what was written")
+    _require_whole(folder)
+    if not weights_only and OPTIMIZER in read_manifest(folder)["files"] and not (folder / OPTIMIZER).exists():
+        raise CheckpointError(f"{folder / OPTIMIZER} is missing: exact resume is impossible; use --weights-only")
+    verify_files(folder, may_be_missing=(OPTIMIZER,))
     return read_json(folder / STATE)
 
 
-def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files that a manifest vouches for; a manifest that vouches for too little is broken."""
-    manifest = read_json(folder / MANIFEST)
-    files: Any = manifest.get("files") if isinstance(manifest, dict) else None
-    whole = isinstance(files, dict) and manifest.get("format") == 1
-    whole = whole and all(isinstance(w, dict) and set(w) == {"bytes", "sha256"} for w in files.values())
-    whole = whole and {STATE, "config.json"} <= files.keys() and any("model" in name for name in files)
-    if not whole:
+def _require_whole(folder: Path) -> None:
+    """Refuses a manifest that vouches for less than a checkpoint needs."""
+    files = read_manifest(folder)["files"]
+    if not {STATE, "config.json"} <= files.keys() or not any("model" in name for name in files):
         raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a whole checkpoint")
-    return files
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:

@@ -21,6 +21,7 @@ from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipe import Recipe
 from adaponder.shape import Shape, shape_of
+from adaponder.special_tokens import with_padding
 from adaponder.training.checkpoint import (
     load_optimizer,
     optimizer_state,
@@ -77,7 +78,7 @@ class Trainer:
         self.called: nn.Module | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.bottom_k = global_bottom_k_mean(self.world)
-        self.words = self.sampler.shards.tokenizer_files()
+        self.words = with_padding(self.sampler.shards.tokenizer_files(), self.model)
         self.controller = self._controller()
 
     # --- the run ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import FREE_TRAIN, Recipe, TrainRecipe
+from adaponder.special_tokens import align
 from adaponder.terminal import console, line
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
@@ -74,7 +75,9 @@ def train(
         if found.folder is None:
             model = build_model(recipe, shards.vocab_size)
         else:
-            model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe)).train()
+            # Its checksums were compared just now, and its special tokens are set below.
+            model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe), verify=False).train()
+        align(model, shards.end_id, from_scratch=isinstance(recipe.model.backbone, dict))
         if world.leads:
             (out / "recipe.yaml").write_text(recipe.to_yaml())
             _remark(recipe.train, world)

@@ -1,0 +1,104 @@
+"""adaponder doctor CKPT: whether a checkpoint is whole, safe and of one mind; --seal takes it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from adaponder.checkpoints import NOT_NEEDED, fetch, has_tokenizer, refuse_unsafe, tokenizer_of
+from adaponder.convert import describe
+from adaponder.errors import AdaPonderError, InputError
+from adaponder.evaluation.profiles import stored
+from adaponder.manifest import MANIFEST, read_manifest, verify_files, write_manifest
+from adaponder.special_tokens import disagreements, mend
+from adaponder.terminal import console, table, write_json
+
+
+def run(checkpoint: str, *, seal: bool = False, json: Path | None = None) -> dict[str, Any]:
+    """Examines a checkpoint and shows what is wrong with it; ``problems`` of the result is empty if nothing is."""
+    folder = fetch(checkpoint)
+    changes = seal_folder(folder) if seal else []
+    found = {"checkpoint": str(folder), "changes": changes, **examine(folder)}
+    rows = [(what, "wrong" if what in found["problems"] else said) for what, said in found["checks"].items()]
+    console.print(table(str(folder), ("", ""), rows))
+    for change in changes:
+        console.print(escape(change), soft_wrap=True)
+    for problem in found["problems"].values():
+        console.print(f"[red]{escape(problem)}", soft_wrap=True)
+    if not found["problems"]:
+        console.print("[green]all well")
+    write_json(json, found)
+    return found
+
+
+def examine(folder: Path) -> dict[str, Any]:
+    """``checks`` by name, each with what it found; ``problems`` has an error's line for those that failed."""
+    checks: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for what, check in _CHECKS.items():
+        try:
+            checks[what] = check(folder)
+        except AdaPonderError as error:
+            checks[what] = problems[what] = str(error)
+    return {"checks": checks, "problems": problems}
+
+
+def seal_folder(folder: Path) -> list[str]:
+    """Lets the tokenizer decide on end and padding, and writes the manifest anew; returns what changed, in words."""
+    if folder.resolve().parent.name == "snapshots":
+        raise InputError(f"--seal: {folder} is the hub's cache; name a folder of your own")
+    refuse_unsafe(folder)
+    describe(str(folder), verify=False)
+    changes = mend(folder)
+    try:
+        facts = {key: value for key, value in read_manifest(folder).items() if key == "step"}
+    except AdaPonderError:  # there is none, or a damaged one: the new one does without
+        facts = {}
+    write_manifest(folder, **facts)
+    return [*changes, f"sealed: {MANIFEST} lists {len(read_manifest(folder)['files'])} files as they are now"]
+
+
+def _safe(folder: Path) -> str:
+    refuse_unsafe(folder)
+    return "no code, nothing outside the folder"
+
+
+def _config(folder: Path) -> str:
+    config = describe(str(folder), verify=False)
+    return f"{config.backbone_config.model_type}, {config.method}, K = {config.iterations}"
+
+
+def _checksums(folder: Path) -> str:
+    if not (folder / MANIFEST).exists():
+        return "no manifest to compare with; --seal writes one"
+    verify_files(folder, may_be_missing=NOT_NEEDED)
+    return f"{len(read_manifest(folder)['files'])} files as they were written"
+
+
+def _tokenizer(folder: Path) -> str:
+    if not has_tokenizer(folder):
+        return "none"
+    return f"{len(tokenizer_of(folder, verify=False)):,} tokens"
+
+
+def _special_tokens(folder: Path) -> str:
+    if problems := disagreements(folder):
+        raise InputError("; ".join(problems))
+    return "config, generation config and tokenizer agree"
+
+
+def _profiles(folder: Path) -> str:
+    return ", ".join(stored(folder)) or "none"
+
+
+_CHECKS: dict[str, Callable[[Path], str]] = {
+    "files": _safe,
+    "config": _config,
+    "checksums": _checksums,
+    "tokenizer": _tokenizer,
+    "special tokens": _special_tokens,
+    "profiles": _profiles,
+}

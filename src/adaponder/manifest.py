@@ -1,0 +1,112 @@
+"""Every file of a checkpoint is as it was written, or is named: checksums, and the file that lists them.
+
+Verifying reads every listed file once, in pieces and by several threads: about a second for each gigabyte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from adaponder.errors import CheckpointError
+from adaponder.files import parse_json, read_bytes, read_json, sha256_of_each
+
+MANIFEST, FORMAT = "manifest.json", 2
+# Profiles are added and replaced later, and have a checksum of their own.
+_APART = {MANIFEST, "profiles.json"}
+# Format 1, of earlier versions, lists the files too and has no checksum of its own.
+_OLDER = 1
+
+
+def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
+    """Lists size and checksum of the named files in ``folder``, or of all in it; ``facts`` are kept beside them."""
+    if names is None:
+        names = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    listed = sorted(set(names) - _APART)
+    sums = sha256_of_each([folder / name for name in listed])
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": checksum}
+        for name, checksum in zip(listed, sums, strict=True)
+    }
+    (folder / MANIFEST).write_text(sealed({"format": FORMAT, **facts, "files": files}), encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of ``folder``, if it is as it was written: ``files`` maps a name to its bytes and sha256."""
+    path = folder / MANIFEST
+    raw = read_bytes(path)
+    content = parse_json(raw, path)
+    older = content.get("format") == _OLDER and "checksum" not in content
+    files = content.get("files")
+    whole = (older or content.get("format") == FORMAT) and isinstance(files, dict)
+    if not whole or not all(_is_entry(name, entry) for name, entry in files.items()):
+        raise CheckpointError(f"{path} is not a manifest of a whole checkpoint; {_cure(folder)}")
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    if not older and (not is_sealed(content) or raw != sealed(rest).encode()):
+        raise CheckpointError(f"{path}: checksum differs from what was written; {_cure(folder)}")
+    return content
+
+
+def verify_files(
+    folder: Path,
+    *,
+    only: Collection[str] | None = None,
+    skip: str | None = None,
+    may_be_missing: Collection[str] = (),
+) -> None:
+    """Raises unless every listed file is as it was written; a folder without a manifest has nothing to verify.
+
+    ``only`` looks at these names alone, ``skip`` leaves out names that end so. Every file is read once, in pieces.
+    """
+    if not os.path.lexists(folder / MANIFEST) or not read_json(folder / MANIFEST).keys() & {"format", "files"}:
+        return  # there is none, or one of somebody else's making
+    listed = {
+        name: written
+        for name, written in read_manifest(folder)["files"].items()
+        if (only is None or name in only) and (skip is None or not name.endswith(skip))
+    }
+    here = [name for name in listed if os.path.lexists(folder / name)]
+    if lost := [name for name in listed if name not in here and name not in may_be_missing]:
+        raise CheckpointError(f"{folder / lost[0]} is missing; {_cure(folder)}")
+    for name in here:
+        path, size = folder / name, listed[name]["bytes"]
+        if path.is_file() and path.stat().st_size != size:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {size} were written; {_cure(folder)}")
+    for name, checksum in zip(here, sha256_of_each([folder / name for name in here]), strict=True):
+        if checksum != listed[name]["sha256"]:
+            raise CheckpointError(f"{folder / name}: checksum differs from what was written; {_cure(folder)}")
+
+
+def _cure(folder: Path) -> str:
+    return f"copy the checkpoint again, or if the change is meant, adaponder doctor {folder} --seal"
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    return (
+        Path(name).name == name
+        and isinstance(entry, dict)
+        and set(entry) == {"bytes", "sha256"}
+        and isinstance(entry["bytes"], int)
+        and isinstance(entry["sha256"], str)
+    )
+
+
+# --- a JSON file that vouches for itself ---------------------------------------------------------------------------
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """``content`` as JSON with a checksum of itself at its end."""
+    return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
+
+
+def is_sealed(content: dict[str, Any]) -> bool:
+    """Whether ``content`` says what :func:`sealed` wrote, however it is spaced."""
+    return content.get("checksum") == _checksum({key: value for key, value in content.items() if key != "checksum"})
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

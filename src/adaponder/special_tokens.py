@@ -1,0 +1,179 @@
+"""Config, generation config and tokenizer name the same end and padding tokens, and the same length."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from adaponder.errors import CheckpointError
+from adaponder.files import parse_json, read_json, write_whole
+
+TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+
+
+class Words(NamedTuple):
+    """What a tokenizer's files say: ids of its end and padding tokens, and the most tokens it gives; absent: None."""
+
+    end: int | None
+    padding: int | None
+    length: int | None
+
+
+def read_words(folder: Path) -> Words | None:
+    """The special tokens of the tokenizer in ``folder``; ``None`` where there is none that says them in JSON."""
+    if not all(os.path.lexists(folder / name) for name in (TOKENIZER, SETTINGS)):
+        return None
+    content, settings = read_json(folder / TOKENIZER), read_json(folder / SETTINGS)
+    length = settings.get("model_max_length")
+    return Words(
+        _id_of(folder, content, settings, "eos_token"),
+        _id_of(folder, content, settings, "pad_token"),
+        length if isinstance(length, int) and length < 10**20 else None,  # beyond: Hugging Face's "unknown"
+    )
+
+
+def _id_of(folder: Path, content: dict[str, Any], settings: dict[str, Any], role: str) -> int | None:
+    token = settings.get(role)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return None
+    ids = _vocabulary(content)
+    if not isinstance(token, str) or token not in ids:
+        raise CheckpointError(f"{folder / SETTINGS}: {role}={token!r} is not in the vocabulary of {TOKENIZER}")
+    return ids[token]
+
+
+def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
+    """Each token's id, from the content of a ``tokenizer.json``: a mapping, or for unigrams a list in order."""
+    model, added = content.get("model"), content.get("added_tokens")
+    held = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, Any] = dict(held) if isinstance(held, dict) else {}
+    if isinstance(held, list):
+        ids = {str(entry[0]): index for index, entry in enumerate(held) if isinstance(entry, list) and entry}
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict):
+            ids[str(token.get("content"))] = token.get("id")
+    return {token: index for token, index in ids.items() if isinstance(index, int)}
+
+
+def require_agreement(
+    folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
+) -> None:
+    """Raises unless the three agree; ``config`` (the backbone's) and ``generation`` are read if not given."""
+    if problems := disagreements(folder, config, generation):
+        raise CheckpointError(
+            f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"
+        )
+
+
+def disagreements(
+    folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
+) -> list[str]:
+    """In what config, generation config and tokenizer of a model folder differ; nothing where one of them is silent."""
+    words = read_words(folder)
+    if words is None:
+        return []
+    if config is None:
+        whole = read_json(folder / "config.json")
+        config = whole.get("backbone_config", whole)
+    if generation is None:
+        generation = read_json(folder / GENERATION) if os.path.lexists(folder / GENERATION) else {}
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{folder / 'config.json'}: backbone_config must be an object")
+    problems = []
+    for name, stated in (("config.json", config), (GENERATION, generation)):
+        ends, padding = as_ids(stated.get("eos_token_id")), stated.get("pad_token_id")
+        if ends and words.end is not None and words.end not in ends:
+            problems.append(f"{name} says eos_token_id={stated['eos_token_id']!r}, the tokenizer's end is {words.end}")
+        if padding is not None and words.padding is not None and padding != words.padding:
+            problems.append(f"{name} says pad_token_id={padding!r}, the tokenizer pads with {words.padding}")
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and words.length is not None and words.length > positions:
+        problems.append(
+            f"the tokenizer gives up to model_max_length={words.length} tokens, the model has {positions} positions"
+        )
+    return problems
+
+
+def as_ids(stated: Any) -> list[Any]:
+    """A config's ``eos_token_id``, which may be absent, one id or several, as a list."""
+    if stated is None:
+        return []
+    return list(stated) if isinstance(stated, (list, tuple)) else [stated]
+
+
+def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
+    """Makes a model's config and generation config end texts with ``end``; returns what was changed, in words.
+
+    A model trained from scratch has no other end and pads with it. One that comes from elsewhere keeps its own ends
+    beside it and pads as it did, unless its tokenizer's ``padding`` says otherwise. A config that named no padding
+    token still names none: stock decoders would give that token's embedding no gradient.
+    """
+    config, generation, changes = model.config.get_text_config(), model.generation_config, []
+    assert generation is not None  # of a model that generates
+    if padding is None:
+        named = (generation.pad_token_id, getattr(config, "pad_token_id", None))
+        padding = end if from_scratch else next((token for token in named if token is not None), end)
+    for name, settings in (("config", config), ("generation config", generation)):
+        before = (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None))
+        own = as_ids(before[0])
+        settings.eos_token_id = end if from_scratch or not own else before[0] if end in own else [end, *own]
+        if from_scratch or settings is generation or before[1] is not None:
+            settings.pad_token_id = padding
+        if from_scratch:
+            settings.bos_token_id = end
+        after = (settings.eos_token_id, getattr(settings, "pad_token_id", None))
+        if after != before:
+            changes.append(f"{name}: eos_token_id {before[0]} → {after[0]}, pad_token_id {before[1]} → {after[1]}")
+    return changes
+
+
+def mend(folder: Path) -> list[str]:
+    """Writes into a folder's config and generation config what its tokenizer says; returns what changed, in words."""
+    words, changes = read_words(folder), []
+    if words is None or not disagreements(folder):
+        return []
+    whole = read_json(folder / "config.json")
+    config = whole.get("backbone_config", whole)
+    files = {"config.json": (whole, config)}
+    if os.path.lexists(folder / GENERATION):
+        generation = read_json(folder / GENERATION)
+        files[GENERATION] = (generation, generation)
+    for name, (content, settings) in files.items():
+        for key, token in (("eos_token_id", words.end), ("pad_token_id", words.padding)):
+            stated = settings.get(key)
+            if token is not None and stated is not None and token not in as_ids(stated):
+                settings[key] = token
+                changes.append(f"{name}: {key} {stated} → {token}")
+        write_whole(folder / name, (json.dumps(content, indent=2) + "\n").encode(), CheckpointError)
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and words.length is not None and words.length > positions:
+        settings = read_json(folder / SETTINGS) | {"model_max_length": positions}
+        write_whole(folder / SETTINGS, json.dumps(settings, indent=1).encode(), CheckpointError)
+        changes.append(f"{SETTINGS}: model_max_length {words.length} → {positions}")
+    return changes
+
+
+def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
+    """A tokenizer's files with which a batch of prompts works as it is: padded on the left, with the model's token.
+
+    What the files say of padding themselves stays; the length is at most the model's positions.
+    """
+    if not {TOKENIZER, SETTINGS} <= files.keys():
+        return dict(files)
+    settings = parse_json(files[SETTINGS].encode(), SETTINGS)
+    config, generation = model.config.get_text_config(), model.generation_config
+    if settings.get("pad_token") is None and generation is not None:
+        names = {index: token for token, index in _vocabulary(parse_json(files[TOKENIZER].encode(), TOKENIZER)).items()}
+        if generation.pad_token_id in names:
+            settings["pad_token"] = names[generation.pad_token_id]
+    settings.setdefault("padding_side", "left")
+    positions, length = getattr(config, "max_position_embeddings", None), settings.get("model_max_length")
+    if positions is not None and (not isinstance(length, int) or length > positions):
+        settings["model_max_length"] = positions
+    return dict(files) | {SETTINGS: json.dumps(settings, indent=1, ensure_ascii=False)}
