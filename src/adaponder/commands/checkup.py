@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from adaponder.checkpoints import NOT_NEEDED, fetch, has_tokenizer, refuse_unsafe, tokenizer_of
 from adaponder.convert import describe
 from adaponder.errors import AdaPonderError, InputError
@@ -25,11 +23,11 @@ def run(checkpoint: str, *, seal: bool = False, json: Path | None = None) -> dic
     rows = [(what, "wrong" if what in found["problems"] else said) for what, said in found["checks"].items()]
     console.print(table(str(folder), ("", ""), rows))
     for change in changes:
-        console.print(escape(change), soft_wrap=True)
+        console.print(change, soft_wrap=True)
     for problem in found["problems"].values():
-        console.print(f"[red]{escape(problem)}", soft_wrap=True)
+        console.print(problem, style="red", soft_wrap=True)
     if not found["problems"]:
-        console.print("[green]all well")
+        console.print("all well", style="green")
     write_json(json, found)
     return found
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from adaponder.convert import Conversion, convert
 from adaponder.terminal import console, line, table, write_json
 
@@ -28,7 +26,7 @@ def show(done: Conversion) -> None:
     added = f", of which the method adds {done.added:,}" if done.added else ""
     console.print(f"{done.parameters:,} parameters{added}")
     for remark in done.remarks:
-        console.print(escape(f"so that config, generation config and tokenizer agree, {remark}"), soft_wrap=True)
+        console.print(f"so that config, generation config and tokenizer agree, {remark}", soft_wrap=True)
     if done.gates_open is not None:
         console.print(f"gates start open: s = {done.gates_open:.6f}")
     rows = [
