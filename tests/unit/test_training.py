@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
+from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Windows
 from adaponder.methods import ponder
+from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
+from adaponder.ops.vocab_expectation import torch as vocab_expectation
 from adaponder.recipe import Recipe, load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.controller import DepthController
@@ -154,6 +161,40 @@ def test_checkpointed_training_equals_training(shards, tmp_path):
     assert losses(tmp_path / "replayed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation inside returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        found = [value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        self.elements = max(self.elements, *found, 0)
+        return result
+
+
+def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_tokens(shards, tmp_path, monkeypatch):
+    """Five windows, four at once: the three that fill up the second batch do not count."""
+    sizes = ["model.backbone.vocab_size=2000", "train.eval_tokens=160", "train.steps=1", "model.tau=0.99"]
+    recipe = small(shards, "train.dtype=float64", "train.ponder_start=0", "train.ponder_full=0", *sizes)
+    trainer = train(recipe, out=tmp_path / "run", quiet=True).trainer
+    for operation in (vocab_expectation, linear_cross_entropy):
+        monkeypatch.setattr(operation, "CHUNK_ELEMENTS", 2000 * 40)
+    with LargestTensor() as largest:
+        found = trainer.evaluate(160)
+    assert largest.elements < 2000 * 4 * 32
+
+    stream = trainer.validation.read(0, 161)
+    text = Text(stream, np.zeros(1, np.int64), ("",), np.ones(1, np.int64), None)
+    scores = score(trainer.model, text, Windows(32), how=Reading(execution="dense"))
+    assert found["validation_loss"] == pytest.approx(scores.loss, rel=1e-12)
+    assert found["validation_depth"] == pytest.approx(scores.depth.mean(), rel=1e-12)
+    halted = [(scores.depth <= depth).mean() for depth in (1, 2)]
+    assert found["validation_halted"] == pytest.approx(halted, rel=1e-12)
+
+
 def test_kept_logits_change_no_bit_and_a_run_may_go_on_with_them(shards, tmp_path, monkeypatch):
     asked, original = [], ponder.vocab_expectation
 
@@ -239,12 +280,13 @@ def launch(processes: int, shards: Path, out: Path, runs: dict[str, list[str]]) 
 
 
 SHARED = ["train.dtype=float64", "train.save_every=0", "data.attend_across_documents=false", "train.steps=10"]
+SHARED += ["train.eval_tokens=160"]  # five windows: not as many for every process
 PHASES = ["train.freeze_backbone_steps=2", "train.halt_before_ponder=true"]
 # What two processes train, and the micro-batch with which one process takes the same rows at once.
 TOGETHER = {
     "ddp": ([*PHASES, "train.parallel=ddp"], 2),
     "fsdp": ([*PHASES, "train.parallel=fsdp", "train.keep_logits=true"], 2),
-    "nothing to predict in some rows": (["data.sequence=1", "train.steps=6"], 2),
+    "nothing to predict in some rows": (["data.sequence=1", "train.steps=6", "train.eval_tokens=5"], 2),
     "each process for itself": (["train.ponder_scope=process"], 1),
     "mor": (["model.method=mor", "train.capacity_warmup=4", "train.steps=4"], 2),
     "ouro": (["model.method=ouro", "train.steps=4"], 2),

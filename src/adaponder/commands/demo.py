@@ -18,6 +18,7 @@ from adaponder.recipe import Recipe, load_recipe
 from adaponder.terminal import console, line, table, write_json
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
+from adaponder.training.validation import count_windows
 
 PROMPT = "def "
 
@@ -73,7 +74,7 @@ def validation_tokens(trainer: Trainer, tokens: int) -> int:
     """How many an evaluation of ``tokens`` scores: whole windows of those there are."""
     assert trainer.validation is not None
     length = trainer.recipe.data.sequence
-    return min(tokens, trainer.validation.tokens - 1) // length * length
+    return count_windows(trainer.validation, tokens, length=length) * length
 
 
 def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:

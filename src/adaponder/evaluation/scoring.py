@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,6 +122,25 @@ def score(
     finally:
         model.train(training)
     return Scores(nll, depth, meter.spent(scored), **extra)
+
+
+class Summed(NamedTuple):
+    """The summed loss of a batch in double, how many predictions that is, and every token's depth."""
+
+    nll: Tensor
+    predictions: Tensor
+    depth: Tensor
+
+
+@torch.no_grad()
+def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, **asked: Any) -> Summed:
+    """The sum of what :func:`score` gives for each target that is not -100, with logits for a chunk of tokens only.
+
+    The model must be in evaluation mode; ``asked`` are further arguments of its ``forward``.
+    """
+    asked |= {"num_items_in_batch": 1, "output_logits": False, "output_gates": False}
+    output = model(input_ids, targets=targets, **asked)
+    return Summed(output.loss.double(), (targets != -100).sum(), output.depth)
 
 
 def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> None:

@@ -35,6 +35,7 @@ from adaponder.training.distributed import World, accumulating, global_bottom_k_
 from adaponder.training.optim import build_optimizer, set_learning_rate
 from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
 from adaponder.training.telemetry import Telemetry
+from adaponder.training.validation import count_windows, validation_sums
 from adaponder.training.watch import Tally, collapse, utilisation
 
 
@@ -286,40 +287,20 @@ class Trainer:
             kind, what = seen
             self.telemetry.warn(kind, f"step {step}: {what}")
 
-    @torch.no_grad()
     def evaluate(self, tokens: int, **asked: Any) -> dict[str, Any]:
         """Loss and depths on the first ``tokens`` tokens of the validation split; the same windows every time."""
         assert self.validation is not None
         length = self.recipe.data.sequence
-        windows = min(tokens, self.validation.tokens - 1) // length
-        sums = torch.zeros(2 + self.model.config.iterations, dtype=torch.double, device=self.world.device)
+        cut = {"windows": count_windows(self.validation, tokens, length=length), "length": length, "rows": self.micro}
         self.model.eval()
-        # Every process does equally many forwards: under FSDP each is a joint act.
-        rounds = -(-windows // (self.world.size * self.micro))
-        for index in range(rounds):
-            first = (index * self.world.size + self.world.rank) * self.micro
-            chosen = [min(first + i, windows - 1) for i in range(self.micro)]
-            real = torch.tensor([first + i < windows for i in range(self.micro)], device=self.world.device)
-            rows = [
-                self.validation.read(i * length, min(length + 1, self.validation.tokens - i * length)) for i in chosen
-            ]
-            block = torch.stack([torch.from_numpy(row) for row in rows]).to(self.world.device)
-            with self._precision():
-                output = self.model(block[:, :-1], execution="dense", output_gates=False, **asked)
-            nll = nn.functional.cross_entropy(output.logits.float().transpose(1, 2), block[:, 1:], reduction="none")
-            sums[0] += (nll.double().sum(1) * real).sum()
-            sums[1] += real.sum() * nll.shape[1]
-            levels = torch.arange(1, self.model.config.iterations + 1, device=block.device)
-            sums[2:] += ((output.depth[..., None] == levels).sum(1) * real[:, None]).sum(0)
+        with self._precision():
+            sums = validation_sums(self.model, self.validation, **cut, world=self.world, **asked)
         self.model.train()
-        sums = self.world.sum(sums)
-        depths = sums[2:] / sums[1]
-        mean_depth = float((depths * torch.arange(1, len(depths) + 1, device=depths.device)).sum())
-        halted = depths.cumsum(0)[:-1].tolist()
+        loss, predictions, depths = float(sums[0]), float(sums[1]), sums[2:].cpu()
         return {
-            "validation_loss": float(sums[0] / sums[1]),
-            "validation_depth": mean_depth,
-            "validation_halted": halted,
+            "validation_loss": loss / predictions,
+            "validation_depth": float((depths * torch.arange(1, len(depths) + 1)).sum()) / predictions,
+            "validation_halted": (depths.cumsum(0)[:-1] / predictions).tolist(),
         }
 
     def _validate(self, step: int) -> None:
