@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -269,20 +270,11 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(shards, whole, tmp_pat
 
 
 def test_a_resume_that_is_killed_loses_no_line_of_metrics(recipe, whole, tmp_path):
-    """The history is rewritten when a run resumes: dying between the emptying of the file and its filling."""
+    """The history is rewritten when a run resumes: dying before the new one takes the place of the old."""
     out = stopped_after(whole, 4, tmp_path / "run")
 
     def act() -> None:
-        original = Path.write_text
-
-        def hooked(self: Path, data: str, *arguments: Any, **named: Any) -> int:
-            if "metrics.jsonl" in self.name:
-                original(self, "")
-                die()
-            return original(self, data, *arguments, **named)
-
-        Path.write_text = hooked
-        around_call(Trainer, "_one_step", 1, after=False)()
+        before_file("os.rename", "metrics.jsonl.tmp")()
         train(recipe, out=out, resume="auto", quiet=True)
 
     assert killed(in_child(act))
@@ -298,10 +290,59 @@ def test_a_line_of_metrics_torn_by_a_crash_does_not_stop_a_resume(recipe, whole,
     assert_as_if_nothing_had_been(out, whole)
 
 
-def test_a_finished_run_that_is_resumed_stays_as_it_is(recipe, whole, tmp_path):
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file's bytes and time of change, by its name in ``folder``; whose the folder is does not count."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize(
+    "change", [[], ["train.keep=1", "train.log_every=3"]], ids=["the same", "what decides nothing"]
+)
+def test_a_finished_run_that_is_resumed_says_so_and_stays_as_it_is(
+    shards, whole, tmp_path, monkeypatch, no_training, capsys, change
+):
     out = tmp_path / "run"
     shutil.copytree(whole, out)
+    before = contents(out)
+    monkeypatch.setattr(run_module, "open_data", lambda *_: pytest.fail("data was opened though nothing is to be done"))
+    done = train(recipe_of(shards, *change), out=out, resume="auto", quiet=True)
+    assert (done.final, done.step, done.trainer) == (out / "final", STEPS, None)
+    assert f"finished: {out / 'final'} is whole; nothing was changed" in capsys.readouterr().out
+    assert contents(out) == before
+
+
+def test_a_finished_run_is_trained_longer_only_if_that_is_said(shards, whole, tmp_path):
+    out, longer = tmp_path / "run", recipe_of(shards, f"train.steps={STEPS + 1}")
+    shutil.copytree(whole, out)
+    before = contents(out)
+    refusal = rf"holds a finished run, which differs in train.steps: {STEPS} → {STEPS + 1}; .*--allow-changes"
+    with pytest.raises(TrainingError, match=refusal):
+        train(longer, out=out, resume="auto", quiet=True)
+    with pytest.raises(InputError, match=r"finished run.*name a new folder, with --resume \S+/final --weights-only"):
+        train(longer, out=out, resume="auto", weights_only=True, quiet=True)
+    assert contents(out) == before
+    assert train(longer, out=out, resume="auto", allow_changes=True, quiet=True).step == STEPS + 1
+    assert verify_checkpoint(out / "final")["step"] == STEPS + 1
+    assert len(losses(out)) == STEPS + 1
+
+
+def test_a_finished_run_without_checkpoints_is_never_begun_anew(shards, whole, tmp_path, no_training):
+    """Nothing but the final model is there, which has no optimizer: a longer run would start from nothing."""
+    out, longer = tmp_path / "run", recipe_of(shards, f"train.steps={STEPS + 1}")
+    shutil.copytree(whole / "final", out / "final")
+    before = contents(out)
+    with pytest.raises(CheckpointError, match=r"no checkpoint to go on from: .* --weights-only"):
+        train(longer, out=out, resume="auto", allow_changes=True, quiet=True)
+    assert contents(out) == before
+
+
+def test_a_final_model_that_is_damaged_is_made_again(recipe, whole, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    truncate(out / "final" / WEIGHTS)
     train(recipe, out=out, resume="auto", quiet=True)
+    assert re.search(rf"passed over: .*final/{WEIGHTS}", capsys.readouterr().out)
     assert_as_if_nothing_had_been(out, whole)
 
 
@@ -414,7 +455,7 @@ FULL = {
     "optimizer": (checkpoint, "save_file", full_disk),
     "state": (Path, "write_text", full_for(STATE)),
     "manifest": (Path, "write_text", full_for(MANIFEST)),
-    "flush": (checkpoint, "_flush", full_disk),
+    "flush": (checkpoint, "flush", full_disk),
     "rename": (Path, "rename", full_disk),
 }
 
@@ -459,6 +500,88 @@ def test_a_file_that_cannot_grow_is_named_and_the_checkpoint_before_stays_whole(
         with pytest.raises(CheckpointError, match=r"could not be saved.*File too large") as caught:
             train(recipe, out=out, resume="auto", quiet=True)
     assert_a_failed_save_harmed_nothing(caught.value, recipe, out, whole)
+
+
+def full_device() -> Any:
+    return open("/dev/full", "ab", buffering=0)
+
+
+def full_metrics(trainer: Trainer) -> None:
+    trainer.telemetry.file.file = full_device()
+
+
+def full_tensorboard(trainer: Trainer) -> None:
+    trainer.telemetry.board.file.file = full_device()
+
+
+def full_terminal(trainer: Trainer) -> None:
+    """Output that goes to a file on the same disk."""
+    trainer.telemetry.advance = full_disk
+
+
+@pytest.mark.parametrize("fill", [full_metrics, full_tensorboard, full_terminal])
+def test_a_disk_that_fills_up_between_saves_ends_the_run_in_one_line(shards, whole, tmp_path, monkeypatch, fill):
+    out, original = tmp_path / "run", Trainer._forward
+    rarely = recipe_of(shards, "train.save_every=0")
+
+    def hooked(self: Trainer, *arguments: Any) -> Any:
+        if self.step == S0:
+            fill(self)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_forward", hooked)
+        with pytest.raises(
+            TrainingError, match=r"could not be written: No space left .*make room.*--resume auto"
+        ) as told:
+            train(rarely, out=out, quiet=True)
+    assert "\n" not in str(told.value)
+    named = {
+        full_metrics: "metrics.jsonl",
+        full_tensorboard: "tensorboard/events",
+        full_terminal: "what the run writes",
+    }
+    assert named[fill] in str(told.value)
+    assert complete_steps(out) == [FROZEN]
+    train(rarely, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl"])
+def test_a_disk_that_is_full_when_a_run_resumes_loses_nothing(recipe, whole, tmp_path, monkeypatch, name):
+    out, original = stopped_after(whole, 4, tmp_path / "run"), os.replace
+    shutil.copy(whole / "recipe.yaml", out)
+    before = contents(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda new, old: full_disk() if old.name == name else original(new, old))
+        with pytest.raises(TrainingError, match=rf"{name} could not be written: No space left"):
+            train(recipe, out=out, resume="auto", quiet=True)
+    kept = {file: found[0] for file, found in contents(out).items() if "tensorboard" not in file}
+    assert kept == {file: found[0] for file, found in before.items()}
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+def test_a_clock_that_is_set_back_hides_no_step_from_tensorboard(recipe, whole, tmp_path, monkeypatch):
+    """A run that stops after step 4, then one under an older clock that stops after 6, then one in the same second."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out, original, now = tmp_path / "run", Trainer._after_step, time.time()
+    for stop, clock in ((5, now), (7, now - 86_400), (STEPS + 1, now - 86_400)):
+
+        def after(self: Trainer, end: int, stop: int = stop) -> bool:
+            return original(self, end) or self.step == stop
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_after_step", after)
+            patch.setattr("adaponder.training.board.time.time", lambda clock=clock: clock)
+            train(recipe, out=out, resume="auto", quiet=True)
+    board = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    shown = board.Scalars("loss")
+    assert [event.step for event in shown] == list(range(STEPS))
+    assert [event.value for event in shown] == pytest.approx(losses(whole), rel=1e-6)
+    assert len(board.Scalars("halted/1")) == STEPS
+    assert_as_if_nothing_had_been(out, whole)
 
 
 @pytest.fixture
@@ -763,9 +886,9 @@ def test_a_step_that_is_not_a_number_ends_the_run_and_is_never_saved(
     assert_finite_checkpoints(out, good)
     lines = [line for line in metrics(out) if "loss" in line]
     assert [line["loss"] for line in lines if line["step"] < step] == losses(whole)[:step]
-    assert {line["step"] for line in lines} >= set(range(step + 1))
-    assert not any(math.isfinite(line["loss"]) for line in lines if line["step"] >= step)
-    assert re.search(rf'"step": {step}, "loss": (NaN|Infinity)', (out / "metrics.jsonl").read_text())
+    assert [line["step"] for line in lines] == list(range(step + 1)), "each step has one line"
+    assert not math.isfinite(lines[-1]["loss"])
+    assert re.search(rf'"step": {step}, .*"loss": (NaN|-?Infinity)', (out / "metrics.jsonl").read_text())
     train(plan, out=out, resume="auto", quiet=True)
     assert_as_if_nothing_had_been(out, whole)
 

@@ -17,7 +17,7 @@ from adaponder.policies import FixedDepth
 from adaponder.recipe import Recipe, load_recipe
 from adaponder.terminal import console, line, table, write_json
 from adaponder.training.loop import Trainer
-from adaponder.training.run import train
+from adaponder.training.run import open_finished, train
 from adaponder.training.validation import count_windows
 
 PROMPT = "def "
@@ -28,13 +28,15 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
     console.rule("1  pretrain AdaPonderLM on the Python standard library")
     show_recipe(recipe, overrides)
     out.parent.mkdir(parents=True, exist_ok=True)
-    done = train(recipe, out=out, resume="auto" if resume else None, data=out.parent.parent / "data")
+    data = out.parent.parent / "data"
+    done = train(recipe, out=out, resume="auto" if resume else None, data=data)
     if done.final is None:
         console.print(f"stopped at step {done.step}; the same command goes on")
         return {"step": done.step}
 
     console.rule("2  what it learned")
-    found = assess(recipe, done.trainer)
+    trainer = done.trainer or open_finished(recipe, out, data=data)
+    found = assess(recipe, trainer)
     show_assessment(found, recipe)
 
     console.rule("3  what it writes, each token coloured by how often it was read")
@@ -42,7 +44,7 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
     words = open_tokenizer(model, done.final, None)
     settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
-    (out / "README.md").write_text(_readme(out, done.trainer.sampler.shards.folder, found))
+    (out / "README.md").write_text(_readme(out, trainer.sampler.shards.folder, found))
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
     write_json(json, found)
     return found

@@ -38,7 +38,7 @@ def run(
         allow_changes=allow_changes,
         wandb=wandb,
     )
-    if done.trainer.world.leads:
+    if done.world.leads:
         where = done.final or f"{out} (resume with --resume auto)"
         console.print(line(f"step {done.step} of {recipe.train.steps} → ", (where, "bold")))
         write_json(json, {"recipe": recipe.as_dict(), "step": done.step, "final": str(done.final or "")})

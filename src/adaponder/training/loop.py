@@ -78,6 +78,7 @@ class Trainer:
         self.tally = Tally()
         self.called: nn.Module | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
+        self.logged: int | None = None  # the last step that has its line of metrics
         self.bottom_k = global_bottom_k_mean(self.world)
         self.words = with_padding(self.sampler.shards.tokenizer_files(), self.model)
         self.controller = self._controller()
@@ -249,7 +250,7 @@ class Trainer:
         value = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not math.isfinite(value):
             windows = [window for drawn in self._drawn(step) for window in drawn.windows.tolist()]
-            if self.telemetry:
+            if self.telemetry and step != self.logged:
                 self.telemetry.log({"step": step, "loss": float(loss), "grad_norm": value})
             raise TrainingError(
                 f"step {step}: the loss is {float(loss):g} and the gradient {value} on windows {windows[:8]}…; the run "
@@ -283,6 +284,7 @@ class Trainer:
             metrics |= {"ponder_weight": self.objective.ponder_weight, "pressure": self.controller.pressure}
         metrics |= utilisation(speed, config, shape=self.shape, sequence=self.recipe.data.sequence, world=self.world)
         self.telemetry.log(metrics)
+        self.logged = step
         if config.method == "adaponder" and (seen := collapse(metrics, self.recipe.train)):
             kind, what = seen
             self.telemetry.warn(kind, f"step {step}: {what}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,23 +17,30 @@ import torch
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
+from adaponder.files import write_whole
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import FREE_TRAIN, Recipe, TrainRecipe
+from adaponder.recipe import Recipe, TrainRecipe
 from adaponder.special_tokens import align
 from adaponder.terminal import console, line
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World, join, local_share
+from adaponder.training.files import room_on_disk, room_to_write
+from adaponder.training.finished import is_finished, recipe_changes
 from adaponder.training.loop import Trainer, data_hash
 from adaponder.training.telemetry import Telemetry
 
 
 class Outcome(NamedTuple):
-    """How a run ended: its final model, or ``None`` where it was asked to stop first; and at which step."""
+    """How a run ended: its final model, or ``None`` where it was asked to stop first; and at which step.
+
+    ``trainer`` is ``None`` where the run had been finished before.
+    """
 
     final: Path | None
     step: int
-    trainer: Trainer
+    trainer: Trainer | None
+    world: World
 
 
 def train(
@@ -52,58 +58,78 @@ def train(
     """Trains ``recipe`` in folder ``out``.
 
     ``resume``: ``None`` starts anew and needs an empty folder; ``auto`` goes on from the newest whole checkpoint, or
-    starts; a path goes on from that checkpoint and no other. ``weights_only`` takes a checkpoint's weights and starts
-    step 0 with them. ``allow_changes`` lets a resumed run differ from what its checkpoint was trained with. ``wandb``
-    names a Weights & Biases project to log to: nothing leaves the machine unasked.
+    starts, and leaves a finished run as it is (see :func:`is_finished`); a path goes on from that checkpoint and no
+    other. ``weights_only`` takes a checkpoint's weights and starts step 0 with them. ``allow_changes`` lets a resumed
+    run differ from what its checkpoint was trained with. ``wandb`` names a Weights & Biases project to log to: nothing
+    leaves the machine unasked.
     """
     if resume not in (None, "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
-    with (
-        join(device) as world,
-        owned(out, world, resume),
+    with join(device) as world, owned(out, world, resume):
+        if resume == "auto" and is_finished(recipe, out, world, weights_only=weights_only, allow_changes=allow_changes):
+            if world.leads:
+                console.print(f"finished: {out / 'final'} is whole; nothing was changed", soft_wrap=True)
+            return Outcome(out / "final", recipe.train.steps, None, world)
         # Until there is a step to end, an interruption ends the command at once: preparing goes on where it stopped.
-        nullcontext(open_data(recipe, data, world)) as (shards, validation),
-        stop_signals() as stop,
-    ):
-        sampler = Sampler(
-            shards,
-            sequence=recipe.data.sequence,
-            global_batch=recipe.train.global_batch,
-            seed=recipe.train.seed,
-        )
-        found = find_start(recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes)
-        if found.folder is None:
-            model = build_model(recipe, shards.vocab_size)
-        else:
-            # Its checksums were compared just now, and its special tokens are set below.
-            model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe), verify=False).train()
-        align(model, shards.end_id, from_scratch=isinstance(recipe.model.backbone, dict))
-        if world.leads:
-            (out / "recipe.yaml").write_text(recipe.to_yaml())
-            _remark(recipe.train, world)
-            _remark_on_data(recipe, shards, validation)
-        telemetry = None
-        if world.leads:
-            telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet, wandb=wandb)
-        trainer = Trainer(
-            recipe=recipe,
-            run=out,
-            world=world,
-            model=model,
-            sampler=sampler,
-            validation=validation if validation.tokens > recipe.data.sequence else None,
-            telemetry=telemetry,
-            step=found.step,
-            resumed_from=None if weights_only else found.folder,
-            steered=found.steered,
-            stop_asked=stop,
-        )
-        try:
-            finished = trainer.train()
-            return Outcome(trainer.finish() if finished else None, trainer.step, trainer)
-        finally:
-            if telemetry is not None:
-                telemetry.close()
+        shards, validation = open_data(recipe, data, world)
+        with stop_signals() as stop:
+            sampler = sampler_of(recipe, shards)
+            found = find_start(
+                recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
+            )
+            if found.folder is None:
+                model = build_model(recipe, shards.vocab_size)
+            else:
+                # Its checksums were compared just now, and its special tokens are set below.
+                model = AdaPonderForCausalLM.from_pretrained(found.folder, dtype=_dtype(recipe), verify=False).train()
+            align(model, shards.end_id, from_scratch=isinstance(recipe.model.backbone, dict))
+            telemetry = None
+            if world.leads:
+                write_whole(out / "recipe.yaml", recipe.to_yaml().encode(), TrainingError)
+                _remark(recipe.train, world)
+                _remark_on_data(recipe, shards, validation)
+                telemetry = Telemetry(out, steps=recipe.train.steps, start=found.step, quiet=quiet, wandb=wandb)
+            try:
+                trainer = Trainer(
+                    recipe=recipe,
+                    run=out,
+                    world=world,
+                    model=model,
+                    sampler=sampler,
+                    validation=validation if validation.tokens > recipe.data.sequence else None,
+                    telemetry=telemetry,
+                    step=found.step,
+                    resumed_from=None if weights_only else found.folder,
+                    steered=found.steered,
+                    stop_asked=stop,
+                )
+                with room_on_disk():
+                    finished = trainer.train()
+                return Outcome(trainer.finish() if finished else None, trainer.step, trainer, world)
+            finally:
+                if telemetry is not None:
+                    telemetry.close()
+
+
+def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Trainer:
+    """A trainer that holds the final model of a finished run, to look at it: to evaluate, not to train or save."""
+    world = World()
+    shards, validation = open_data(recipe, data, world)
+    return Trainer(
+        recipe=recipe,
+        run=out,
+        world=world,
+        model=AdaPonderForCausalLM.from_pretrained(out / "final", dtype=_dtype(recipe)),
+        sampler=sampler_of(recipe, shards),
+        validation=validation if validation.tokens > recipe.data.sequence else None,
+        telemetry=None,
+        step=recipe.train.steps,
+    )
+
+
+def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
+    plan = recipe.train
+    return Sampler(shards, sequence=recipe.data.sequence, global_batch=plan.global_batch, seed=plan.seed)
 
 
 def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]:
@@ -187,14 +213,7 @@ def find_start(
 
 def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:
     """Each field in which a resumed run would differ, as ``field: was → is``."""
-    was, now = state["recipe"], json.loads(json.dumps(recipe.as_dict()))
-    found = []
-    for section in ("model", "data", "train"):
-        for name in sorted(set(was[section]) | set(now[section])):
-            free = section == "train" and name in FREE_TRAIN
-            before, after = was[section].get(name), now[section].get(name)
-            if before != after and not free:
-                found.append(f"{section}.{name}: {before} → {after}")
+    found = recipe_changes(state["recipe"], recipe)
     if state["world"] != world.size:
         found.append(f"processes: {state['world']} → {world.size}")
     if state["data"] != data_hash(sampler.shards):
@@ -224,9 +243,10 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
             raise InputError(f"--out {out} is in use by {lock.read().strip() or 'another run'}") from None
         if resume is None and any(path.name != ".lock" for path in out.iterdir()):
             raise InputError(f"--out {out} is not empty: name a new folder, or --resume auto to go on")
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with room_to_write(out / ".lock"):
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+            lock.flush()
         world.wait()
         yield
 

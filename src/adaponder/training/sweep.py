@@ -242,7 +242,7 @@ def _carry_out(run: Run, record: Record, folder: Path, *, data: Path, device: st
         if done.final is None:
             return replace(record, status=STOPPED, step=done.step), True
         # A signal during the last step finds the run finished; it was meant for the sweep all the same.
-        return result_of(run, folder), done.trainer.stop_asked()
+        return result_of(run, folder), done.trainer is not None and done.trainer.stop_asked()
     except (AdaPonderError, torch.OutOfMemoryError) as error:
         return replace(record, status=FAILED, error=str(error)), False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from adaponder.errors import InputError
+from adaponder.errors import InputError, TrainingError
+from adaponder.files import write_whole
 from adaponder.terminal import console, depth_style, line
+from adaponder.training.board import Board
+from adaponder.training.files import Appended
 
 
 class Telemetry:
     """Takes one flat dict per logged step. Only the leading process has one."""
 
     def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False, wandb: str | None = None):
-        from torch.utils.tensorboard import SummaryWriter
-
         self.remote = None if wandb is None else _join_wandb(wandb, folder)
         self._forget_from(folder / "metrics.jsonl", start)
-        self.file = (folder / "metrics.jsonl").open("a")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
+        self.file = Appended(folder / "metrics.jsonl")
+        self.board = Board(folder / "tensorboard", start=start)
         self.progress = Progress(
             TextColumn("step", style="bold"),
             MofNCompleteColumn(),
@@ -59,25 +59,20 @@ class Telemetry:
         if not path.is_file():
             return
         kept = [line for line in path.read_text().splitlines() if _step(line) < start]
-        # Written beside and renamed: a kill here loses no line.
-        fresh = path.with_suffix(".new")
-        fresh.write_text("".join(line + "\n" for line in kept))
-        os.replace(fresh, path)
+        write_whole(path, "".join(line + "\n" for line in kept).encode(), TrainingError)
 
     def advance(self, step: int) -> None:
         self.progress.update(self.task, completed=step + 1)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"time": round(time.time(), 3)} | metrics) + "\n")
-        self.file.flush()
-        step = metrics["step"]
+        step, now = metrics["step"], round(time.time(), 3)
+        self.file.write(f"{json.dumps({'time': now} | metrics)}\n".encode())
         scalars = {}
         for name, value in metrics.items():
             if name != "step":
                 for index, part in enumerate(value if isinstance(value, list) else [value]):
                     scalars[f"{name}/{index}" if isinstance(value, list) else name] = part
-        for label, part in scalars.items():
-            self.board.add_scalar(label, part, step)
+        self.board.add(scalars, step, wall_time=now)
         if self.remote is not None:
             self.remote.log(scalars, step=step)
         self.latest |= metrics

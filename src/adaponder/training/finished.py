@@ -1,0 +1,61 @@
+"""A finished run is left alone: ``--resume auto`` finds its final model whole, says so and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from adaponder.errors import CheckpointError, InputError, TrainingError
+from adaponder.recipe import FREE_TRAIN, Recipe
+from adaponder.terminal import console, line
+from adaponder.training.checkpoint import newest_complete, verify_checkpoint
+from adaponder.training.distributed import World
+
+
+def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
+    """Whether ``out`` holds the whole final model of ``recipe``, so that nothing is left to train.
+
+    Data and processes are not compared: they decide nothing any more. A final model of another recipe (more steps,
+    say) is an error that names the difference; with ``allow_changes`` the run goes on from its newest checkpoint and
+    makes a new final model. A final model that is damaged does not count: the run goes on and makes it again.
+    """
+    final = out / "final"
+    if not final.is_dir():
+        return False
+    try:
+        state = verify_checkpoint(final)
+    except CheckpointError as error:
+        if world.leads:
+            console.print(line(("passed over:", "yellow"), f" {error}"), soft_wrap=True)
+        return False
+    if weights_only:
+        raise InputError(
+            f"--out {out} holds a finished run, which would be lost: to train on from its weights name a new folder, "
+            f"with --resume {final} --weights-only"
+        )
+    changes = recipe_changes(state["recipe"], recipe)
+    if changes and not allow_changes:
+        raise TrainingError(
+            f"--out {out} holds a finished run, which differs in {'; '.join(changes)}; name another folder, "
+            "or say --allow-changes: its newest checkpoint then goes on, and a new final model takes the place of this"
+        )
+    if changes and newest_complete(out)[0] is None:
+        raise CheckpointError(
+            f"--out {out} holds a finished run and no checkpoint to go on from: to train on from its weights name a "
+            f"new folder, with --resume {final} --weights-only"
+        )
+    return not changes
+
+
+def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Each field that decides the result and differs from the recipe a checkpoint holds, as ``field: was → is``."""
+    now = json.loads(json.dumps(recipe.as_dict()))
+    found = []
+    for section in ("model", "data", "train"):
+        for name in sorted(set(was[section]) | set(now[section])):
+            free = section == "train" and name in FREE_TRAIN
+            before, after = was[section].get(name), now[section].get(name)
+            if before != after and not free:
+                found.append(f"{section}.{name}: {before} → {after}")
+    return found
