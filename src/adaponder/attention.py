@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from adaponder.errors import InputError
 from adaponder.ops.compact_attention import Rows, compact_attention
 
 NAME = "adaponder"
@@ -86,6 +87,17 @@ def mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+def refuse_attention(implementation: Any) -> None:
+    """Raises on an attention that cannot be exact here: a pass over reused rows needs a mask that any row may have."""
+    names = implementation.values() if isinstance(implementation, dict) else [implementation]
+    for name in names:
+        if name not in (None, "eager", "sdpa", NAME):
+            raise InputError(
+                f"attn_implementation={name!r}: it takes no mask of scattered rows, which halting needs; use 'sdpa', "
+                "which runs flash kernels wherever no mask is needed"
+            )
 
 
 def use(stock: PreTrainedModel) -> bool:

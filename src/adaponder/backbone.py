@@ -251,6 +251,7 @@ class Backbone:
                 f"{self.stock.config.model_type} takes no mask of ours: it can be read only whole, without padding, "
                 "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
             )
+        attention.refuse_attention(self.stock.config._attn_implementation)  # the user may have set it on the backbone
         masks = {kind: self._as_attention(visible(query, key, window=w), dtype) for kind, w in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -80,6 +80,7 @@ class AdaPonderConfig(PreTrainedConfig):
     has_no_defaults_at_init = True
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
+        "hidden_states",
         "depth",
         "gates",
         "iteration_logits",

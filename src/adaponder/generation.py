@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from adaponder.errors import CacheError, InputError
 from adaponder.ledger import Ledger
+from adaponder.tokens import check_ids
 
 # Run-time control that generate() keeps for the forwards of its own model. Hugging Face would pass it on to an
 # assistant, which may be a stock model or one of ours with a mind of its own, but not to the forwards of guidance.
@@ -31,10 +33,18 @@ class Asked:
         return getattr(self._config, name, None) if value is None else value
 
 
-def check_generation(input_ids: Tensor | None, asked: Asked, *, positions: int | None) -> None:
+def check_generation(input_ids: Tensor | None, asked: Asked, *, vocabulary: int, positions: int | None) -> None:
     """Raises on what cannot be generated from; ``positions`` is how far the backbone's positions reach."""
-    if input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] == 0:
+    embedded = asked["inputs_embeds"]
+    if embedded is not None and (input_ids is not None or embedded.ndim != 3):
+        raise InputError("inputs_embeds: [batch, time, hidden] is needed, and no input_ids beside it")
+    if embedded is not None:
+        input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no id, and so no padding
+    if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InputError("input_ids: the prompt is empty; give at least one token per sequence")
+    if embedded is None:
+        # The host waits for their values here, once, so that forwards need not.
+        check_ids("input_ids", input_ids, vocabulary, wait=True)
     real = _real_tokens(input_ids, asked)
     if (real == 0).any():
         raise InputError("attention_mask: a sequence is all padding; give at least one real token per sequence")
@@ -125,6 +135,7 @@ class LedgerGenerationMixin(GenerationMixin):
         check_generation(
             inputs if inputs is not None else kwargs.get("input_ids"),
             Asked(generation_config or self.generation_config, kwargs),
+            vocabulary=self.config.vocab_size,
             positions=self.config.max_position_embeddings,
         )
         asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
@@ -135,6 +146,7 @@ class LedgerGenerationMixin(GenerationMixin):
         finally:
             ASKED.reset(token)
 
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # Hugging Face reads its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         asked = {name: value for name, value in ASKED.get().items() if name != "model"}
         return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | asked

@@ -8,18 +8,21 @@ from torch import Tensor, nn
 from adaponder.errors import InputError
 from adaponder.methods.base import Scorer, Trajectory
 from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
+from adaponder.tokens import check_ids
 
 
-def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None) -> Tensor | None:
+def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int) -> Tensor | None:
     """What each token should predict: the given targets, or labels moved one to the left."""
     for name, given in (("labels", labels), ("targets", targets)):
         if given is not None and given.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+        if given is not None:
+            check_ids(name, given, vocabulary)
     if labels is None:
-        return None if targets is None else targets.to(ids.device)
+        return None if targets is None else targets.to(ids.device, torch.long)
     if targets is not None:
         raise InputError("labels and targets: give one")
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device)
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device, torch.long)
 
 
 def within_documents(targets: Tensor, document: Tensor) -> Tensor:

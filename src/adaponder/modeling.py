@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from adaponder.attention import refuse_attention
 from adaponder.backbone import Backbone
 from adaponder.checkpoints import (
     NEEDED,
@@ -39,7 +40,7 @@ from adaponder.methods.base import Ask, Trajectory, plain_loss
 from adaponder.policies import Policy, PolicyInput, as_policy
 from adaponder.runs import CompactRun, DenseRun, PackedRun, Run
 from adaponder.special_tokens import as_ids, require_agreement
-from adaponder.tokens import Tokens, arrange_tokens
+from adaponder.tokens import Tokens, arrange_tokens, check_reads, require_whole
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
@@ -62,6 +63,8 @@ class AdaPonderOutput(ModelOutput):
         loss: cross-entropy, plus the method's own terms in training or where an ``objective`` was given.
         logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
         past_key_values: the ledger, where one was asked for.
+        hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of
+            which the head reads (Hugging Face's own models give one per layer).
         depth: ``[batch, time]``, how often each token was read; 0 for padding.
         gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
         iteration_logits: ``[passes, batch, kept, vocabulary]``, on request (pause makes one pass).
@@ -71,10 +74,22 @@ class AdaPonderOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     past_key_values: Ledger | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     depth: Tensor | None = None
     gates: Tensor | None = None
     iteration_logits: Tensor | None = None
     terms: dict[str, Tensor] | None = None
+
+
+@dataclass
+class AdaPonderModelOutput(ModelOutput):
+    """What ``AutoModel``'s forward returns; ``last_hidden_state`` is each token's last, as the head reads it."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: Ledger | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    depth: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
@@ -91,6 +106,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
 
     def __init__(self, config: AdaPonderConfig, backbone: PreTrainedModel | None = None):
         config.check()  # again: Hugging Face sets overrides on a config after it was built
+        refuse_attention(config._attn_implementation)
         super().__init__(config)
         if backbone is None:
             built: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -139,6 +155,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing is left to do: the backbone follows its own rule, and a method initialises itself when built."""
 
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_attention(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
 
@@ -162,6 +182,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         past_key_values: Ledger | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
         policy: PolicyLike | None = None,
@@ -172,6 +193,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         output_logits: bool = True,
         output_gates: bool = True,
         output_iteration_logits: bool = False,
+        output_hidden_states: bool | None = None,
         on_iteration: Callable[[Iteration], None] | None = None,
         seed: int = 0,
         return_dict: bool | None = None,
@@ -189,6 +211,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             past_key_values: the :class:`Ledger` of an earlier forward, to go on from.
             use_cache: return a ledger to go on from.
             logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
+            inputs_embeds: ``[batch, time, hidden]`` instead of ids: what ``get_input_embeddings()`` would give.
             document_ids: documents packed into one row: equal ids see each other, and positions restart.
             policy: who decides depth instead of the learned rule.
             max_iterations: read each token at most this often.
@@ -198,16 +221,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             output_logits: return logits; without, training holds a chunk of them at a time.
             output_gates: return gates, those of halted tokens included (they read the frozen state).
             output_iteration_logits: return logits after each iteration.
+            output_hidden_states: return hidden states after each iteration; by default as the config says.
             on_iteration: called with an :class:`Iteration` after each pass.
             seed: for policies that draw.
         """
-        asked_for = {key for key, value in kwargs.items() if value is not None and value is not False}
-        if foreign := asked_for - _HARMLESS:
-            raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
-        if input_ids is None or input_ids.ndim != 2:
-            raise InputError("input_ids: a [batch, time] tensor of token ids is needed")
-        if input_ids.shape[1] == 0:
-            raise InputError("input_ids: there is no token to read")
+        _refuse_foreign(kwargs)
+        sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
+        grid = check_reads(input_ids, inputs_embeds, **sizes)
+        if not isinstance(seed, int):
+            raise InputError(f"seed={seed!r}: a whole number is needed")
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
         during = {} if torch.compiler.is_compiling() else ASKED.get()
         if during.get("model") is self:
@@ -218,10 +240,12 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
         if ledger is not None and past_key_values is not None:
             ledger = check_cache(past_key_values, ledger)
-        targets = as_targets(input_ids, labels, targets)
+        targets = as_targets(grid, labels, targets, self.config.vocab_size)
+        kept = _kept(logits_to_keep)
         states: list[Iteration] = []
         trains = targets is not None and (self.training or objective is not None)
-        collects = output_iteration_logits or (trains and self.method.loss_needs_states)
+        shows_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        collects = output_iteration_logits or shows_states or (trains and self.method.loss_needs_states)
         ask = Ask(
             iterations=iterations,
             policy=self._policy(policy, generates=ledger is not None),
@@ -230,7 +254,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             show=_hooks(on_iteration, states.append if collects else None),
         )
         tokens = arrange_tokens(
-            input_ids,
+            grid,
             attention_mask=attention_mask,
             position_ids=position_ids,
             document_ids=document_ids,
@@ -242,7 +266,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         past = 0 if ledger is None else ledger.slots
         try:
             run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
-            seen: Trajectory = self.method(run, self.wrapped.embed(input_ids), ask)
+            embedded = self.wrapped.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            seen: Trajectory = self.method(run, embedded, ask)
         except BaseException:
             # A policy or hook that raises, or Ctrl-C, must not leave half-read tokens in the caller's cache.
             if ledger is not None:
@@ -250,7 +275,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             raise
         seen.states = [iteration.hidden for iteration in states]
 
-        kept = _kept(logits_to_keep)
         logits = None
         if output_logits:
             # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
@@ -266,7 +290,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             loss=None if losses is None else losses.total,
             logits=logits if losses is None or logits is None else logits[:, kept],
             past_key_values=ledger,
-            depth=run.depth.unflatten(1, (input_ids.shape[1], -1)).sum(-1),
+            hidden_states=tuple(seen.states) if shows_states else None,
+            depth=run.depth.unflatten(1, (grid.shape[1], -1)).sum(-1),
             gates=gate_probability(seen.gates) if output_gates and seen.gates is not None else None,
             iteration_logits=by_iteration,
             terms=None if losses is None else losses.terms,
@@ -276,7 +301,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def _iterations(self, asked: int | None) -> int:
         if asked is None:
             return self.config.iterations
-        if not isinstance(asked, int) or not 1 <= asked <= self.config.iterations:
+        if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= self.config.iterations:
             raise InputError(f"max_iterations={asked}: from 1 to {self.config.iterations}, the model's iterations")
         return asked
 
@@ -451,10 +476,54 @@ def _hooks(*hooks: Callable[[Iteration], None] | None) -> Callable[[Iteration], 
     return show
 
 
+def _refuse_foreign(kwargs: dict[str, Any]) -> None:
+    """Raises on arguments of ``forward`` that ask for something this model does not have."""
+    asked_for = {key for key, value in kwargs.items() if value is not None and value is not False}
+    if "output_attentions" in asked_for:
+        raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
+    if foreign := asked_for - _HARMLESS:
+        raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
+
+
 def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
-    if isinstance(logits_to_keep, int):
-        return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-    return logits_to_keep
+    """Which positions have logits."""
+    if isinstance(logits_to_keep, Tensor):
+        require_whole("logits_to_keep", logits_to_keep)
+        return logits_to_keep
+    if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise InputError(f"logits_to_keep={logits_to_keep}: 0 (all), so many of the last positions, or their indices")
+    return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+
+
+class AdaPonderModel(AdaPonderForCausalLM):
+    """What ``AutoModel`` opens: the same weights, asked for hidden states.
+
+    The head stays: the recurrence mixes embeddings by the distribution that it predicts.
+    """
+
+    def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> AdaPonderModelOutput | tuple:
+        """Reads as :meth:`AdaPonderForCausalLM.forward` does, and predicts nothing."""
+        for name in ("labels", "targets", "objective", "output_iteration_logits"):
+            if kwargs.get(name) is not None:
+                raise InputError(f"{name}: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
+        every = kwargs.pop("output_hidden_states", None)
+        every = self.config.output_hidden_states if every is None else every
+        read: Any = super().forward(*args, **kwargs, output_logits=False, output_hidden_states=True)
+        output = AdaPonderModelOutput(
+            last_hidden_state=read.hidden_states[-1],
+            past_key_values=read.past_key_values,
+            hidden_states=read.hidden_states if every else None,
+            depth=read.depth,
+            gates=read.gates,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("generate: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
 
 
 def _train_padding(stock: PreTrainedModel) -> None:
@@ -470,3 +539,4 @@ def _train_padding(stock: PreTrainedModel) -> None:
 
 # ``import adaponder`` sees to it that this module is imported once the Auto classes are.
 AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)
+AutoModel.register(AdaPonderConfig, AdaPonderModel, exist_ok=True)

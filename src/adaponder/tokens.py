@@ -60,6 +60,59 @@ class Tokens:
         )
 
 
+def check_reads(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int) -> Tensor:
+    """A ``[batch, time]`` tensor of what a forward reads, ids or (their values do not matter) embeddings.
+
+    Values of ids are looked at on the CPU alone: on a GPU the host would wait for them in every forward, so there
+    ``generate`` looks once, and otherwise the embedding's own check stops the process.
+    """
+    if input_ids is not None and inputs_embeds is not None:
+        raise InputError("input_ids and inputs_embeds: give one")
+    if inputs_embeds is not None:
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != hidden_size or not inputs_embeds.is_floating_point():
+            raise InputError(
+                f"inputs_embeds is {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}: floating "
+                f"[batch, time, {hidden_size}] is needed"
+            )
+        grid, name = inputs_embeds.detach()[..., 0], "inputs_embeds"
+    else:
+        if input_ids is None or input_ids.ndim != 2:
+            raise InputError("input_ids: a [batch, time] tensor of token ids is needed")
+        check_ids("input_ids", input_ids, vocabulary)
+        grid, name = input_ids, "input_ids"
+    if grid.shape[0] == 0:
+        raise InputError(f"{name}: the batch is empty; give at least one sequence")
+    if grid.shape[1] == 0:
+        raise InputError(f"{name}: there is no token to read")
+    return grid
+
+
+def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) -> None:
+    """Raises unless these are token ids of a vocabulary of that size; -100 is one where ``name`` is not input_ids.
+
+    On a GPU their values are looked at only if the host may ``wait`` for them.
+    """
+    require_whole(name, ids)
+    if not (_here(ids) or (wait and not torch.compiler.is_compiling())) or not ids.numel():
+        return
+    counted = ids if name == "input_ids" else ids.masked_fill(ids == -100, 0)
+    lowest, highest = (int(value) for value in counted.aminmax())
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        cure = "" if name == "input_ids" else "; -100 marks what does not count"
+        raise InputError(f"{name} holds {wrong}, which is no id of a vocabulary of {vocabulary}{cure}")
+
+
+def require_whole(name: str, values: Tensor) -> None:
+    if values.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{name} is {values.dtype}: whole numbers are needed (torch.long)")
+
+
+def _here(values: Tensor) -> bool:
+    """Whether values can be looked at without making anybody wait or breaking a compiler's graph."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def arrange_tokens(
     input_ids: Tensor,
     *,
@@ -120,6 +173,8 @@ def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) ->
             f"attention_mask has shape {tuple(mask.shape)}: "
             f"[batch, cached + new tokens] = {(batch, past + time)} is needed"
         )
+    if _here(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError("attention_mask: 1 for tokens and 0 for padding are needed (packed documents: document_ids)")
     mask = mask.to(ids.device).bool()
     if past and not torch.equal(mask[:, :past], cached):
         raise CacheError("attention_mask hides or shows other cached tokens than the cache was filled with")
@@ -127,6 +182,7 @@ def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) ->
 
 
 def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
+    require_whole(name, value)
     if value.ndim != 2 or value.shape[1] != ids.shape[1] or value.shape[0] not in (1, ids.shape[0]):
         raise InputError(f"{name} has shape {tuple(value.shape)}, input_ids {tuple(ids.shape)}: they must agree")
     return value.to(ids.device).expand(ids.shape)

@@ -367,7 +367,6 @@ def test_tau_may_be_one_per_gate():
         ({"document_ids": torch.zeros(3, 9, dtype=torch.long)}, "document_ids"),
         ({"inputs_embeds": torch.zeros(2, 9, 16)}, "inputs_embeds"),
         ({"polcy": Random(0.5)}, "polcy"),
-        ({"output_hidden_states": True}, "output_hidden_states"),
         ({"output_attentions": True}, "output_attentions"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
