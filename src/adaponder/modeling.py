@@ -518,10 +518,6 @@ class AdaPonderModel(AdaPonderForCausalLM):
         )
         return output.to_tuple() if return_dict is False else output
 
-    @classmethod
-    def can_generate(cls) -> bool:
-        return False
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("generate: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
 
