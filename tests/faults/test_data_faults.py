@@ -24,7 +24,7 @@ from adaponder.data.encoding import Encoder
 from adaponder.data.manifest import Manifest, sealed
 from adaponder.data.prepare import prepare
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
-from adaponder.errors import InputError
+from adaponder.errors import AdaPonderError, InputError
 
 TOKENS, DOCS = "train/tokens-00001.bin", "train/docs-00001.parquet"
 
@@ -312,7 +312,7 @@ def test_18_odd_documents_are_defined(tmp_path):
     (tmp_path / "nul.txt").write_bytes(b"a\0b")
     inputs = [str(tmp_path / "odd.jsonl"), str(tmp_path / "nul.txt")]
     made = prepare(inputs, out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
-    assert made.skipped == {"hidden": 0, "binary": 0, "invalid_utf8": 2, "empty": 1}
+    assert made.skipped == {"hidden": 0, "special": 0, "binary": 0, "invalid_utf8": 2, "empty": 1}
     shards = Shards.open(tmp_path / "out")
     tokens = shards.read(0, shards.tokens)
     words = load_tokenizer(str(tmp_path / "out"))[0]
@@ -339,12 +339,58 @@ def test_18_a_line_of_ten_megabytes_is_a_document_like_any_other(tmp_path):
     assert Shards.open(tmp_path / "out").document_numbers(0, 20)[-1] == 1
 
 
-def test_18_a_pipe_in_a_folder_does_not_hang(tmp_path):
+def test_18_a_source_that_no_utf8_can_hold_is_mended_and_counted(tmp_path):
+    """Half a surrogate pair in a record, and bytes of a file name that are no UTF-8."""
+    (tmp_path / "a.jsonl").write_bytes(rb'{"text": "one", "source": "half \ud800"}')
+    odd = tmp_path / os.fsdecode(b"name-\xff.jsonl")
+    odd.write_bytes(b'{"text": "two"}')
+    inputs = [str(tmp_path / "a.jsonl"), str(odd)]
+    made = prepare(inputs, out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
+    assert made.skipped["invalid_utf8"] == 2
+    table = pq.read_table(tmp_path / "out" / "train" / "docs-00000.parquet")
+    assert table.column("source").to_pylist() == ["half \ufffd", "name-\ufffd"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be read even by its owner")
+def test_18_an_unreadable_file_is_one_line(tmp_path):
     (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: Input/output error"):
+        prepare([str(tmp_path / "in")], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
+
+
+def test_18_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+
+    def rewrite(now) -> None:
+        if now.stage == "tokenizer":
+            path.write_text('{"text": "ONE"}\n{"text": "two"}\n')
+
+    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
+        prepare([str(path)], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0, progress=rewrite)
+
+
+def test_18_what_is_left_out_of_a_folder_is_counted_and_a_pipe_does_not_hang(tmp_path):
+    (tmp_path / "in" / "folder").mkdir(parents=True)
     os.mkfifo(tmp_path / "in" / "pipe")
+    (tmp_path / "in" / "broken").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "in" / "folder" / "up").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "a.txt").write_text("text")
+    (tmp_path / "in" / "b.txt").symlink_to(tmp_path / "in" / "a.txt")
     made = prepare([str(tmp_path / "in")], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
-    assert made.total("train", "documents") == 1
+    assert made.total("train", "documents") == 2
+    assert made.skipped["special"] == 3
+    assert "pipes, devices, broken links and links to folders left out: 3" in made.remarks()
+
+
+def test_18_a_pipe_named_as_input_or_tokenizer_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(InputError, match="pipe: a pipe or device, which cannot be read twice"):
+        prepare([str(tmp_path / "pipe")], out=tmp_path / "out", tokenizer="train-bpe:257")
+    with pytest.raises(InputError, match=r"--tokenizer .*pipe"):
+        prepare([str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer=str(tmp_path / "pipe"))
 
 
 def killed(act: Callable[[], object]) -> bool:
@@ -454,6 +500,51 @@ def test_19_other_arguments_cannot_go_on_from_here(corpus, tmp_path):
     assert killed(doomed)
     with pytest.raises(InputError, match=r"begun with other arguments: validation was 0.3, is 0.1"):
         prepare(**(arguments(corpus, tmp_path / "out") | {"validation": 0.1}))
+
+
+def rewritten(path: Path) -> None:
+    """Another text of the same size, at what seems the same time."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"document 7 ", b"DOCUMENT 7 "))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("call", [13, 16, 20, 40, None])
+def test_19_an_input_rewritten_at_equal_size_is_never_mixed_in(corpus, tmp_path, call):
+    """After the tokenizer, in the midst of shards, and when all is done."""
+    own = tmp_path / "part.jsonl"
+    shutil.copy(corpus, own)
+
+    def doomed() -> None:
+        die_before(call or 0)
+        prepare(**arguments(own, tmp_path / "out"))
+
+    assert killed(doomed) == (call is not None)
+    before = contents(tmp_path / "out")
+    rewritten(own)
+    with pytest.raises(InputError, match=r"begun with other arguments: inputs was .*part\.jsonl"):
+        prepare(**arguments(own, tmp_path / "out"))
+    assert contents(tmp_path / "out") == before
+
+
+def test_19_what_is_done_must_be_whole_to_go_on_from(corpus, tmp_path):
+    """One flipped byte in a finished shard or in the journal of an unfinished folder."""
+
+    def doomed() -> None:
+        die_before(40)
+        prepare(**arguments(corpus, tmp_path / "out"))
+
+    assert killed(doomed)
+    assert (tmp_path / "out" / "train" / "tokens-00000.bin").exists()
+    for name in ("train/tokens-00000.bin", "train/docs-00000.parquet", "progress.json", "tokenizer.json"):
+        path = tmp_path / "out" / name
+        data = path.read_bytes()
+        path.write_bytes(data[:70] + bytes([data[70] ^ 1]) + data[71:])
+        with pytest.raises(AdaPonderError, match=re.escape(name)):
+            prepare(**arguments(corpus, tmp_path / "out"))
+        path.write_bytes(data)
+    prepare(**arguments(corpus, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("call", [1, 2, 7, 10, 13, 30])

@@ -3,6 +3,10 @@
 import hashlib
 import json
 import multiprocessing
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +16,8 @@ from test_data_sources import write_megatron
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from adaponder.commands import prepare as command
-from adaponder.data import DataError, Manifest, Shards
-from adaponder.data.encoding import content_hash
+from adaponder.data import DataError, Manifest, Shards, encoding, tokenizers
+from adaponder.data.encoding import Encoder, Item, content_hash
 from adaponder.data.prepare import Progress, prepare
 from adaponder.data.sources import documents
 from adaponder.data.tokenizers import hash_of_json, load_tokenizer, pieces, tokenizer_hash, vocabulary_size
@@ -161,7 +165,7 @@ def test_a_finished_folder_is_left_as_it_is(prepared, corpus, tokenizer):
     )
     assert again == Manifest.load(prepared)
     assert contents(prepared) == before
-    assert not seen
+    assert {now.stage for now in seen} == {"inputs"}
 
 
 def test_other_arguments_are_refused_by_name(prepared, corpus, tokenizer, tmp_path):
@@ -278,10 +282,82 @@ def test_pieces_add_up_and_are_bounded():
     assert list(pieces("one two\nthree", 10)) == ["one two\n", "three"]
 
 
+def test_a_long_document_is_never_with_the_library_at_once(tokenizer, monkeypatch):
+    """Memory stays bounded, and the tokens are those of its pieces in one call."""
+    monkeypatch.setattr(encoding, "PIECE", 1000)
+    monkeypatch.setattr(encoding, "pieces", lambda text: pieces(text, 1000))
+    words, end_id = load_tokenizer(str(tokenizer))
+    given = []
+
+    class Spy:
+        def encode_batch_fast(self, texts, **options):
+            given.append(sum(map(len, texts)))
+            return words.encode_batch_fast(texts, **options)
+
+    encoder = Encoder(words.to_str(), end_id, 300, "uint16", 0.0)
+    encoder._tokenizer = Spy()
+    texts = ["short", "the same token again " * 150, "", "and óne more " * 100, "short"]
+    made = encoder([Item(index, text, "s") for index, text in enumerate(texts)])
+    assert max(given) < 2000
+    assert len(given) >= 3
+    whole = [encoded.ids for text in texts for encoded in words.encode_batch_fast(list(pieces(text, 1000)))]
+    assert made.tokens[made.tokens != end_id].tolist() == [token for ids in whole for token in ids]
+    assert made.utf8_bytes == [len(text.encode()) for text in texts]
+    assert made.hashes == [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") for text in texts]
+
+
+class Desk:
+    """A worker's pipe: answers with what it was sent, whenever somebody asks."""
+
+    def __init__(self, counts: dict[str, int]):
+        self.counts = counts
+
+    def send(self, batch) -> None:
+        self.batch = batch
+        self.counts["now"] += 1
+        self.counts["most"] = max(self.counts["most"], self.counts["now"])
+
+    def recv(self):
+        self.counts["now"] -= 1
+        return self.batch
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (20, 2), (1000, 4)])
+def test_long_documents_are_encoded_as_many_at_a_time_as_memory_allows(monkeypatch, limit, most):
+    monkeypatch.setattr(encoding, "_UNDER_WAY", limit)
+    monkeypatch.setattr(encoding, "wait", lambda busy: busy[-1:])
+    counts = {"now": 0, "most": 0}
+    batches = [[Item(index, "ten chars.", "s")] for index in range(20)]
+    assert list(encoding._deal({Desk(counts): None for _ in range(4)}, iter(batches))) == batches
+    assert counts == {"now": 0, "most": most}
+
+
+def test_an_interruption_is_heard_while_a_tokenizer_is_trained():
+    """The library, busy with merges, hears nothing; whoever waits for it does, and the texts end."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(still_wanted) -> None:
+        begun.set()
+        while still_wanted(None):
+            time.sleep(0.01)
+        ended.set()
+
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizers._interruptibly(work)
+    assert ended.wait(10)
+
+
 def test_progress_grows_to_the_end(corpus, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 10)
     seen: list[Progress] = []
     prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), progress=seen.append)
+    inputs, seen = [now for now in seen if now.stage == "inputs"], [now for now in seen if now.stage != "inputs"]
+    assert inputs[-1].read == inputs[-1].total == corpus.stat().st_size
     assert [now.read for now in seen] == sorted(now.read for now in seen)
     assert [now.documents for now in seen] == [*range(10, 130, 10), 120]
     assert seen[-1].read == seen[-1].total == corpus.stat().st_size

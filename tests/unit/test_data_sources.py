@@ -1,8 +1,11 @@
 """Inputs become documents: the same ones in the same order, the odd ones counted or refused by place."""
 
+import bz2
+import errno
 import gzip
 import json
 import lzma
+import os
 import struct
 import sys
 import types
@@ -13,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from adaponder.data import sources
+from adaponder.data import formats, sources
 from adaponder.data.formats import parse_hub
 from adaponder.data.manifest import DataError
 from adaponder.data.sources import Document, Tally, documents, megatron
@@ -53,24 +56,99 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
     assert (tally.hidden, tally.binary) == (2, 2)
 
 
-@pytest.mark.parametrize("packing", ["", ".gz", ".xz", ".zst"])
-def test_records_are_the_same_however_they_are_packed(tmp_path, packing):
-    path = tmp_path / f"part.jsonl{packing}"
+def packed(data: bytes, packing: str) -> bytes:
     if packing == ".zst":
-        zstandard = pytest.importorskip("zstandard")
-        # Two frames end to end, as parallel packers write.
-        data = b"".join(zstandard.ZstdCompressor().compress(part) for part in (LINES[:20], LINES[20:]))
+        compress = pytest.importorskip("zstandard").ZstdCompressor().compress
     else:
-        data = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[packing](LINES)
-    path.write_bytes(data)
-    assert list(documents([str(path)])) == [
-        Document("one", "web"),
-        Document("zwei — 2", "part"),
-        Document("drei\n\n3", "part"),
-    ]
-    path.write_bytes(data[:-9])
-    with pytest.raises(DataError, match=r"part\.jsonl"):
+        compress = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[packing]
+    # Two frames end to end, as parallel packers write.
+    return compress(data[:20]) + compress(data[20:])
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".xz", ".bz2", ".zst", ".GZ"])
+def test_text_and_records_are_the_same_however_they_are_packed(tmp_path, packing):
+    path = tmp_path / f"part.jsonl{packing}"
+    path.write_bytes(packed(LINES, packing.lower()))
+    wanted = [Document("one", "web"), Document("zwei — 2", "part"), Document("drei\n\n3", "part")]
+    assert list(documents([str(path)])) == wanted
+    for name in ("notes.txt", "notes", "x.py"):
+        (tmp_path / (name + packing)).write_bytes(
+            packed(b"a text of some length, of which parts are packed", packing.lower())
+        )
+    (tmp_path / f"picture{packing}").write_bytes(packed(b"GIF\0 and twenty more bytes", packing.lower()))
+    tally = Tally()
+    found = list(documents([str(tmp_path)], tally=tally))
+    assert sorted(found) == sorted([*wanted, *(Document(text, source) for source in ("txt", "text", "py"))])
+    assert tally.binary == 1
+    assert list(documents([str(tmp_path / f"notes.txt{packing}")])) == [Document(text, "txt")]
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz", ".bz2", ".zst"])
+@pytest.mark.parametrize("name", ["part.jsonl", "part.txt"])
+def test_a_packed_file_that_was_cut_off_is_never_taken_for_a_shorter_one(tmp_path, name, packing):
+    path = tmp_path / (name + packing)
+    line = b'{"text": "a text of some length"}\n'
+    data = packed(line * 9, packing)
+    first = len(packed(line * 9, packing)) - len(packed(b"", packing)) // 2
+    for cut in (1, 5, 9, first // 2):
+        path.write_bytes(data[:-cut])
+        with pytest.raises(DataError, match=rf"{name}{packing}: damaged or not a whole {packing} file"):
+            list(documents([str(path)]))
+    path.write_bytes(b"this was never packed at all")
+    with pytest.raises(DataError, match=rf"{name}{packing}: damaged or not a whole {packing} file"):
         list(documents([str(path)]))
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.zip", "a.tgz", "a.parquet.gz", "a.TAR", "a.arrow"])
+def test_a_container_is_not_read_as_text(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"x"))
+    with pytest.raises(InputError, match="no text but a container: unpack it"):
+        list(documents([str(tmp_path / name)]))
+
+
+def write_long(path: Path) -> None:
+    rows = ["short", "x" * 200]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": rows}), path)
+    elif path.suffix == ".txt":
+        path.write_text(rows[1])
+    else:
+        data = "".join(json.dumps({"text": row}) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("a.jsonl", ", line 2"), ("a.jsonl.gz", ", line 2"), ("a.txt", ""), ("a.parquet", ", row 1")],
+)
+def test_a_document_beyond_the_limit_is_named_with_the_cure(tmp_path, monkeypatch, name, where):
+    monkeypatch.setattr(formats, "LONGEST", 150)
+    write_long(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}{where}: longer than 150 bytes, .* cut it into documents"):
+        list(documents([str(tmp_path / name)]))
+    monkeypatch.setattr(formats, "LONGEST", 300)
+    assert len(list(documents([str(tmp_path / name)]))[-1].text) == 200
+
+
+def test_an_unreadable_folder_is_an_error_not_a_gap(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(InputError, match="closed cannot be read: Permission denied; make it readable, or leave it out"):
+        list(documents([str(tmp_path)]))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+def test_an_impossible_name_is_refused_in_one_line(name):
+    with pytest.raises(InputError, match=r"no such file|cannot be read: File name too long"):
+        list(documents([name]))
 
 
 def test_zst_without_its_library_names_the_cure(tmp_path, monkeypatch):
@@ -80,7 +158,18 @@ def test_zst_without_its_library_names_the_cure(tmp_path, monkeypatch):
         list(documents([str(tmp_path / "a.jsonl.zst")]))
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"text": 3}',
+        '{"text": "a", "source": 1}',
+        "[" * 100_000,
+        '{"text": "a", "n": ' + "9" * 5000 + "}",
+    ],
+)
 def test_a_bad_record_is_named_by_file_and_line(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n\n' + line + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 3: "):
@@ -116,6 +205,23 @@ def test_a_saved_dataset_needs_no_library(tmp_path):
     wanted = [Document("eins", "data-0"), Document("zwei", "data-0")]
     assert list(documents([str(tmp_path)])) == wanted
     assert list(documents([str(tmp_path / "train")])) == wanted
+
+
+@pytest.mark.parametrize(
+    "state", ["[]", "[" * 99_999, '{"_data_files": 5}', '{"_data_files": [3]}', '{"_data_files": [{"filename": {}}]}']
+)
+def test_a_saved_dataset_with_a_bad_list_is_refused_by_name(tmp_path, state):
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(DataError, match=r"state\.json"):
+        list(documents([str(tmp_path)]))
+
+
+def test_a_saved_dataset_reaches_nothing_outside_its_folder(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "secret.arrow").write_bytes(b"secret")
+    (tmp_path / "set" / "state.json").write_text('{"_data_files": [{"filename": "../secret.arrow"}]}')
+    with pytest.raises(DataError, match=r"set/secret\.arrow is missing"):
+        list(documents([str(tmp_path / "set")]))
 
 
 def test_a_hub_dataset_is_read_through_the_extra(monkeypatch):

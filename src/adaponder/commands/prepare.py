@@ -16,7 +16,12 @@ from adaponder.data.manifest import JOURNAL, MANIFEST, Manifest
 from adaponder.data.prepare import Progress, prepare
 from adaponder.terminal import console, table, write_json
 
-_STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenising", "done": "tokenising"}
+_STAGES = {
+    "inputs": "reading the inputs",
+    "tokenizer": "training the tokenizer",
+    "tokens": "tokenising",
+    "done": "tokenising",
+}
 
 
 def run(

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +17,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from adaponder.data.manifest import DataError
-from adaponder.data.tokenizers import pieces
+from adaponder.data.tokenizers import PIECE, pieces
 from adaponder.errors import AdaPonderError, InputError
+
+# Characters that are being encoded at a time: each takes some ten bytes in all, wherever it is.
+_UNDER_WAY = 2**27
 
 
 class Item(NamedTuple):
@@ -71,36 +75,51 @@ class Encoder:
         return self._tokenizer
 
     def __call__(self, batch: list[Item]) -> Encoded:
-        kept: list[tuple[Item, int, bool]] = []
+        kept: list[tuple[Item, _Measure, bool]] = []
         for item in batch:
-            number = content_hash(item.content)
-            side = number / 2**64 < self.validation
+            measure = _measured(item.content)
+            side = measure.hash / 2**64 < self.validation
             if item.index >= self.done[side]:
-                kept.append((item, number, side))
+                kept.append((item, measure, side))
         tokens = self._encode([item for item, _, _ in kept])
         return Encoded(
-            tokens=np.concatenate([np.empty(0, self.dtype), *tokens]).astype(self.dtype),
+            tokens=np.concatenate([np.empty(0, self.dtype), *tokens], dtype=self.dtype),
             lengths=[len(part) for part in tokens],
             indices=[item.index for item, _, _ in kept],
             validation=[side for _, _, side in kept],
             sources=[item.source for item, _, _ in kept],
-            utf8_bytes=[self._bytes(item.content) for item, _, _ in kept],
-            hashes=[number for _, number, _ in kept],
+            utf8_bytes=[
+                measure.size if isinstance(item.content, str) else self._spelled_bytes(item.content)
+                for item, measure, _ in kept
+            ],
+            hashes=[measure.hash for _, measure, _ in kept],
         )
 
     def _encode(self, items: list[Item]) -> list[np.ndarray]:
         """Each item's tokens with exactly one end token after them."""
-        texts = [piece for item in items if isinstance(item.content, str) for piece in pieces(item.content)]
-        encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        parts: list[list[np.ndarray]] = [[] for _ in items]
+        group: list[tuple[int, str]] = []
+        size = 0
+        for place, item in enumerate(items):
+            if not isinstance(item.content, str):
+                parts[place].append(self._accepted(item.content, item.origin).astype(self.dtype))
+                continue
+            for piece in pieces(item.content):
+                group.append((place, piece))
+                size += len(piece)
+                if size >= PIECE:
+                    # The library takes up to 200 bytes for a token: it is never given a long document at once.
+                    self._encode_group(group, parts)
+                    group, size = [], 0
+        self._encode_group(group, parts)
         end = np.array([self.end_id], self.dtype)
-        found = []
-        for item in items:
-            if isinstance(item.content, str):
-                parts = [np.array(next(encoded).ids, self.dtype) for _ in pieces(item.content)]
-            else:
-                parts = [self._accepted(item.content, item.origin)]
-            found.append(np.concatenate([*parts, end]))
-        return found
+        return [np.concatenate([*part, end]) for part in parts]
+
+    def _encode_group(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
+        """Appends the tokens of each (place, piece) to ``parts[place]``."""
+        encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+        for (place, _), one in zip(group, encoded, strict=True):
+            parts[place].append(np.array(one.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
         """Someone else's tokens, refused where this tokenizer cannot have made them; a final end token is dropped."""
@@ -117,15 +136,31 @@ class Encoder:
             )
         return tokens[:-1] if len(tokens) and tokens[-1] == self.end_id else tokens
 
-    def _bytes(self, content: str | np.ndarray) -> int:
-        text = content if isinstance(content, str) else self.tokenizer.decode(content.tolist())
-        return len(text.encode())
+    def _spelled_bytes(self, tokens: np.ndarray) -> int:
+        return len(self.tokenizer.decode(tokens.tolist()).encode())
+
+
+class _Measure(NamedTuple):
+    """A document's hash (see :func:`content_hash`) and the bytes that were hashed."""
+
+    hash: int
+    size: int
+
+
+def _measured(content: str | np.ndarray) -> _Measure:
+    """Encodes a long document part by part: a copy of the whole in UTF-8 is never made."""
+    digest, size = hashlib.sha256(), 0
+    for start in range(0, len(content), PIECE):
+        part = content[start : start + PIECE]
+        data = part.encode() if isinstance(part, str) else part.astype("<u4").tobytes()
+        digest.update(data)
+        size += len(data)
+    return _Measure(int.from_bytes(digest.digest()[:8], "big"), size)
 
 
 def content_hash(content: str | np.ndarray) -> int:
     """First 8 bytes, big-endian, of the SHA-256 of the text in UTF-8 (of tokens: as little-endian uint32)."""
-    data = content.encode() if isinstance(content, str) else content.astype("<u4").tobytes()
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+    return _measured(content).hash
 
 
 def encode_in_order(encoder: Encoder, batches: Iterable[list[Item]], *, workers: int) -> Generator[Encoded]:
@@ -138,10 +173,10 @@ def encode_in_order(encoder: Encoder, batches: Iterable[list[Item]], *, workers:
         yield from _deal(crew, iter(batches))
     finally:
         for connection, process in crew.items():
-            connection.close()  # a worker that finds its pipe closed goes home
+            connection.close()
+            process.terminate()  # idle, or at something that nobody waits for any more
+        for process in crew.values():
             process.join(timeout=5)
-            if process.is_alive():
-                process.terminate()
 
 
 def _hire(encoder: Encoder, workers: int) -> dict[Connection, Any]:
@@ -149,13 +184,28 @@ def _hire(encoder: Encoder, workers: int) -> dict[Connection, Any]:
 
     Workers start from a clean server process, so neither threads nor a GPU of this one are forked into them.
     """
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        # Python asks after its server as after a child: a process forked from the one that began it has none.
-        with contextlib.suppress(ChildProcessError):
-            return dict(_start(context, encoder) for _ in range(workers))
-    return dict(_start(multiprocessing.get_context("spawn"), encoder) for _ in range(workers))
+    with _interruptions_deferred():
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            # Python asks after its server as after a child: a process forked from the one that began it has none.
+            with contextlib.suppress(ChildProcessError):
+                return dict(_start(context, encoder) for _ in range(workers))
+        return dict(_start(multiprocessing.get_context("spawn"), encoder) for _ in range(workers))
+
+
+@contextlib.contextmanager
+def _interruptions_deferred() -> Iterator[None]:
+    """A Ctrl-C is answered after the block; processes started inside never see one, not even while they start."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # the start of this one would end the deferral
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(context: Any, encoder: Encoder) -> tuple[Connection, Any]:
@@ -169,17 +219,22 @@ def _start(context: Any, encoder: Encoder) -> tuple[Connection, Any]:
 def _deal(crew: dict[Connection, Any], batches: Iterator[list[Item]]) -> Iterator[Encoded]:
     """A free worker gets the next batch, results wait for their turn; how far work runs ahead is bounded."""
     idle, busy, ready = list(crew), {}, {}
+    under_way: dict[int, int] = {}  # characters of each batch that was sent and not yet given back
     sent = turn = 0
-    more = True
+    more, batch = True, None
     while more or busy:
         while more and idle and sent - turn < 4 * len(crew):
-            batch = next(batches, None)
+            batch = batch or next(batches, None)
             if batch is None:
                 more = False
                 break
+            size = sum(len(item.content) for item in batch)
+            if under_way and sum(under_way.values()) + size > _UNDER_WAY:
+                break  # long documents: as many at a time as memory allows, one at least
             worker = idle.pop()
             _talk(lambda worker=worker, batch=batch: worker.send(batch))
-            busy[worker], sent = sent, sent + 1
+            busy[worker], under_way[sent], batch = sent, size, None
+            sent += 1
         # Nobody may be busy: the last results can have come before the batches were known to be over.
         for worker in cast("list[Connection]", wait(list(busy)) if busy else []):
             ready[busy.pop(worker)] = result = _talk(worker.recv)
@@ -187,6 +242,7 @@ def _deal(crew: dict[Connection, Any], batches: Iterator[list[Item]]) -> Iterato
             if isinstance(result, AdaPonderError):
                 raise result
         while turn in ready:
+            del under_way[turn]
             yield ready.pop(turn)
             turn += 1
 

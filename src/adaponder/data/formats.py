@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from adaponder.data.manifest import DataError
+from adaponder.data.megatron import megatron
+from adaponder.data.packing import inner_suffix, unpacked, without_packing
 from adaponder.errors import InputError
+from adaponder.files import open_plain
 
+# A document is held in memory several times over while it is encoded; a longer one is not one that a model reads.
+LONGEST = 2**30
 _HEAD = 8192
-_MAGIC = b"MMIDIDX\x00\x00"
-_MEGATRON = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+# Rows of a table that are unpacked together, unless one alone is larger.
+_BATCH_BYTES = 2**24
 
 
 class Document(NamedTuple):
@@ -43,6 +44,7 @@ class Tally:
 
     read: int = 0
     hidden: int = 0
+    special: int = 0
     binary: int = 0
     invalid_utf8: int = 0
     empty: int = 0
@@ -52,13 +54,18 @@ class Tally:
 
 
 class Leaf(NamedTuple):
-    """One file (or hub dataset) of an input: ``name`` is its place within the input, ``reader`` how it is read."""
+    """One file (or hub dataset) of an input: ``name`` is its place within the input, ``reader`` how it is read.
+
+    ``files`` are those it is read from, none for a hub dataset, and ``stamps`` says of each when it was changed last.
+    """
 
     given: str
     name: str
     path: Path
     size: int
     reader: Callable[[Leaf, Tally], Iterator[Document | Pretokenised]]
+    files: tuple[Path, ...] = ()
+    stamps: tuple[tuple[int, ...], ...] = ()
 
 
 def _decoded(data: bytes, tally: Tally) -> str:
@@ -69,68 +76,72 @@ def _decoded(data: bytes, tally: Tally) -> str:
         return data.decode(errors="replace")
 
 
-def mended(document: Document, tally: Tally) -> Document:
-    """JSON may spell half a surrogate pair, which no UTF-8 can hold."""
+def mended(record: Document | Pretokenised, tally: Tally) -> Document | Pretokenised:
+    """``record`` with U+FFFD for what no UTF-8 can hold: JSON may spell half a surrogate pair, a file name any byte."""
+    sound = {name: _sound(value) for name, value in record._asdict().items() if isinstance(value, str)}
+    if all(getattr(record, name) is value for name, value in sound.items()):
+        return record
+    tally.invalid_utf8 += 1
+    return record._replace(**sound)
+
+
+def _sound(text: str) -> str:
+    if text.isascii():
+        return text
     try:
-        document.text.encode()
+        text.encode()
     except UnicodeEncodeError:
-        tally.invalid_utf8 += 1
-        text = document.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return document._replace(text=text)
-    return document
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def text(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    yield Document(_decoded(leaf.path.read_bytes(), tally), leaf.path.suffix[1:] or "text")
+    with unpacked(leaf.path) as opened:
+        content = _rest(opened.stream, leaf.path)
+    yield Document(_decoded(content, tally), inner_suffix(leaf.path)[1:] or "text")
 
 
 def stdlib_text(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    yield Document(_decoded(leaf.path.read_bytes(), tally), "stdlib")
+    yield from (document._replace(source="stdlib") for document in text(leaf, tally))
 
 
 def text_unless_binary(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    with leaf.path.open("rb") as file:
-        head = file.read(_HEAD)
-    # Text in an old encoding has some bytes that are not UTF-8; compressed data has mostly such.
+    with unpacked(leaf.path) as opened:
+        head = opened.stream.read(_HEAD)
+    # Text in an old encoding has some bytes that are not UTF-8; pictures and programs have mostly such.
     if b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head):
         tally.binary += 1
         return
     yield from text(leaf, tally)
 
 
-def without_packing(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix in (".gz", ".xz", ".zst") else path
+def _rest(stream: IO[bytes], path: Path) -> bytes:
+    content = stream.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise DataError(_too_long(str(path)))
+    return content
 
 
-def _unpacked(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)  # pyright: ignore[reportReturnType]  # it reads as any binary file does
-    if path.suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    if path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise InputError(f"{path}: .zst needs zstandard: pip install zstandard") from None
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-    return raw
+def _too_long(where: str) -> str:
+    return (
+        f"{where}: longer than {LONGEST:,} bytes, the most that is taken as one document: cut it into documents, "
+        'one {"text": …} per line of a .jsonl'
+    )
 
 
 def jsonl(leaf: Leaf, tally: Tally) -> Iterator[Document]:
     default, start, number = without_packing(leaf.path).stem, tally.read, 0
-    with leaf.path.open("rb") as raw:
-        try:
-            for number, line in enumerate(_unpacked(leaf.path, raw), 1):
-                tally.read = start + raw.tell()
-                if not line.isspace():
-                    yield _record(_decoded(line, tally), default, f"{leaf.path}, line {number}")
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise DataError(f"{leaf.path}: damaged after line {number} ({error})") from None
-        except Exception as error:
-            # zstandard's own error can only be named where zstandard is installed.
-            if type(error).__name__ != "ZstdError":
-                raise
-            raise DataError(f"{leaf.path}: damaged after line {number} ({error})") from None
+    with unpacked(leaf.path) as opened:
+        while line := opened.stream.readline(LONGEST + 1):
+            number += 1
+            where = f"{leaf.path}, line {number}"
+            if len(line) > LONGEST:
+                raise DataError(_too_long(where))
+            tally.read = start + opened.raw.tell()
+            record = None if line.isspace() else _record(_decoded(line, tally), default, where)
+            del line  # a long one need not be held while its document is worked on
+            if record is not None:
+                yield record
 
 
 def _record(line: str, default: str, where: str) -> Document:
@@ -151,8 +162,9 @@ def parquet(leaf: Leaf, tally: Tally) -> Iterator[Document]:
     try:
         with pq.ParquetFile(leaf.path) as file:
             columns = _columns(file.schema_arrow.names, leaf.path)
-            rows = 0
-            for batch in file.iter_batches(batch_size=256, columns=columns):
+            rows, size = 0, sum(_group_bytes(file.metadata, columns))
+            together = max(1, min(256, _BATCH_BYTES * file.metadata.num_rows // max(1, size)))
+            for batch in file.iter_batches(batch_size=together, columns=columns):
                 yield from _rows(batch, leaf.path, rows, tally)
                 rows += batch.num_rows
                 tally.read = start + leaf.size * rows // file.metadata.num_rows
@@ -160,14 +172,25 @@ def parquet(leaf: Leaf, tally: Tally) -> Iterator[Document]:
         raise DataError(f"{leaf.path}: damaged or not a Parquet file ({error})") from None
 
 
+def _group_bytes(about: Any, columns: list[str]) -> Iterator[int]:
+    """Unpacked bytes of each chunk of the columns that are read."""
+    for group in range(about.num_row_groups):
+        for column in range(about.num_columns):
+            chunk = about.row_group(group).column(column)
+            if chunk.path_in_schema in columns:
+                yield chunk.total_uncompressed_size
+
+
 def arrow(leaf: Leaf, tally: Tally) -> Iterator[Document]:
     """A data file of ``datasets.save_to_disk``: Arrow's stream format, for which ``datasets`` is not needed."""
     start, rows = tally.read, 0
     try:
-        with leaf.path.open("rb") as raw, pa.ipc.open_stream(raw) as stream:
+        with open_plain(leaf.path, DataError) as raw, pa.ipc.open_stream(raw) as stream:
             columns = _columns(stream.schema.names, leaf.path)
             for batch in stream:
-                yield from _rows(batch.select(columns), leaf.path, rows, tally)
+                together = max(1, min(256, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
+                for first in range(0, batch.num_rows, together):
+                    yield from _rows(batch.select(columns).slice(first, together), leaf.path, rows + first, tally)
                 rows += batch.num_rows
                 tally.read = start + raw.tell()
     except (OSError, pa.ArrowException) as error:
@@ -188,6 +211,8 @@ def _rows(batch: pa.RecordBatch, where: Path, first: int, tally: Tally) -> Itera
     for row, text in enumerate(texts):
         if text is None:
             raise DataError(f"{where}, row {first + row}: text is null")
+        if len(text) > LONGEST:
+            raise DataError(_too_long(f"{where}, row {first + row}"))
         source = where.stem if sources is None else _decoded(sources[row] or b"", tally) or where.stem
         yield Document(_decoded(text, tally), source)
 
@@ -202,20 +227,30 @@ def _strings(column: pa.Array, name: str, where: Path) -> list[bytes | None]:
 
 def hub(leaf: Leaf, tally: Tally) -> Iterator[Document]:
     """``hf:NAME[:CONFIG][:SPLIT]`` through the ``datasets`` library; the split is train unless named."""
-    try:
-        import datasets  # an extra
-    except ImportError:
-        raise InputError(f"{leaf.given} needs the datasets library: pip install datasets") from None
-    name, config, split = parse_hub(leaf.given)
-    try:
-        rows: Any = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{leaf.given}: could not be loaded ({error})") from error
+    name, _, _ = parse_hub(leaf.given)
+    rows = _load(leaf.given)
     _columns(rows.column_names, leaf.path)
     for number, row in enumerate(rows):
         if not isinstance(row["text"], str):
             raise DataError(f"{leaf.given}, row {number}: text is not a string")
         yield Document(row["text"], str(row.get("source") or name))
+
+
+def hub_version(leaf: Leaf) -> str:
+    """What the ``datasets`` library calls this state of the data: another one has another name."""
+    return str(getattr(_load(leaf.given), "_fingerprint", ""))
+
+
+def _load(given: str) -> Any:
+    try:
+        import datasets  # an extra
+    except ImportError:
+        raise InputError(f"{given} needs the datasets library: pip install datasets") from None
+    name, config, split = parse_hub(given)
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{given}: could not be loaded ({error})") from error
 
 
 def parse_hub(given: str) -> tuple[str, str | None, str]:
@@ -235,43 +270,3 @@ def megatron_documents(leaf: Leaf, tally: Tally) -> Iterator[Pretokenised]:
         yield Pretokenised(tokens, leaf.path.stem, f"{leaf.path.with_suffix('.bin')}, document {number}")
         read += tokens.nbytes
         tally.read = start + read
-
-
-def megatron(path: Path) -> Iterator[np.ndarray]:
-    """The documents of a Megatron ``MMapIndexedDataset`` as they were tokenised; ``path`` is its .idx, .bin or stem."""
-    stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
-    index, data = stem.with_name(stem.name + ".idx"), stem.with_name(stem.name + ".bin")
-    dtype, sizes, bounds = _megatron_index(index, data)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    starts = ends - sizes
-    tokens = np.memmap(data, dtype, "r") if len(sizes) and ends[-1] else np.empty(0, dtype)
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        yield np.array(tokens[starts[first] : ends[last - 1]] if last > first else tokens[:0])
-
-
-def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """(token type, tokens per sequence, bounds of documents in sequences), once index and data are known to agree."""
-    for path in (index, data):
-        if not path.is_file():
-            raise DataError(f"{path} is missing: Megatron data is a pair of .bin and .idx")
-    raw = index.read_bytes()
-    if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:
-        raise DataError(f"{index}: not a Megatron MMapIndexedDataset index of version 1")
-    if raw[17] not in _MEGATRON:
-        raise DataError(f"{index}: type code {raw[17]}, tokens must be integers")
-    dtype = np.dtype(_MEGATRON[raw[17]])
-    sequences, documents = (int.from_bytes(raw[at : at + 8], "little") for at in (18, 26))
-    if len(raw) < 34 + 12 * sequences + 8 * documents:
-        raise DataError(f"{index}: truncated: {sequences} sequences and {documents} bounds of documents do not fit")
-    sizes = np.frombuffer(raw, "<i4", sequences, 34)
-    pointers = np.frombuffer(raw, "<i8", sequences, 34 + 4 * sequences)
-    bounds = np.frombuffer(raw, "<i8", documents, 34 + 12 * sequences)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    if (sizes < 0).any() or (pointers != (ends - sizes) * dtype.itemsize).any():
-        raise DataError(f"{index}: sequences do not follow one another")
-    if (np.diff(bounds) < 0).any() or (documents and (bounds[0] != 0 or bounds[-1] != sequences)):
-        raise DataError(f"{index}: documents do not follow one another")
-    wanted = (int(ends[-1]) if sequences else 0) * dtype.itemsize
-    if data.stat().st_size != wanted:
-        raise DataError(f"{data}: {data.stat().st_size} bytes, {wanted // dtype.itemsize} of {dtype.name} are {wanted}")
-    return dtype, sizes, bounds

@@ -133,9 +133,8 @@ def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> Non
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         return ", ".join(
-            f"{part['input']} ({part['files']} files, {part['bytes']} bytes, {part['names_and_sizes'][:8]})"
-            for part in value
+            f"{part['input']} ({part['files']} files, {part['bytes']} bytes, {part['contents'][:8]})" for part in value
         )
     return str(value)[:100]

@@ -1,13 +1,15 @@
 """Preparation may be stopped at any instant: the same command goes on, and the bytes are those of an unbroken run.
 
-Shards are complete or absent, ``progress.json`` says which are done and from which document on each split is still
-open, and ``manifest.json`` comes last. A rerun reads past what is done; it encodes only what no complete shard holds.
+Shards are complete or absent, ``progress.json`` says which are done, of which inputs, and from which document on each
+split is still open, and ``manifest.json`` comes last. A rerun reads past what is done; it encodes only what no complete
+shard holds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +32,7 @@ _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
 
 
 class Progress(NamedTuple):
-    """Where preparation stands: ``stage`` is tokenizer, tokens or done; ``read`` of ``total`` bytes of input."""
+    """Where it stands: ``stage`` is inputs, tokenizer, tokens or done; ``read`` of ``total`` bytes, in this stage."""
 
     stage: str
     documents: int
@@ -58,15 +60,16 @@ def prepare(
     _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
     tally = Tally()
     leaves = sources.find(inputs, tally)
-    fingerprint = {
-        "inputs": sources.describe(leaves),
-        "tokenizer": tokenizer,
-        "tokenizer_file": _file_hash(tokenizer),
-        "end_token": end_token,
-        "validation": validation,
-        "shard_tokens": shard_tokens,
-    }
     with owned(out):
+        fingerprint = {
+            # Of every byte: an input that was rewritten since must not be mixed with what was made of it before.
+            "inputs": sources.describe(leaves, _counting(leaves, progress)),
+            "tokenizer": tokenizer,
+            "tokenizer_file": _file_hash(tokenizer),
+            "end_token": end_token,
+            "validation": validation,
+            "shard_tokens": shard_tokens,
+        }
         before = finished(out, fingerprint)
         if before is not None:
             return before
@@ -76,6 +79,19 @@ def prepare(
         except KeyboardInterrupt:
             errors.print(f"{escape(str(out))}: interrupted; the same command goes on from here", soft_wrap=True)
             raise
+
+
+def _counting(leaves: Sequence[Leaf], progress: Callable[[Progress], None]) -> Callable[[int], None]:
+    """Turns bytes hashed, by any thread, into progress of the stage ``inputs``."""
+    lock, read, total = threading.Lock(), 0, sum(leaf.size for leaf in leaves)
+
+    def advance(size: int) -> None:
+        nonlocal read
+        with lock:
+            read += size
+            progress(Progress("inputs", 0, 0, min(read, total), total))
+
+    return advance
 
 
 def _prepare(
@@ -127,7 +143,7 @@ def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int,
     if not inputs:
         raise InputError("inputs: name at least one file, folder or stdlib")
     for given in inputs:
-        if Path(given).is_dir() and out.resolve().is_relative_to(Path(given).resolve()):
+        if os.path.isdir(given) and out.resolve().is_relative_to(Path(given).resolve()):
             raise InputError(f"--out {out} lies inside the input {given}: its shards would become input; name another")
     if not 0 <= validation < 1:
         raise InputError(f"--validation {validation}: a share from 0 up to, but not, 1")
@@ -230,6 +246,6 @@ def _training_texts(leaves: Iterable[Leaf], validation: float, progress: Callabl
 def _file_hash(spec: str) -> str | None:
     """Of a tokenizer that is a file here; what the hub or training gives is fixed by the spec and by tokenizer.json."""
     for path in (Path(spec), Path(spec) / "tokenizer.json"):
-        if path.is_file():
-            return hashlib.sha256(path.read_bytes()).hexdigest()
+        if os.path.isfile(path):
+            return sha256_of(path, InputError)
     return None

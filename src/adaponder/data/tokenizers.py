@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adaponder.errors import InputError
+from adaponder.files import read_bytes, read_json
 
 END = "<|endoftext|>"
 TRAIN = "train-bpe:"
@@ -81,8 +85,33 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first_bytes(documents, TRAINING_BYTES), trainer)
+    texts = _first_bytes(documents, TRAINING_BYTES)
+    _interruptibly(lambda still_wanted: tokenizer.train_from_iterator(takewhile(still_wanted, texts), trainer))
     return tokenizer
+
+
+def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
+    """Does ``work`` so that Ctrl-C is heard meanwhile: merging, the library listens to nobody, and that takes minutes.
+
+    ``work`` gets a function that turns false when its result is not wanted any more.
+    """
+    wanted, problems = [True], []
+
+    def run() -> None:
+        try:
+            work(lambda _: wanted[0])
+        except BaseException as problem:  # handed to the thread that waits
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        wanted[0] = False
+        raise
+    if problems:
+        raise problems[0]
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
@@ -103,10 +132,10 @@ def _entries(spec: str) -> int:
 
 def _file_of(spec: str) -> Path:
     path = Path(spec)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
-    if path.is_dir():
-        if not (path / "tokenizer.json").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "tokenizer.json"):
             raise InputError(f"--tokenizer {spec}: the folder has no tokenizer.json")
         return path / "tokenizer.json"
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".json"):
@@ -132,19 +161,21 @@ def _download(name: str) -> Path:
 
 def _read(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(read_bytes(path, InputError))
+    except InputError:
+        raise
     except Exception as error:  # the library raises bare Exception for anything it cannot read
         raise InputError(f"{path}: not a tokenizer.json ({error})") from None
 
 
 def _eos_token(path: Path) -> str | None:
-    if not path.is_file():
+    if not os.path.exists(path):
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    return found.get("content") if isinstance(found, dict) else found
+    found = read_json(path, InputError).get("eos_token")
+    found = found.get("content") if isinstance(found, dict) else found
+    if found is not None and not isinstance(found, str):
+        raise InputError(f"{path}: eos_token must be a token's text")
+    return found
 
 
 def pieces(text: str, limit: int = PIECE) -> Iterator[str]:

@@ -35,7 +35,7 @@ class ShardWriter:
 
     def write(self) -> Shard:
         """Writes what was gathered and starts the next shard. Tokens come last: where they are, the table is too."""
-        tokens = np.concatenate(self._parts).astype(self.dtype).tobytes()
+        tokens = np.concatenate(self._parts, dtype=self.dtype).tobytes()
         columns = dict(zip(DOCS.names, zip(*self._rows, strict=True), strict=True))
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table({name: list(values) for name, values in columns.items()}, schema=DOCS), sink)
