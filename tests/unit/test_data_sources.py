@@ -71,10 +71,9 @@ def test_text_and_records_are_the_same_however_they_are_packed(tmp_path, packing
     path.write_bytes(packed(LINES, packing.lower()))
     wanted = [Document("one", "web"), Document("zwei — 2", "part"), Document("drei\n\n3", "part")]
     assert list(documents([str(path)])) == wanted
+    text = "a text of some length, of which parts are packed"
     for name in ("notes.txt", "notes", "x.py"):
-        (tmp_path / (name + packing)).write_bytes(
-            packed(b"a text of some length, of which parts are packed", packing.lower())
-        )
+        (tmp_path / (name + packing)).write_bytes(packed(text.encode(), packing.lower()))
     (tmp_path / f"picture{packing}").write_bytes(packed(b"GIF\0 and twenty more bytes", packing.lower()))
     tally = Tally()
     found = list(documents([str(tmp_path)], tally=tally))

@@ -12,7 +12,7 @@ from adaponder.errors import InputError
 
 Data = Annotated[
     str,
-    typer.Option(metavar="TEXT", help="A folder made by prepare, a text file, .jsonl[.gz|.xz|.zst], .parquet, stdlib."),
+    typer.Option(metavar="TEXT", help="A folder made by prepare, text or .jsonl (packed too), .parquet, stdlib."),
 ]
 Split = Annotated[str, typer.Option(help="Of a prepared folder: train or validation.")]
 Window = Annotated[int | None, typer.Option(help="Tokens per window; default: the backbone's positions, at most 2048.")]

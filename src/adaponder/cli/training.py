@@ -14,7 +14,9 @@ from adaponder.cli.app import Device, Json, app
 def prepare(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="INPUT…", help="Files, folders, .jsonl[.gz|.xz|.zst], .parquet, hf:NAME, stdlib."),
+        typer.Argument(
+            metavar="INPUT…", help="Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib."
+        ),
     ],
     tokenizer: Annotated[str, typer.Option(help="Folder or hub name, a tokenizer.json, or train-bpe:N.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the shards go; the same command again continues.")],
