@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
 import re
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -13,7 +12,18 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from adaponder.errors import ConfigError, in_one_line
-from adaponder.settings import METHODS, SCALES, scale_from_scratch, scale_of
+from adaponder.settings import (
+    PonderOn,
+    Recurrence,
+    check_against,
+    fits,
+    needed,
+    scale_from_scratch,
+    scale_of,
+    shown,
+)
+
+_SETTINGS = {item.name for item in fields(Recurrence)}
 
 # What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
 _FOREIGN_KEYS = {
@@ -38,7 +48,7 @@ OUR_AUTO_MAP: dict[str, str] | None = None
 
 # More than any model has, by far; what lies beyond would fill the memory before it is found to be nonsense.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
-_LARGEST_SIZE, _MOST_ITERATIONS, _WIDEST_GATE = 2**31 - 1, 1024, 1024
+_LARGEST_SIZE = 2**31 - 1
 _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
 
 
@@ -196,7 +206,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
         # A copy: Hugging Face writes the outer model's attention choice into it, and the stock model keeps its own.
         return copy.deepcopy(backbone)
     if not isinstance(backbone, dict):
-        raise ConfigError(f"backbone_config={_shown(backbone)}: the config of a Hugging Face decoder is needed")
+        raise ConfigError(f"backbone_config={shown(backbone)}: the config of a Hugging Face decoder is needed")
     if "auto_map" in backbone:
         raise ConfigError("backbone_config.auto_map asks to run code from the checkpoint: refused")
     if "model_type" not in backbone:
@@ -204,7 +214,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     fields_of_backbone = dict(backbone)
     family = fields_of_backbone.pop("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
-        raise ConfigError(f"backbone_config.model_type={_shown(family)}: this transformers knows no such family")
+        raise ConfigError(f"backbone_config.model_type={shown(family)}: this transformers knows no such family")
     for name in _LARGEST:
         if name in backbone:
             _check_count(name, backbone[name])
@@ -228,51 +238,18 @@ def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
 
 
 def _check_recurrence(config: AdaPonderConfig) -> None:
-    def require(holds: bool, message: str) -> None:
-        if not holds:
-            raise ConfigError(message)
-
-    def choice(name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(config, name)
-        require(value in allowed, f"{name}={value!r}: choose one of {', '.join(allowed)}")
-
-    def finite(name: str) -> None:
-        value = getattr(config, name)
-        require(
-            isinstance(value, (int, float)) and math.isfinite(value), f"{name}={value!r}: a finite number is needed"
+    for item in fields(type(config)):
+        # A recipe may leave a setting open; a config whose default is a value needs one.
+        if item.name in _SETTINGS and getattr(config, item.name) is None and item.default is not None:
+            raise ConfigError(f"{item.name}=None: a value is needed, as {item.default!r}")
+    check_against(Recurrence, lambda name: getattr(config, name))
+    if not fits(config.ponder_on, PonderOn, None):
+        raise ConfigError(f"ponder_on={shown(config.ponder_on)}: {needed(config.ponder_on, PonderOn, None)}")
+    if config.ponder_pool == "closed" and config.ponder_on == "logits":
+        raise ConfigError(
+            "ponder_pool='closed' counts later gates as probability 0, which no logit has: "
+            "use ponder_on='probabilities'"
         )
-
-    choice("method", METHODS)
-    choice("reuse", ("state", "kv", "none"))
-    choice("ponder_on", ("probabilities", "logits"))
-    choice("ponder_pool", ("all", "closed"))
-    k = config.iterations
-    require(isinstance(k, int) and not isinstance(k, bool), f"iterations={k!r}: a whole number is needed")
-    require(k >= 1, f"iterations={k}: a token must be read at least once")
-    require(k <= _MOST_ITERATIONS, f"iterations={k}: at most {_MOST_ITERATIONS}")
-    for name in ("tau", "gate_bias", "initial_multiplier", "exit_threshold", "exit_entropy_weight"):
-        finite(name)
-    for name in ("router_alpha", "router_loss_weight"):
-        finite(name)
-    require(0.0 < config.tau < 1.0, f"tau={config.tau}: a threshold on a probability lies strictly between 0 and 1")
-    require(
-        isinstance(config.gate_width, int) and 0 <= config.gate_width <= _WIDEST_GATE,
-        f"gate_width={config.gate_width!r}: 0 (linear gate) or a multiple of the hidden size, at most {_WIDEST_GATE}",
-    )
-    scale = config.embedding_scale
-    if isinstance(scale, str):
-        require(scale in SCALES, f"embedding_scale={scale!r}: a number or one of {', '.join(SCALES)} is needed")
-    elif scale is not None:
-        finite("embedding_scale")
-        require(scale > 0, f"embedding_scale={scale}: must be positive")
-    require(config.initial_multiplier > 0, f"initial_multiplier={config.initial_multiplier}: must be positive")
-    top_k = config.expectation_top_k
-    require(top_k is None or (isinstance(top_k, int) and top_k >= 1), f"expectation_top_k={top_k!r}: None or >= 1")
-    require(
-        not (config.ponder_pool == "closed" and config.ponder_on == "logits"),
-        "ponder_pool='closed' counts later gates as probability 0, which no logit has: use ponder_on='probabilities'",
-    )
-    require(0 < config.exit_threshold <= 1, f"exit_threshold={config.exit_threshold}: a probability above 0 is needed")
 
 
 def _check_backbone(backbone: PreTrainedConfig) -> None:
@@ -298,9 +275,9 @@ def _check_heads(hidden_size: int, heads: int) -> None:
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"backbone_config.{name}={_shown(value)}: a positive whole number is needed")
+        raise ConfigError(f"backbone_config.{name}={shown(value)}: a positive whole number is needed")
     if value > (limit := _LARGEST.get(name, _LARGEST_SIZE)):
-        raise ConfigError(f"backbone_config.{name}={_shown(value)}: at most {limit}")
+        raise ConfigError(f"backbone_config.{name}={shown(value)}: at most {limit}")
 
 
 def _check_sizes(backbone: dict[str, Any]) -> None:
@@ -309,13 +286,7 @@ def _check_sizes(backbone: dict[str, Any]) -> None:
         if not _SIZE.search(name) or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         if not 0 <= value <= _LARGEST_SIZE:
-            raise ConfigError(f"backbone_config.{name}={_shown(value)}: from 0 to {_LARGEST_SIZE}")
-
-
-def _shown(value: Any) -> str:
-    """A value for a message, cut where it goes on for ever."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
+            raise ConfigError(f"backbone_config.{name}={shown(value)}: from 0 to {_LARGEST_SIZE}")
 
 
 def _check_pause(config: AdaPonderConfig) -> None:

@@ -11,10 +11,13 @@ import json
 import os
 import stat
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import yaml
 
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 
@@ -24,6 +27,9 @@ JSON_BYTES = 2**28
 JSON_DEPTH = 64
 # Counts and ids have at most 20 digits. Python refuses to print integers of more than 4,300.
 JSON_DIGITS = 40
+# A recipe has some 60 lines.
+YAML_BYTES = 2**20
+YAML_DEPTH = 16
 _BLOCK = 2**20
 
 
@@ -72,6 +78,57 @@ def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = 
     if _deeper_than(loaded, JSON_DEPTH):
         raise error(f"{where}: nested too deeply for a JSON file of its kind")
     return loaded
+
+
+class _PlainYaml(yaml.SafeLoader):
+    """YAML as plain data: no aliases (a page of them spells more than memory holds), no key twice, no deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"an alias (*{self.peek_event().anchor}): write out what it stands for")
+        if self.depth == YAML_DEPTH:
+            raise yaml.YAMLError(f"nested more than {YAML_DEPTH} deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        names = Counter(key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise yaml.YAMLError(f"{twice[0]} stands there twice")
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) > JSON_DIGITS:
+            raise yaml.YAMLError(f"a number of {len(node.value):,} digits")
+        return super().construct_yaml_int(node)
+
+
+_PlainYaml.add_constructor("tag:yaml.org,2002:int", _PlainYaml.construct_yaml_int)
+
+
+def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
+    """What ``text`` spells, within the limits of this module; ``where`` it is from, for the message."""
+    try:
+        return yaml.load(text, Loader=_PlainYaml)
+    except RecursionError:
+        raise error(f"{where}: nested too deeply") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as problem:
+        # Beside its own errors PyYAML lets those of its conversions through (`2001-99-99`, `!!bool x`).
+        raise error(f"{where} is not valid YAML: {' '.join(str(problem).split())}") from None
+
+
+def read_yaml(path: Path, error: type[AdaPonderError]) -> Any:
+    """What a YAML file of ours or anybody's holds, as :func:`parse_yaml` reads it."""
+    try:
+        text = read_bytes(path, error, limit=YAML_BYTES).decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not text in UTF-8: {problem.reason} at byte {problem.start:,}") from None
+    return parse_yaml(text, str(path), error)
 
 
 def sha256_of(

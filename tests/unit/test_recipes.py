@@ -1,15 +1,23 @@
 """Every recipe that ships builds the model it says, on the schedule it says; a slip of the pen is an error."""
 
+import re
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from adaponder import halting
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import load_recipe, recipe_names
+from adaponder.recipe import FREE_TRAIN, Recipe, load_recipe, recipe_names
+from adaponder.settings import SCALES, scale_of
 from adaponder.shape import parameters_of
 from adaponder.training.build import scratch_config
 from adaponder.training.grid import config_of
+from adaponder.training.optim import build_optimizer
 from adaponder.training.schedule import learning_rate_factor, objective_at, phases
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
@@ -34,20 +42,127 @@ def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name
         assert counted.backbone == PYTHIA[name.rsplit("-", 1)[1]]
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("paper/")])
-def test_paper_recipes_keep_the_papers_schedule_and_say_where_each_value_is_from(name):
+# --- provenance ----------------------------------------------------------------------------------------------------
+
+PAPER = [name for name in recipe_names() if name.startswith("paper/")]
+# How fast a run is and what it keeps; what it computes is the same.
+OF_THE_MACHINE = {*FREE_TRAIN, "execution", "compile", "memory_budget", "gradient_checkpointing"}
+# Settings that only one method reads, and those of the controller, which no paper has.
+OF_ONE_METHOD = {
+    "pause_token_id": "pause",
+    "capacities": "mor",
+    "router_alpha": "mor",
+    "router_loss_weight": "mor",
+    "capacity_warmup": "mor",
+    "exit_threshold": "ouro",
+    "exit_entropy_weight": "ouro",
+    "exit_stage": "ouro",
+    "exit_entropy": "ouro",
+    "exit_entropy_steps": "ouro",
+    "target_gain": "none",
+    "target_every": "none",
+}
+
+
+# What a checkpoint brings along where the recipe leaves it open.
+OF_A_CHECKPOINT = ("embedding_scale", "initial_multiplier", "expectation_top_k")
+
+
+def resolved(recipe: Recipe, config: AdaPonderConfig | None, key: str) -> Any:
+    """What a recipe's ``section.field`` comes to in the model that is built from ``config``, or in the run."""
+    section, _, name = key.partition(".")
+    if section == "code":
+        optimizer = build_optimizer(nn.Linear(1, 1), recipe.train)
+        return {"gate_activation": halting.gelu.__name__, "adam_epsilon": optimizer.defaults["eps"]}[name]
+    if section != "model" or name == "init":
+        return getattr(getattr(recipe, section), name)
+    if name.startswith("backbone.") and config is not None:
+        return getattr(config.backbone_config, name.removeprefix("backbone."))
+    if config is not None:
+        return getattr(config, name)
+    left_open = getattr(recipe.model, name) is None and name not in OF_A_CHECKPOINT
+    return getattr(AdaPonderConfig, name) if left_open else getattr(recipe.model, name)
+
+
+def as_number(value: Any, hidden_size: int | None) -> Any:
+    """What a source says, as a resolved value has it."""
+    if isinstance(value, str) and value in SCALES and hidden_size is not None:
+        return scale_of(value, hidden_size)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_source_says_what_the_recipe_resolves_to(name):
+    recipe = load_recipe(name)
+    config, shape = config_of(recipe), recipe.model.backbone
+    for key, source in recipe.provenance.items():
+        if key == "model.backbone" and isinstance(shape, dict):
+            continue  # held by the count of its parameters, above
+        if key.startswith("model.backbone.") and isinstance(shape, str):
+            continue  # the checkpoint's own
+        found = resolved(recipe, config, key)
+        found = tuple(found) if isinstance(found, list) else found
+        said = as_number(source.value, shape["hidden_size"] if isinstance(shape, dict) else None)
+        assert found == said, f"{key}: {source}"
+        assert type(found) is type(said) or isinstance(found, float), key
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_field_that_decides_a_papers_run_has_a_source(name):
+    recipe = load_recipe(name)
+    needed = {
+        f"{section}.{key}"
+        for section, values in recipe.as_dict().items()
+        if section in ("model", "data", "train")
+        for key in values
+        if key not in OF_THE_MACHINE and OF_ONE_METHOD.get(key, recipe.model.method) == recipe.model.method
+    }
+    assert needed <= set(recipe.provenance)
+    assert {"code.gate_activation", "code.adam_epsilon"} <= set(recipe.provenance)
+    for key, source in recipe.provenance.items():
+        assert source.note or source.kind == "stated", f"{key}: what is not stated says why"
+
+
+def test_a_source_that_does_not_fit_its_field_is_found(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: paper/adaponder-70m\nmodel: {embedding_scale: 1.0}\n")
+    with pytest.raises(AssertionError, match=r"model\.embedding_scale"):
+        test_every_source_says_what_the_recipe_resolves_to(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("{train.lr: stated}", "provenance.train.lr='stated'"),
+        ("{train.lr: {kind: guessed}}", "provenance.train.lr.kind='guessed': choose one of"),
+        ("{train.lr: {value: 3}}", "provenance.train.lr.kind is missing"),
+        ("5", "provenance=5: a section"),
+    ],
+)
+def test_a_source_has_a_kind(tmp_path, written, says):
+    (tmp_path / "mine.yaml").write_text(f"base: cpu/demo\nprovenance: {written}\n")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_recipe(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_recipes_keep_the_papers_schedule(name):
     recipe = load_recipe(name)
     assert recipe.train.global_batch * recipe.data.sequence == 524_288
     assert recipe.train.betas == (0.9, 0.95)
     assert recipe.train.weight_decay == 0.1
     if name.removeprefix("paper/").startswith(("adaponder-70m", "adaponder-410m")):
         assert (recipe.train.ponder_start, recipe.train.ponder_full, recipe.train.steps) == (20_000, 24_000, 50_000)
-        stated = set(recipe.provenance)
-        assert {"train.lr", "train.steps", "train.ponder_weight", "train.k_max", "model.tau", "train.clip"} <= stated
-    known = {f"{section}.{key}" for section, keys in recipe.as_dict().items() if isinstance(keys, dict) for key in keys}
-    assert set(recipe.provenance) <= known
-    for source in recipe.provenance.values():
-        assert source.startswith(("stated", "inferred", "from the PonderLM"))
+
+
+def test_the_first_embedding_is_multiplied_where_the_ponderlm_release_does():
+    assert {name: built(name).initial_multiplier for name in FROM_SCRATCH if name.startswith("paper/")} == {
+        name: {"paper/adaponder-410m": 3.0, "paper/ponder-410m": 3.0, "paper/ponder-k3-410m": 2.0}.get(name, 1.0)
+        for name in FROM_SCRATCH
+        if name.startswith("paper/")
+    }
+
+
+# --- scales and schedules ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FROM_SCRATCH)
@@ -106,6 +221,39 @@ def test_continued_pretraining_trains_gates_alone_for_a_billion_tokens_first():
     assert len(phases(load_recipe("paper/adaponder-1.4b-from-vanilla").train)) == 1
 
 
+def test_joint_training_warms_up_again_where_the_recipe_says_so():
+    train = load_recipe("paper/adaponder-1.4b-from-ponder").train
+    start, warm = train.freeze_backbone_steps, round(0.02 * train.steps)
+    plain = replace(train, joint_warmup=None)
+    assert learning_rate_factor(plain, start) > 0.98  # what a fresh AdamW would begin with
+    for step in (0, start - 1):
+        assert learning_rate_factor(train, step) == learning_rate_factor(plain, step)
+    for step in (0, 1, warm - 2):
+        there = start + step
+        assert learning_rate_factor(train, there) == learning_rate_factor(plain, there) * ((step + 1) / warm)
+    for step in range(start + warm - 1, train.steps, 997):
+        assert learning_rate_factor(train, step) == learning_rate_factor(plain, step)
+    never_alone = load_recipe("mini/adaponder", ["train.joint_warmup=0.5"]).train
+    assert learning_rate_factor(never_alone, 60) == 1.0
+
+
+def test_ouros_beta_follows_its_schedule_from_a_recipe():
+    def betas(*overrides: str) -> list[float | None]:
+        train = load_recipe("mini/ouro", ["train.steps=5", *overrides]).train
+        return [objective_at(train, step).exit_entropy_weight for step in range(5)]
+
+    assert betas() == [None] * 5  # the config's
+    assert betas("train.exit_entropy=[0.1, 0.05]") == pytest.approx([0.1, 0.0875, 0.075, 0.0625, 0.05])
+    both = ("train.exit_entropy=[0.1, 0.05]", "train.exit_entropy_steps=[3, 3]")
+    assert betas(*both) == [0.1, 0.1, 0.1, 0.05, 0.05]
+    assert betas(both[0], "train.exit_entropy_steps=[1, 3]") == pytest.approx([0.1, 0.1, 0.075, 0.05, 0.05])
+    for wrong in ("train.exit_entropy_steps=[3, 1]", "train.exit_entropy=[0.1, -1]"):
+        with pytest.raises(ConfigError, match="exit_entropy"):
+            load_recipe("mini/ouro", [both[0], wrong])
+    with pytest.raises(ConfigError, match="exit_entropy is missing"):
+        load_recipe("mini/ouro", ["train.exit_entropy_steps=[1, 3]"])
+
+
 def test_the_schedule_warms_up_and_ends_at_its_floor():
     train = load_recipe("paper/adaponder-70m").train
     assert learning_rate_factor(train, 0) == pytest.approx(1 / 1000)
@@ -141,7 +289,7 @@ def test_a_written_recipe_is_read_back_as_it_was(tmp_path):
         ("steps=3", "section.field=value"),
         ("train.steps", "section.field=value"),
         ("train.steps=many", "train.steps"),
-        ("train.steps=0", "at least one"),
+        ("train.steps=0", "train.steps=0: a whole number from 1 to"),
         ("train.lr=-1", "train.lr"),
         ("train.dtype=int8", "choose one of"),
         ("train.betas=[0.9]", "2 numbers"),

@@ -31,9 +31,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from adaponder.errors import InputError
+from adaponder.files import read_yaml
 
 Record = dict[str, Any]
 
@@ -120,10 +119,7 @@ def require_fields(record: Record, fields: tuple[str, ...], where: str, task: st
 
 
 def _read_map(path: Path) -> dict[str, dict[str, str]]:
-    try:
-        found = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {error}") from None
+    found = read_yaml(path, InputError) or {}
     if not isinstance(found, dict):
         raise InputError(f"{path}: an object of tasks is needed, each with its splits")
     for task, splits in found.items():

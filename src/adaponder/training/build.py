@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,31 +16,16 @@ from adaponder.errors import ConfigError
 from adaponder.initialisation import depth_scaled_
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipe import Recipe
-
-_CONFIG_FIELDS = (
-    "method",
-    "iterations",
-    "tau",
-    "gate_bias",
-    "gate_width",
-    "shared_gate",
-    "embedding_scale",
-    "initial_multiplier",
-    "expectation_top_k",
-    "reuse",
-)
+from adaponder.settings import Recurrence
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
     """The recipe's model in float32 (float64 if it trains in that), on the default device; the seed decides it."""
-    asked = {name: getattr(recipe.model, name) for name in _CONFIG_FIELDS}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    asked["ponder_on"] = recipe.train.ponder_on
     torch.manual_seed(recipe.train.seed)
     if isinstance(recipe.model.backbone, str):
-        model = _from_checkpoint(recipe.model.backbone, asked)
+        model = _from_checkpoint(recipe.model.backbone, settings_of(recipe))
     else:
-        model = AdaPonderForCausalLM(scratch_config(recipe, vocabulary, asked))
+        model = AdaPonderForCausalLM(scratch_config(recipe, vocabulary))
         if recipe.model.init == "depth_scaled":
             depth_scaled_(model.backbone, iterations=model.config.iterations, seed=recipe.train.seed)
     if model.config.vocab_size < vocabulary:
@@ -50,18 +36,25 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
     return model.train()
 
 
-def scratch_config(recipe: Recipe, vocabulary: int, asked: dict[str, Any] | None = None) -> AdaPonderConfig:
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe says of the recurrence, as arguments of the config; what it leaves open is not there."""
+    return recipe.model.settings | {"ponder_on": recipe.train.ponder_on}
+
+
+def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     """The config of a model trained from scratch; its vocabulary is the tokenizer's unless the recipe says."""
     if not isinstance(recipe.model.backbone, dict):
         raise ConfigError("model.backbone: a mapping with model_type, or a checkpoint, is needed")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
-    if backbone.get("max_position_embeddings", recipe.data.sequence) < recipe.data.sequence:
+    longest = backbone.get("max_position_embeddings", recipe.data.sequence)
+    if not isinstance(longest, int) or isinstance(longest, bool):
+        raise ConfigError(f"model.backbone.max_position_embeddings={longest!r}: a whole number is needed")
+    if longest < recipe.data.sequence:
         raise ConfigError(
-            f"data.sequence={recipe.data.sequence} exceeds "
-            f"model.backbone.max_position_embeddings={backbone['max_position_embeddings']}"
+            f"data.sequence={recipe.data.sequence} exceeds model.backbone.max_position_embeddings={longest}"
         )
     _refuse_unknown(backbone)
-    return AdaPonderConfig(backbone_config=backbone, **(asked or {"method": recipe.model.method}))
+    return AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
@@ -79,7 +72,27 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 def _from_checkpoint(name: str, asked: dict[str, Any]) -> AdaPonderForCausalLM:
     opened = open_source(name, dtype="float32")
     if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == asked["method"]:
-        return opened.model  # its own gates are trained on
+        return _trained_on(opened.model, asked)
     stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
     settings = ({"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence) | asked
     return AdaPonderForCausalLM.from_backbone(stock, **settings)
+
+
+def _trained_on(model: AdaPonderForCausalLM, asked: dict[str, Any]) -> AdaPonderForCausalLM:
+    """The checkpoint's model with its own gates; what the recipe says otherwise of it holds from now on."""
+    own = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
+    wanted = AdaPonderConfig(backbone_config=model.config.backbone_config, **own | asked)
+    # Where gates began is nothing that trained ones could take over.
+    differing = [name for name in asked if name != "gate_bias" and getattr(wanted, name) != getattr(model.config, name)]
+    if not differing:
+        return model
+    changed = AdaPonderForCausalLM.from_backbone(model.backbone, **own | asked)
+    try:
+        changed.method.load_state_dict(model.method.state_dict())
+    except RuntimeError:
+        changes = ", ".join(f"model.{name}={asked[name]}" for name in differing)
+        raise ConfigError(
+            f"{changes}: {model.config.method}'s own parameters, which are trained on, have another shape in the "
+            "checkpoint; leave these fields out, or start from its backbone (adaponder convert --method backbone)"
+        ) from None
+    return changed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
@@ -14,7 +13,7 @@ import yaml
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError, InputError
-from adaponder.recipe import ModelRecipe, Recipe, load_recipe
+from adaponder.recipe import Recipe, load_recipe
 from adaponder.training.build import scratch_config
 
 _LONGEST_NAME = 120
@@ -127,13 +126,16 @@ def value_of(recipe: Recipe, field: str) -> Any:
     return list(place) if isinstance(place, tuple) else place
 
 
-def config_of(recipe: Recipe, vocabulary: int = 1) -> AdaPonderConfig | None:
-    """The config that a recipe from scratch builds its model from; ``None`` where a checkpoint decides."""
+def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
+    """The config that a recipe from scratch builds its model from; ``None`` where a checkpoint decides.
+
+    Before there is a tokenizer, its vocabulary is taken to be as large as the recipe needs it.
+    """
     if isinstance(recipe.model.backbone, str):
         return None
-    open_fields = {item.name for item in dataclasses.fields(ModelRecipe)} - {"backbone", "init"}
-    asked = {name: value for name in open_fields if (value := getattr(recipe.model, name)) is not None}
-    return scratch_config(recipe, vocabulary, asked | {"ponder_on": recipe.train.ponder_on})
+    if vocabulary is None:
+        vocabulary = (recipe.model.pause_token_id or 0) + 1
+    return scratch_config(recipe, vocabulary)
 
 
 def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[str, Any]], base: Recipe) -> str:

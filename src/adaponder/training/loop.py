@@ -156,7 +156,7 @@ class Trainer:
         if self.telemetry:
             self.telemetry.advance(step)
         last = self.step == train.steps
-        if self.step % train.log_every == 0 or last:
+        if last or (train.log_every and self.step % train.log_every == 0):
             self._log(step)
         if last or (train.eval_every and self.step % train.eval_every == 0):
             self._validate(step)
@@ -280,6 +280,8 @@ class Trainer:
             metrics |= {"ponder_fraction": self.objective.ponder_fraction}
         else:
             del metrics["halted"]
+        if self.objective.exit_entropy_weight is not None and config.method == "ouro":
+            metrics |= {"exit_entropy_weight": self.objective.exit_entropy_weight}
         if self.controller:
             metrics |= {"ponder_weight": self.objective.ponder_weight, "pressure": self.controller.pressure}
         metrics |= utilisation(speed, config, shape=self.shape, sequence=self.recipe.data.sequence, world=self.world)

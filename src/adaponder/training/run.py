@@ -27,6 +27,7 @@ from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_che
 from adaponder.training.distributed import World, join, local_share
 from adaponder.training.files import room_on_disk, room_to_write
 from adaponder.training.finished import is_finished, recipe_changes
+from adaponder.training.grid import config_of
 from adaponder.training.loop import Trainer, data_hash
 from adaponder.training.telemetry import Telemetry
 
@@ -63,6 +64,7 @@ def train(
     run differ from what its checkpoint was trained with. ``wandb`` names a Weights & Biases project to log to: nothing
     leaves the machine unasked.
     """
+    config_of(recipe)  # what no model can be built from is told before any data is prepared
     if resume not in (None, "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
     with join(device) as world, owned(out, world, resume):

@@ -34,19 +34,46 @@ def phase_at(train: TrainRecipe, step: int) -> Phase:
 
 
 def learning_rate_factor(train: TrainRecipe, step: int) -> float:
-    """Share of the peak at ``step``: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step."""
-    warmup = round(train.warmup * train.steps) if train.warmup < 1 else int(train.warmup)
+    """Share of the peak at ``step``: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
+
+    Where joint training begins after gates alone, ``joint_warmup`` warms up once more, on top of that.
+    """
+    again, warmup = 1.0, _steps(train.warmup, train)
+    if train.joint_warmup and 0 < train.freeze_backbone_steps <= step:
+        again = min(1.0, (step - train.freeze_backbone_steps + 1) / max(1, _steps(train.joint_warmup, train)))
     if step < warmup:
-        return (step + 1) / warmup
+        return again * ((step + 1) / warmup)
     done = (step - warmup) / max(1, train.steps - 1 - warmup)
-    return train.min_lr_ratio + (1.0 - train.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    cosine = train.min_lr_ratio + (1.0 - train.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    return again * cosine
+
+
+def _steps(warmup: float, train: TrainRecipe) -> int:
+    """A warm-up in steps: below 1 it is given as a share of all."""
+    return round(warmup * train.steps) if warmup < 1 else int(warmup)
+
+
+def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
+    """Ouro's beta at ``step``, linear between its two values; ``None`` where the recipe leaves it to the config."""
+    if train.exit_entropy is None:
+        return None
+    before, after = train.exit_entropy
+    start, end = train.exit_entropy_steps or (0, train.steps - 1)
+    if step >= end:
+        return after
+    return before if step <= start else before + (after - before) * (step - start) / (end - start)
 
 
 def objective_at(train: TrainRecipe, step: int) -> Objective:
     """Stage 1 is cross-entropy alone (eq. 11); from ``ponder_start`` on the ponder term is added (eq. 12 to 14)."""
     fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
     weight = train.ponder_weight if step >= train.ponder_start else 0.0
-    return Objective(ponder_weight=weight, ponder_fraction=fraction, exit_stage=train.exit_stage)
+    return Objective(
+        ponder_weight=weight,
+        ponder_fraction=fraction,
+        exit_stage=train.exit_stage,
+        exit_entropy_weight=exit_entropy_at(train, step),
+    )
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
