@@ -1,12 +1,14 @@
 """Figures are pure functions of a trace, and their captions say what the data shows, whichever way it goes."""
 
 import io
+import re
 import warnings
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 
 from adaponder.analysis.figures import PLATES, choose, difficulty, excerpts, forgone, gates, grid, halting
 from adaponder.analysis.figures import active as active_figure
@@ -14,7 +16,7 @@ from adaponder.analysis.figures import depth as depth_figure
 from adaponder.analysis.figures import gains as gains_figure
 from adaponder.analysis.figures.plate import listed, percent
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
-from adaponder.analysis.style import house
+from adaponder.analysis.style import DARK, LIGHT, depth_colours, house
 from adaponder.analysis.tables import (
     FEW,
     adds_up,
@@ -140,9 +142,11 @@ def test_the_check_mark_is_called_so_only_where_it_is():
         nll = np.array(levels)[trace["depth"] - 1]
         return said(halting, Trace(trace.frame.assign(nll=nll), trace.about))
 
-    assert "is the paper's check mark: lowest at depth 2, highest at depth 4." in shaped(1.8, 1.0, 1.7, 2.5)
-    assert "not the paper's check mark: lowest at depth 4, highest at depth 2" in shaped(1.8, 2.0, 1.7, 1.0)
-    assert "without the paper's check mark." in shaped(1.0, 1.5, 2.0, 2.5)
+    # Whoever has not read the paper is told what it is.
+    mark = "the paper's check mark (✓), where loss falls to a middle depth and is highest at the last"
+    assert f"This is {mark}: lowest at depth 2, highest at depth 4." in shaped(1.8, 1.0, 1.7, 2.5)
+    assert f"This is not {mark}: lowest at depth 4, highest at depth 2" in shaped(1.8, 2.0, 1.7, 1.0)
+    assert f"without {mark}." in shaped(1.0, 1.5, 2.0, 2.5)
 
 
 def test_a_shape_that_may_be_chance_is_said_to_be():
@@ -257,6 +261,71 @@ def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, trace):
             assert axes.get_ylabel() or axes.get_xlabel() or axes.get_shared_x_axes(), plate.name
 
 
+def test_a_depth_without_tokens_has_no_line_across_it():
+    trace = made_up(300, depth=np.tile([1, 2, 4], 100))
+    line = _drawn(halting.PLATE, trace).axes[0].containers[0][0]
+    assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_colours_of_depths_mean_depths_alone(trace, dark):
+    depths = {to_hex(colour) for colour in depth_colours(4)}
+    figure = _drawn(halting.PLATE, trace, dark=dark)
+    assert [to_hex(bar.get_facecolor()) for bar in figure.axes[1].patches] == [to_hex(c) for c in depth_colours(4)]
+    shades = figure.axes[2].images[0].cmap(np.linspace(0, 1, 256))
+    assert to_hex(shades[0]) == to_hex((DARK if dark else LIGHT).paper)
+    assert depths.isdisjoint(map(to_hex, shades))
+    bars = {to_hex(bar.get_facecolor()) for bar in _drawn(active_figure.PLATE, trace, dark=dark).axes[0].patches}
+    assert len(bars) == 1
+    assert depths.isdisjoint(bars)
+
+
+def test_an_axis_of_frequencies_has_numbers_however_few_they_are(trace):
+    for counts in ([130, 260], [1, 3], [5, 5000], [7, 7]):
+        panel = _drawn(depth_figure.PLATE, Trace(trace.frame.assign(count=np.resize(counts, 1200)), trace.about)).axes[
+            0
+        ]
+        low, high = panel.get_xlim()
+        assert sum(low <= place <= high for place in panel.get_xticks()) > 1, counts
+
+
+@pytest.mark.parametrize("depth", [[4], [1], [1, 4], [3, 4, 4, 4, 4, 4, 4, 4]], ids=str)
+def test_no_axis_shows_a_mean_depth_that_cannot_be(depth):
+    trace = made_up(240, depth=np.resize(depth, 240))
+    with house() as theme:
+        left, panels = (plot.draw(plot.measure(trace), theme).axes for plot in (difficulty, depth_figure))
+    limits = [left[0].get_ylim(), *(panel.get_ylim() for panel in panels[:3]), panels[3].get_xlim()]
+    assert all(1.0 <= low < high <= 4.0 for low, high in limits)
+    curves = [left[0], *panels[:3]]
+    for panel, (low, high) in zip(curves, limits[:4], strict=True):
+        line = panel.containers[0][0]
+        assert all(low <= mean <= high for mean in line.get_ydata())
+        # A point on the edge is seen whole.
+        assert not line.get_clip_on()
+
+
+def test_intervals_are_promised_where_there_can_be_some(trace):
+    for plate in PLATES:
+        assert "95% intervals" not in plate.alt or "where there are documents enough" in plate.alt
+
+
+def test_a_token_of_several_lines_has_a_closed_box_on_each():
+    words = ["a", "\n\n    b", "c\n", "d"]
+    html = excerpts.as_html(excerpts.Excerpt(words, [1, 2, 3, 4], [0.0] * 4, 1, "remark"))
+    inside = re.search("<pre[^>]*>(.*)</pre>", html, re.DOTALL)
+    assert inside is not None
+    boxes = re.findall('<span class="([^"]*)"[^>]*>([^<]*)</span>', inside[1])
+    assert boxes == [
+        ("d1", "a"),
+        ("d2 target", "↵"),
+        ("d2 target", "↵"),
+        ("d2 target", "    b"),
+        ("d3", "c↵"),
+        ("d4", "d"),
+    ]
+    assert re.sub("<[^>]*>|↵", "", inside[1]) == "".join(words)
+
+
 def test_drawing_again_gives_the_same_bytes(trace):
     def svg() -> bytes:
         with house() as theme:
@@ -311,6 +380,9 @@ def test_the_last_word_of_all_was_never_read():
 def test_text_from_data_is_never_an_instruction():
     assert for_html('<script>"&\n') == "&lt;script&gt;&quot;&amp;↵\n"
     assert visible("a\x1b[31m\u202eb\x00\n") == "a\\x1b[31m\\u202eb\\x00\n"
+    hidden = "\u061c\u180e\ufff9\U000e0041\U000f0000\udcff\u2028\u200b\xad\x85\r"
+    assert visible(hidden).isascii()
+    assert visible("é 中 \U0001f600\u0301") == "é 中 \U0001f600\u0301"
     assert on_one_line("a\nb") == "a↵b"
     assert for_figure("        x") == "␣×8x"
     assert for_figure("中") == "\\u4e2d"

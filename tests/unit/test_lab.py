@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 
 import support
 from adaponder import AdaPonderError, Entropy, FixedDepth, LearnedGate, Ranked, Uniform
 from adaponder.analysis import policies_figure as figures
+from adaponder.analysis.style import depth_colours
 from adaponder.commands import policies as command
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Setting, priced_depths, scaled_shares, threshold_at, trace
@@ -367,10 +369,6 @@ def test_the_table_holds_every_number_of_the_rows(result):
 
 
 def test_the_figures_show_every_policy_that_was_measured(result):
-    curves = figures.loss_against_compute(result["rows"])
-    names = {row["policy"] for row in result["rows"] if row["loss"] is not None}
-    assert {line.get_label() for line in curves.axes[0].lines} == names - {figures.ORACLE}
-    assert figures.ORACLE in curves.axes[0].get_title(loc="left")
     bars = figures.keep_probability(result["rows"], 3.0)
     shown = [axis for axis in bars.axes if axis.get_visible()]
     assert len(shown) == len([row for row in result["rows"] if row["budget"] == 3.0])
@@ -381,6 +379,56 @@ def test_the_figures_show_every_policy_that_was_measured(result):
     assert labels[-1] == "unable"
     assert figures.ORACLE in labels
     assert LEARNED not in labels
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_loss_against_compute_has_a_panel_for_each_rule_and_no_colour_for_two_things(result, dark):
+    drawn = figures.loss_against_compute(result["rows"], dark=dark)
+    names = {row["policy"] for row in result["rows"] if row["loss"] is not None} - {figures.ORACLE, TRAINED}
+    rules = list(dict.fromkeys(name.split(",")[0] for name in names - {LEARNED}))
+    shown = [axis for axis in drawn.axes if axis.get_visible()]
+    # Against iterations, then against FLOPs.
+    assert sorted(axis.get_title() for axis in shown) == sorted(2 * rules)
+    for axis in shown:
+        own = {name for name in names if name.split(",")[0] == axis.get_title()}
+        lines = [line for line in axis.lines if line.get_label() != "the other policies"]
+        assert len(lines) == 2 + len(own) <= 4
+        assert len(axis.lines) == len(names) + 1
+        solid = [line for line in lines if line.get_marker() != "*"]
+        assert len({to_hex(line.get_color()) for line in solid}) == len(solid)
+        rows = [row for row in result["rows"] if row["policy"] in own and row["loss"] is not None]
+        points = {point for line in solid for point in line.get_ydata()}
+        assert {row["loss"] for row in rows} <= points
+    legend = drawn.legends[0]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert len(set(labels)) == len(labels) == 5
+    assert figures.ORACLE in drawn.get_suptitle()
+    low, high = shown[0].get_xlim()
+    assert 1.0 <= low < high <= K
+
+
+def test_a_line_is_promised_where_one_is_drawn(result):
+    here = [row for row in result["rows"] if row["budget"] == BUDGET and row["difference"] is not None]
+    axis = figures.differences(result["rows"], BUDGET).axes[0]
+    low, high = axis.get_xlim()
+    inside = [row for row in here if low <= row["difference"]["mean"] <= high]
+    intervals = [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "-"]
+    assert all(row["difference"]["interval"] in intervals for row in inside)
+    assert "line: 95 %" in axis.get_xlabel()
+    assert ("arrow" in axis.get_xlabel()) == (len(inside) < len(here))
+    few = [row | {"difference": row["difference"] and row["difference"] | {"interval": None}} for row in here]
+    label = figures.differences(few, BUDGET).axes[0].get_xlabel()
+    assert "line:" not in label
+    assert "too few documents or windows for a 95 % interval" in label
+
+
+def test_shares_of_iterations_do_not_wear_the_colours_of_depths(result):
+    drawn = figures.keep_probability(result["rows"], BUDGET)
+    bars = [patch.get_facecolor() for axis in drawn.axes for patch in axis.patches]
+    assert len(set(bars)) == 1
+    assert to_hex(bars[0]) not in map(to_hex, depth_colours(K))
+    lowest = [axis for axis in drawn.axes if axis.get_visible() and axis.xaxis.get_tick_params()["labelbottom"]]
+    assert len(lowest) == min(5, len([axis for axis in drawn.axes if axis.get_visible()]))
 
 
 def test_a_result_is_saved_and_drawn_again_without_a_model(result, tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from adaponder import AdaPonderForCausalLM
 from adaponder.analysis import portions
 from adaponder.analysis.report import write_report
+from adaponder.analysis.style import PAGE
 from adaponder.analysis.trace import read_trace
 from adaponder.cli import main
 from adaponder.commands import analyze
@@ -108,6 +109,28 @@ def test_a_token_that_spells_a_script_is_text(written):
     assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in str(policy)
+
+
+def test_a_figure_keeps_its_size_on_a_narrow_screen_and_can_be_moved(written):
+    report, page, out = written
+    regions = [one for one in page.all("div") if (one.get("aria-label") or "").startswith("Figure: ")]
+    assert len(regions) == len(report.drawn)
+    assert all(region["class"] == "scroll" and region["tabindex"] == "0" for region in regions)
+    source = (out / "report.html").read_text()
+    width = re.search(r"figure img \{[^}]*min-width: (\d+)rem", source)
+    assert width is not None
+    # The smallest label, 7 points of a figure of 7 inches, is at least 9 pixels high at 16 pixels a rem.
+    assert 7 / 72 / PAGE * int(width[1]) * 16 >= 9
+    assert "wider than this screen" in page.text
+
+
+def test_no_name_can_break_the_page_or_hide_in_it(tmp_path):
+    name = "runs/</title><script>\x1b[31m\u202e\u061c\udcff\n&"
+    write_report(made_up(60, checkpoint=name, data=name, policy=name), tmp_path, only=["excerpts"])
+    source, page = (tmp_path / "report.html").read_text(encoding="utf-8"), Page(tmp_path / "report.html")
+    assert len(page.all("script")) == len(page.all("title")) == 1
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e\u061c]", source)
+    assert page.text.count("runs/</title><script>\\x1b[31m\\u202e\\u061c\\udcff↵") == 5
 
 
 def test_what_is_left_out_is_named_and_nothing_stale_remains(tmp_path):

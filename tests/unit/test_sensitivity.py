@@ -1,5 +1,6 @@
 """The figure shows the records and nothing else, in a style that survives grey print and a second drawing."""
 
+import itertools
 import json
 import statistics
 
@@ -174,12 +175,31 @@ def test_the_house_is_left_as_it_was_found():
 
 
 def test_neighbours_differ_in_lightness_marker_and_line():
-    for place in range(len(style.PALETTE)):
+    for place in range(len(style.PALETTE) - 1):
         one, other = style.series(place), style.series(place + 1)
         assert all(one[key] != other[key] for key in ("color", "marker", "linestyle"))
         assert abs(style.lightness(one["color"]) - style.lightness(other["color"])) > 0.05
-    looks = {(look["color"], look["marker"]) for look in map(style.series, range(40))}
-    assert len(looks) == 40
+
+
+@pytest.mark.parametrize("count", [2, 6, 7, 20])
+def test_no_colour_is_used_twice_however_many_lines_there_are(count):
+    settings = itertools.product(range(count), range(count + 1))
+    records = [record(2.0 + k + w, 3.0, ponder_weight=w, k_max=k) for k, w in settings]
+    panel = sensitivity(records).axes[0]
+    assert len(panel.containers) == count
+    assert len({container[0].get_color() for container in panel.containers}) == count
+
+
+def test_no_axis_of_depths_shows_one_that_cannot_be():
+    # Three shares of halted tokens: K is 4.
+    for depths in ((1.0, 4.0), (3.99, 4.0), (1.0, 1.01), (4.0, 4.0)):
+        drawn = sensitivity([record(2.0 + d, d, requested=d, k_max=i) for i, d in enumerate(depths)])
+        for panel in drawn.axes[1:]:
+            low, high = panel.get_xlim()
+            assert 1.0 <= low < high <= 4.0
+            points = [x for container in panel.containers for x in container[0].get_xdata()]
+            assert all(low <= x <= high for x in points)
+            assert not any(container[0].get_clip_on() for container in panel.containers)
 
 
 @pytest.mark.parametrize("theme", [style.LIGHT, style.DARK])
@@ -205,6 +225,5 @@ def test_depth_has_one_ramp_in_the_terminal_and_in_figures(deepest):
         red, green, blue = (round(255 * part) for part in colour)
         assert f"on rgb({red},{green},{blue})" in terminal.depth_style(depth, deepest)
     assert [style.lightness(colour) for colour in colours] == sorted(style.lightness(colour) for colour in colours)
-    assert style.depth_map()(1.0)[:3] == pytest.approx(style.depth_colour(7, 7), abs=0.01)
     with pytest.raises(ValueError, match="depth 0"):
         style.depth_colour(0, deepest)

@@ -8,6 +8,7 @@ from html import escape
 
 from rich.style import Style
 
+from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.style import DARK, LIGHT, Theme
 from adaponder.terminal import depth_style
 
@@ -33,7 +34,10 @@ button { font: inherit; font-size: .85rem; padding: .3rem .8rem; color: var(--in
 .four dd small { display: block; font-size: .78rem; font-weight: 400; color: var(--muted); line-height: 1.35; }
 nav ol { columns: 2 16rem; padding-left: 1.4rem; margin: .4rem 0 0; }
 figure { margin: 0; }
-figure img { width: 100%; height: auto; display: block; }
+/* Narrower than this, labels could not be read: the figure is moved sideways instead. */
+figure img { width: 100%; min-width: 44rem; height: auto; display: block; }
+.sideways { display: none; margin-top: 2rem; }
+@media (max-width: 46.4rem) { .sideways { display: block; } }
 figcaption { margin-top: .5rem; }
 .on-dark { display: none !important; }
 .scroll { overflow-x: auto; }
@@ -50,12 +54,14 @@ pre.words { font: .92rem/1.75 ui-monospace, "DejaVu Sans Mono", monospace; white
   border-radius: .5rem; }
 pre.words span { padding: .1em 0; unicode-bidi: isolate; -webkit-box-decoration-break: clone;
   box-decoration-break: clone; }
-pre.words .target, .legend .target { outline: 3px solid var(--mark); font-weight: 700; margin: 0 5px; }
+pre.words .target, .legend .target { display: inline-block; padding: 0 .1em; border: 3px solid var(--mark);
+  line-height: 1.3; font-weight: 700; margin: 0 2px; }
 .legend span { padding: .1rem .5rem; margin-right: .3rem; font-size: .85rem; border-radius: .2rem; }
 .d0 { color: var(--ink); }
 @media print {
   body { max-width: none; padding: 0; font-size: 10.5pt; }
-  nav, button { display: none; }
+  nav, button, .sideways { display: none !important; }
+  figure img { min-width: 0; }
   figure, .excerpt, table { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
   pre.words span, .legend span { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
@@ -78,7 +84,7 @@ say();
 
 
 def page(title: str, body: str, *, deepest: int) -> str:
-    """A whole document. ``title`` is text and is escaped; ``body`` is HTML."""
+    """A whole document. ``title`` is text, which is spelled out and escaped; ``body`` is HTML."""
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(_SCRIPT)}'"
     return f"""<!doctype html>
 <html lang="en">
@@ -88,7 +94,7 @@ def page(title: str, body: str, *, deepest: int) -> str:
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <link rel="icon" href="data:,">
-<title>{escape(title)}</title>
+<title>{escape(on_one_line(title))}</title>
 <style>{_styles(deepest)}</style>
 </head>
 <body>

@@ -14,12 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adaponder.analysis.style import COLUMN, PAGE, Theme, depth_colours, house, new_figure, series
+from adaponder.analysis.style import COLUMN, PAGE, PALETTE, Theme, depth_limits, house, new_figure, series
 
 Row = Mapping[str, Any]
 _SPREADS = ("depth_interval", "loss_interval")
 ORACLE = "oracle by NLL"
-_AHEAD = "hollow: looks ahead, cannot generate"
+LEARNED = "learned gate"
+_AHEAD = ": looks ahead, cannot generate"
+_STAR: dict[str, Any] = {"marker": "*", "markersize": 7.0, "linestyle": "none", "zorder": 6, "clip_on": False}
 
 
 def flat(rows: Sequence[Row]) -> pd.DataFrame:
@@ -40,47 +42,85 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def loss_against_compute(rows: Sequence[Row], *, dark: bool = False) -> Figure:
-    """Held-out loss of each policy over the budgets, against mean iterations and against true FLOPs.
+    """Held-out loss over the budgets, against mean iterations and against true FLOPs: a panel for each rule.
 
-    The oracle, far below everybody, is told in words: it would flatten the differences among the others.
+    A panel shows its rule beside the learned gate, all the others faintly behind them. The oracle, far below everybody,
+    is told in words: it would flatten the differences among the others.
     """
     with house(dark=dark) as theme:
         tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
-        kinds = list(dict.fromkeys(_kind(row["policy"]) for row in tuned if row["policy"] != ORACLE))
-        figure = new_figure(width=PAGE, height=4.1)
-        axes = figure.subplots(1, 2, sharey=True)
-        for axis, field, label in zip(
-            axes, ("depth", "mflops"), ("mean iterations per token", "MFLOP per token"), strict=True
-        ):
-            for name in dict.fromkeys(row["policy"] for row in tuned if row["policy"] != ORACLE):
-                points = sorted((row for row in tuned if row["policy"] == name), key=lambda row: row[field])
-                _curve(axis, points, field, kinds.index(_kind(name)), theme)
-            for row in rows:
-                if row["budget"] is None:
-                    ink = {"color": theme.ink, "marker": "*", "markersize": 8.0, "linestyle": "none", "zorder": 5}
-                    axis.plot([row[field]], [row["loss"]], **ink, label=row["policy"])
-            axis.set_xlabel(label)
-        axes[0].set_ylabel("loss on held-out text (nats per token)")
+        shown = [row for row in tuned if row["policy"] != ORACLE]
+        trained = [row for row in rows if row["budget"] is None]
+        kinds = list(dict.fromkeys(_kind(row["policy"]) for row in shown if row["policy"] != LEARNED)) or [LEARNED]
+        columns = min(4, len(kinds))
+        lines = math.ceil(len(kinds) / columns)
+        figure = new_figure(width=PAGE, height=1.1 + 2 * (0.35 + 1.25 * lines))
+        drawn: dict[str, Any] = {}
+        for part, field in zip(figure.subfigures(2, 1), ("depth", "mflops"), strict=True):
+            panels = part.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+            for axis, kind in zip(panels, kinds, strict=False):
+                _draw_rule(axis, kind, shown, field, theme)
+                for row in trained:
+                    axis.plot([row[field]], [row["loss"]], **_STAR, color=theme.ink, label=row["policy"])
+                axis.set_title(kind, fontsize=7.0)
+                drawn |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+            _only(panels, len(kinds), columns)
+            panels[0].set_xlim(_across([*shown, *trained], field))
+            panels[0].set_ylim(_margin([row["loss"] for row in (*shown, *trained)], 0.08))
+            part.supxlabel("mean iterations per token" if field == "depth" else "MFLOP per token", fontsize=8.0)
+            part.supylabel("held-out loss (nats)", fontsize=8.0)
         if oracle := [row for row in tuned if row["policy"] == ORACLE]:
-            best = "   ".join(f"{row['loss']:.3f} at {row['depth']:.2f}" for row in oracle)
-            axes[0].set_title(f"below: {ORACLE}, {best}", loc="left", fontsize=7.0, color=theme.muted)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, title=_AHEAD, title_fontsize=7.0)
+            best = ", ".join(f"{row['loss']:.3f} at depth {row['depth']:.2f}" for row in oracle)
+            figure.suptitle(f"{ORACLE}, below these axes: {best}", fontsize=7.0, color=theme.muted)
+        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3)
     return figure
 
 
 def _kind(policy: str) -> str:
-    """The rule, whichever way its shares are kept: both ways have one colour and marker."""
+    """The rule, whichever way its shares are kept: both ways have one panel."""
     return policy.removesuffix(", ranked").removesuffix(", thresholds")
 
 
-def _curve(axis: Axes, rows: Sequence[Row], field: str, index: int, theme: Theme) -> None:
-    style: dict[str, Any] = dict(series(index)) | {"linestyle": ("-", "--", "-.")[index % 3]}
-    if not rows[0]["causal"]:
-        style |= {"markerfacecolor": theme.paper, "linestyle": ":"}
-    # The learned gate, first in every table, is drawn over the others.
-    style |= {"linewidth": 2.0, "zorder": 4} if index == 0 else {}
-    axis.plot([row[field] for row in rows], [row["loss"] for row in rows], **style, label=rows[0]["policy"])
+def _draw_rule(axis: Axes, kind: str, rows: Sequence[Row], field: str, theme: Theme) -> None:
+    """One panel: the rule in question, the learned gate, and behind them the others."""
+    faint: dict[str, Any] = {"color": theme.muted, "alpha": 0.3, "linewidth": 0.7, "marker": ".", "markersize": 3.0}
+    learned: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "zorder": 3}
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        points = sorted((row for row in rows if row["policy"] == name), key=lambda row: row[field])
+        own = _kind(name) == kind
+        label = LEARNED if name == LEARNED else "the other policies"
+        if own and name != LEARNED:
+            label = "the policy named above" if points[0]["causal"] else f"the same by rank{_AHEAD}"
+        look = learned if name == LEARNED else _look(points[0]["causal"], theme) if own else faint
+        axis.plot([row[field] for row in points], [row["loss"] for row in points], **look, label=label, clip_on=False)
+
+
+def _look(causal: bool, theme: Theme) -> dict[str, Any]:
+    """One colour for what can generate and one for what looks ahead, the latter hollow too."""
+    if causal:
+        return {"color": PALETTE[0], "marker": "s", "linestyle": "-", "zorder": 4}
+    return {"color": PALETTE[2], "marker": "D", "markerfacecolor": theme.paper, "linestyle": ":", "zorder": 5}
+
+
+def _only(panels: Sequence[Axes], count: int, columns: int) -> None:
+    """Hides the panels beyond ``count``; the one above a hidden one has the numbers of its axis."""
+    for place, axis in enumerate(panels):
+        axis.set_visible(place < count)
+        axis.tick_params(labelbottom=place + columns >= count)
+
+
+def _across(rows: Sequence[Row], field: str) -> tuple[float, float]:
+    """Limits of an axis of this field."""
+    low, high = _margin([row[field] for row in rows], 0.05)
+    deepest = max(len(row["active"]) for row in rows)
+    return depth_limits(low, high, deepest, margin=0.0) if field == "depth" else (low, high)
+
+
+def _margin(values: Sequence[float], share: float) -> tuple[float, float]:
+    """From the lowest to the highest, and a share of that more on both sides."""
+    low, high = min(values), max(values)
+    more = share * (high - low) or 0.01 * abs(high) or 1e-3
+    return low - more, high + more
 
 
 def differences(rows: Sequence[Row], budget: float, *, dark: bool = False) -> Figure:
@@ -107,9 +147,18 @@ def differences(rows: Sequence[Row], budget: float, *, dark: bool = False) -> Fi
                 _mark(axis, row, place, low, high, theme)
         axis.set_yticks(range(len(shown)), [row["policy"] for row in shown])
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel("loss minus the learned gate's (nats per token; line: 95 % of the paired difference)")
-        axis.set_title(f"Mean depth {budget:.2f}, held-out text; {_AHEAD}", loc="left")
+        axis.set_xlabel(f"loss minus the learned gate's (nats per token; {_promise(shown, low, high)})")
+        ahead = "" if all(row["causal"] for row in shown) else f"; hollow{_AHEAD}"
+        axis.set_title(f"Mean depth {budget:.2f}, held-out text{ahead}", loc="left")
     return figure
+
+
+def _promise(rows: Sequence[Row], low: float, high: float) -> str:
+    """What lines and arrows mean, of those that are drawn."""
+    gaps = [row["difference"] for row in rows if row["difference"] is not None]
+    lines = any(gap["interval"] is not None for gap in gaps)
+    words = "line: 95 % of the paired difference" if lines else "too few documents or windows for a 95 % interval"
+    return words + ("; arrow: beyond this axis" if any(not low <= gap["mean"] <= high for gap in gaps) else "")
 
 
 def _limits(rows: Sequence[Row]) -> tuple[float, float]:
@@ -126,13 +175,14 @@ def _numbers(row: Row) -> str:
 
 def _mark(axis: Axes, row: Row, place: int, low: float, high: float, theme: Theme) -> None:
     gap = row["difference"]
-    colour = series(0 if row["causal"] else 3)["color"]
-    face = colour if row["causal"] else theme.paper
+    look = _look(row["causal"], theme)
     inside = min(max(gap["mean"], low), high)
-    marker = "o" if inside == gap["mean"] else "<" if inside == low else ">"
-    if gap["interval"] is not None and marker == "o":
-        axis.plot(gap["interval"], [place, place], color=colour, linewidth=1.2, linestyle="-", marker="none")
-    axis.plot([inside], [place], marker=marker, color=colour, markerfacecolor=face, clip_on=False, linestyle="none")
+    if gap["interval"] is not None and inside == gap["mean"]:
+        axis.plot(gap["interval"], [place, place], color=look["color"], linewidth=1.2, linestyle="-", marker="none")
+    look |= {"linestyle": "none", "clip_on": False, "zorder": 5}
+    if inside != gap["mean"]:
+        look |= {"marker": "<" if inside == low else ">"}
+    axis.plot([inside], [place], **look)
 
 
 def keep_probability(rows: Sequence[Row], budget: float, *, dark: bool = False) -> Figure:
@@ -147,7 +197,8 @@ def keep_probability(rows: Sequence[Row], budget: float, *, dark: bool = False) 
         for axis, row in zip(panels, shown, strict=False):
             active = row["active"]
             iterations = range(1, len(active) + 1)
-            drawn = axis.bar(iterations, active, color=depth_colours(len(active)), width=0.75)
+            # One colour: those of the depth ramp are depths of tokens, and here are iterations.
+            drawn = axis.bar(iterations, active, color=PALETTE[0], width=0.75)
             axis.bar_label(drawn, [f"{share:.2f}".removeprefix("0") for share in active], fontsize=5.5, padding=1)
             # A long name takes two lines rather than its neighbour's place.
             name = row["policy"].replace(", ", ",\n", 1)
@@ -156,9 +207,9 @@ def keep_probability(rows: Sequence[Row], budget: float, *, dark: bool = False) 
             axis.set_xticks(list(iterations))
             axis.set_yticks([0.0, 0.5, 1.0])
             axis.grid(axis="x", visible=False)
-        for axis in panels[len(shown) :]:
-            axis.set_visible(False)
-        figure.supxlabel("iteration    († looks ahead, cannot generate)", fontsize=8.0)
+        _only(panels, len(shown), columns)
+        ahead = "" if all(row["causal"] for row in shown) else f"    (†{_AHEAD})"
+        figure.supxlabel(f"iteration{ahead}", fontsize=8.0)
         figure.supylabel(f"share of tokens read, mean depth {budget:.2f}", fontsize=8.0)
     return figure
 
@@ -171,11 +222,12 @@ def frontier(rows: Sequence[Row], *, dark: bool = False) -> Figure:
         met = sorted((row for row in rows if row["budget"] is not None), key=lambda row: row["depth"])
         fixed = sorted((row for row in rows if row["budget"] is None), key=lambda row: row["depth"])
         for index, (points, label) in enumerate([(met, "learned gate, calibrated"), (fixed, "equally often")]):
-            axis.plot(*_line(points), **series(index), label=label)
+            axis.plot(*_line(points), **series(index), label=label, clip_on=False)
         chosen = [row for row in met if row["policy"] == "a tau per iteration"]
         ring: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "linestyle": "none"}
         if chosen:
-            axis.plot(*_line(chosen), **ring, color=theme.muted, label="with a tau per iteration")
+            axis.plot(*_line(chosen), **ring, clip_on=False, color=theme.muted, label="with a tau per iteration")
+        axis.set_xlim(_across(rows, "depth"))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("mean iterations per token, held-out text")
         axis.set_ylabel("loss (nats per token)")

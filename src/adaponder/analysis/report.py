@@ -23,6 +23,7 @@ from adaponder.analysis.trace import Trace
 
 REPORT = "report.html"
 FIGURES, TABLES = "figures", "tables"
+_SIDEWAYS = '<p class="sideways muted">The figures are wider than this screen: move them sideways.</p>'
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,7 @@ def write_report(
 def _draw(plate: Plate, trace: Trace, out: Path) -> Drawn:
     found = plate.measure(trace)
     with house() as theme:
-        figure = plate.draw(found, theme)
-        # Laid out once for both files: that is half of the drawing.
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-        _, svg = save(figure, out / FIGURES / plate.name)
+        _, svg = save(plate.draw(found, theme), out / FIGURES / plate.name)
     with house(dark=True) as theme:
         dark = io.BytesIO()
         plate.draw(found, theme).savefig(dark, format="svg", metadata={"Date": None, "Creator": None})
@@ -155,6 +152,7 @@ state what this data shows. Losses are in nats per token; {_intervals(report.num
 </tbody></table></div>
 <nav aria-label="Contents"><h2>Contents</h2><ol>{contents}</ol></nav>
 <main>
+{_SIDEWAYS if report.drawn else ""}
 {parts}
 </main>"""
     return page(title, body, deepest=trace.about.deepest)
@@ -185,8 +183,10 @@ def _four(trace: Trace, found: Numbers) -> str:
 
 
 def _figure(one: Drawn) -> str:
+    pictures = both(one.light, one.dark, f"{one.plate.title}. {one.plate.alt}")
+    label = escape(f"Figure: {one.plate.title}")
     return (
-        f"<figure>{both(one.light, one.dark, f'{one.plate.title}. {one.plate.alt}')}\n"
+        f'<figure><div class="scroll" tabindex="0" role="region" aria-label="{label}">{pictures}</div>\n'
         f"<figcaption>{for_html(one.caption)}</figcaption></figure>\n"
         f"<details><summary>Numbers of this figure</summary>{_table(one.table)}</details>\n"
     )

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adaponder.analysis.style import PAGE, Theme, house, new_figure, series
+from adaponder.analysis.style import PAGE, Theme, depth_limits, house, new_figure, series
 from adaponder.errors import InputError
 
 _SYMBOLS = {"train.ponder_weight": "λ", "train.k_max": "k", "model.iterations": "K", "model.tau": "τ"}
@@ -188,7 +188,8 @@ def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> 
             _draw_knob(panels[knob], knob, lines, theme)
         for name in depths:
             _draw_depth(panels[name], name, lines, theme)
-        _label(panels, rows, depths)
+        # The share halted after each iteration but the last.
+        _label(panels, rows, depths, deepest=max(len(point.halted) + 1 for point in found if point.halted is not None))
         _explain(figure, panels[rows[-1][-1]], found, lines, theme)
     return figure
 
@@ -212,7 +213,7 @@ def _draw_knob(panel: Axes, knob: str, lines: Sequence[Line], theme: Theme) -> N
     for index, line in enumerate(lines):
         if line.axis == knob:
             places = [p.fields[knob] if numeric else names.index(p.fields[knob]) for p in line.points]
-            _draw(panel, places, line.points, index, theme, joined=numeric)
+            _draw(panel, places, line.points, series(index, len(lines)), theme, joined=numeric)
     if not numeric:
         panel.set_xticks(range(len(names)), [text_of(name) for name in names])
         panel.set_xlim(-0.5, len(names) - 0.5)
@@ -231,9 +232,10 @@ def _draw_depth(panel: Axes, name: str, lines: Sequence[Line], theme: Theme) -> 
         places = [where(point) for point in placed]
         # Settings without order, or that ask for the same: a line through them would say nothing.
         joined = len(set(places)) == len(places) and all(_is_number(point.fields.get(line.axis)) for point in placed)
-        _draw(panel, places, placed, index, theme, joined=joined, realised=name == _REALISED)
+        look = series(index, len(lines))
+        _draw(panel, places, placed, look, theme, joined=joined, realised=name == _REALISED)
     if (base := _base(lines)) is not None and base.loss is not None and (place := where(base)) is not None:
-        panel.plot(place, base.loss.mean, color=theme.ink, **_RING)
+        panel.plot(place, base.loss.mean, color=theme.ink, **_RING, clip_on=False)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     panel.set_xlabel(f"mean iterations, {name}")
 
@@ -249,7 +251,7 @@ def _draw(
     panel: Axes,
     places: Sequence[Any],
     chosen: Sequence[Point],
-    index: int,
+    look: Mapping[str, Any],
     theme: Theme,
     *,
     joined: bool,
@@ -258,7 +260,7 @@ def _draw(
     """One line of a panel; ``realised`` depths have a deviation of their own."""
     drawn = [(place, p.loss, p.depth) for place, p in zip(places, chosen, strict=True) if p.loss and p.depth]
     several = any(loss.count > 1 for _, loss, _ in drawn)
-    look = {**series(index), **({} if joined else {"linestyle": "none"})}
+    look = {**look, **({} if joined else {"linestyle": "none"})}
     panel.errorbar(
         [place for place, *_ in drawn],
         [loss.mean for _, loss, _ in drawn],
@@ -268,11 +270,12 @@ def _draw(
         # An edge in the colour of the paper keeps markers apart where they overlap.
         markeredgecolor=theme.paper,
         markeredgewidth=0.5,
+        clip_on=False,
         **look,
     )
 
 
-def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Sequence[str]) -> None:
+def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Sequence[str], *, deepest: int) -> None:
     """Letters for the caption, the loss where it is read, and one scale for what was asked and what came of it."""
     for place, name in enumerate(_distinct([name for row in rows for name in row])):
         panels[name].set_title(f"({chr(ord('a') + place)})", loc="left")
@@ -282,7 +285,8 @@ def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Se
             panels[name].tick_params(left=False, labelleft=False)
     limits = [panels[name].get_xlim() for name in depths]
     for name in depths:
-        panels[name].set_xlim(_at_least(0.2, min(low for low, _ in limits), max(high for _, high in limits)))
+        low, high = _at_least(0.2, min(low for low, _ in limits), max(high for _, high in limits))
+        panels[name].set_xlim(depth_limits(low, high, deepest, margin=0.0))
     first = panels[rows[0][0]]
     first.set_ylim(_at_least(0.002, *first.get_ylim()))
 
@@ -298,7 +302,8 @@ def _explain(figure: Figure, panel: Axes, found: Sequence[Point], lines: Sequenc
     if len(lines) > 1:
         several = len(_distinct([line.axis for line in lines])) > 1
         labels = [f"{symbol(line.axis)} varied,  {line.label}" if several else line.label for line in lines]
-        handles = [panel.plot([], [], markeredgewidth=0.0, **series(index))[0] for index in range(len(lines))]
+        looks = [series(index, len(lines)) for index in range(len(lines))]
+        handles = [panel.plot([], [], markeredgewidth=0.0, **look)[0] for look in looks]
         if _base(lines) is not None:
             handles += panel.plot([], [], color=theme.ink, **_RING)
             labels.append("the recipe itself")

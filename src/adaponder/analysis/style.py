@@ -19,7 +19,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib import colormaps
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from rich.style import Style
 
@@ -35,6 +36,7 @@ DPI = 200
 PALETTE = ("#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1)))
+_RAMP = colormaps["plasma"]
 
 _COMMON = {
     "font.family": "sans-serif",
@@ -108,11 +110,16 @@ def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
     return Figure(figsize=(width, height))
 
 
-def series(index: int) -> Mapping[str, Any]:
-    """Colour, marker and line of the ``index``-th series: each alone tells neighbours apart, so grey print does too."""
+def series(index: int, of: int = len(PALETTE)) -> Mapping[str, Any]:
+    """Colour, marker and line of the ``index``-th of so many series; no two of one figure have the same colour.
+
+    Each alone tells neighbours apart, so grey print does too.
+    """
+    # More series than the palette has colours: they come in an order, so a ramp suits them.
+    colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
     return MappingProxyType(
         {
-            "color": PALETTE[index % len(PALETTE)],
+            "color": colour,
             "marker": MARKERS[index % len(MARKERS)],
             "linestyle": LINES[index % len(LINES)],
         }
@@ -133,9 +140,16 @@ def depth_colours(deepest: int) -> list[Colour]:
     return [depth_colour(depth, deepest) for depth in range(1, deepest + 1)]
 
 
-def depth_map() -> LinearSegmentedColormap:
-    """The depth ramp without steps, for densities and heat maps: dark is little, bright is much."""
-    return LinearSegmentedColormap.from_list("adaponder", depth_colours(64))
+def density_map(theme: Theme) -> LinearSegmentedColormap:
+    """From the paper, where there is nothing, to one colour; not the depth ramp, whose colours are depths."""
+    return LinearSegmentedColormap.from_list("adaponder", [theme.paper, PALETTE[0 if theme == LIGHT else 3]])
+
+
+def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tuple[float, float]:
+    """Limits of an axis of mean depths: ``margin`` around the values, and no depth that does not exist."""
+    if deepest == 1:
+        return 0.5, 1.5
+    return max(1.0, low - margin), min(float(deepest), high + margin)
 
 
 def lightness(colour: Any) -> float:
@@ -153,6 +167,9 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     # Not with_suffix: a name may hold a dot of its own, as in "lambda-0.1".
     png, svg = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg"))
     with house(dark=lightness(figure.get_facecolor()) < 0.5):
+        # Laid out once for both files: that is half of the drawing.
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
         figure.savefig(png, metadata={"Software": None})
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
     return png, svg

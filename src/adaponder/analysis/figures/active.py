@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from adaponder.analysis.figures.plate import Plate, listed, needs_halting, percent
-from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
+from adaponder.analysis.style import PAGE, PALETTE, Theme, new_figure
 from adaponder.analysis.tables import Numbers, adds_up, numbers
 from adaponder.analysis.trace import Trace
 
@@ -36,7 +36,8 @@ def draw(found: Measured, theme: Theme) -> Figure:
     deepest = len(found.shares)
     figure = new_figure(width=PAGE, height=2.2)
     axes = figure.subplots()
-    bars = axes.bar(np.arange(1, deepest + 1), 100 * found.shares, width=0.7, color=depth_colours(deepest))
+    # One colour: those of the depth ramp are depths of tokens, and here are iterations.
+    bars = axes.bar(np.arange(1, deepest + 1), 100 * found.shares, width=0.7, color=PALETTE[0])
     axes.bar_label(bars, [percent(float(share)) for share in found.shares], padding=2)
     axes.set_xticks(range(1, deepest + 1))
     axes.set_xlim(0.4, deepest + 0.6)

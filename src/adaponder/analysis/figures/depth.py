@@ -12,7 +12,7 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from adaponder.analysis.figures.plate import Plate, needs_halting, times
 from adaponder.analysis.figures.words import drawable
-from adaponder.analysis.style import PAGE, Theme, new_figure, series
+from adaponder.analysis.style import PAGE, Theme, depth_limits, new_figure, series
 from adaponder.analysis.tables import Correlation, Means, geometric_bins, means, rank_correlation
 from adaponder.analysis.trace import Trace
 
@@ -87,8 +87,9 @@ def draw(found: Measured, theme: Theme) -> Figure:
     )
     for index, (axes, curve, label, logarithmic) in enumerate(curves):
         axes.axhline(found.mean, color=theme.muted, linestyle=":", linewidth=1.0)
-        axes.errorbar(curve.where, curve.depth.mean, yerr=curve.depth.bars, **series(index))
-        if logarithmic:
+        axes.errorbar(curve.where, curve.depth.mean, yerr=curve.depth.bars, **series(index), clip_on=False)
+        # Within a decade, a logarithmic axis may have no number at all.
+        if logarithmic and curve.where.max() >= 20 * curve.where.min():
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             axes.xaxis.set_minor_formatter(NullFormatter())
@@ -103,7 +104,7 @@ def _draw_sources(axes: Axes, found: Measured, theme: Theme) -> None:
     names, depth = found.source
     place = np.arange(len(names))[::-1]
     axes.axvline(found.mean, color=theme.muted, linestyle=":", linewidth=1.0)
-    axes.errorbar(depth.mean, place, xerr=depth.bars, **{**series(3), "linestyle": "none"})
+    axes.errorbar(depth.mean, place, xerr=depth.bars, **{**series(3), "linestyle": "none"}, clip_on=False)
     labels = [f"{_short(name)} ({tokens:,})" for name, tokens in zip(names, depth.tokens, strict=True)]
     for tick in axes.set_yticks(place, labels):
         tick.label1.set_parse_math(False)
@@ -111,7 +112,7 @@ def _draw_sources(axes: Axes, found: Measured, theme: Theme) -> None:
     low, high = np.nanmin([depth.mean, depth.low]), np.nanmax([depth.mean, depth.high])
     # Never so close that a hundredth of an iteration fills the panel.
     pad = max(0.1 * (high - low), 0.02 * found.deepest)
-    axes.set_xlim(low - pad, high + pad)
+    axes.set_xlim(depth_limits(low, high, found.deepest, margin=pad))
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("mean depth by source (tokens)")
 
@@ -129,7 +130,7 @@ def _limits(found: Measured) -> tuple[float, float]:
         ends += [*curve.depth.mean, *kept.low, *kept.high]
     low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
     pad = max(0.08 * (high - low), 0.02 * found.deepest)
-    return low - pad, high + pad
+    return depth_limits(low, high, found.deepest, margin=pad)
 
 
 def caption(found: Measured) -> str:
@@ -166,8 +167,8 @@ def table(found: Measured) -> pd.DataFrame:
 PLATE = Plate(
     name="depth",
     title="Depth by frequency, position and source",
-    alt="Four panels of mean depth with 95% intervals: by the token's frequency, by position in the document, by "
-    "position in the window, and by source; the mean over all tokens dotted.",
+    alt="Four panels of mean depth, with 95% intervals where there are documents enough: by the token's frequency, by "
+    "position in the document, by position in the window, and by source; the mean over all tokens dotted.",
     missing=needs_halting,
     measure=measure,
     draw=draw,

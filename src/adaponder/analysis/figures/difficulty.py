@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from adaponder.analysis.figures.plate import DEPTH, Plate, depth_axis, needs_halting, times
-from adaponder.analysis.style import PAGE, PALETTE, Theme, depth_colours, new_figure
+from adaponder.analysis.style import PAGE, PALETTE, Theme, depth_colours, depth_limits, new_figure
 from adaponder.analysis.tables import Correlation, Means, means, quantile_bins, rank_correlation
 from adaponder.analysis.trace import Trace
 
@@ -62,11 +62,12 @@ def draw(found: Measured, theme: Theme) -> Figure:
         marker="o",
         markerfacecolor=PALETTE[0],
         linewidth=1.0,
+        clip_on=False,
     )
     low, high = np.nanmin([deciles.mean, deciles.low]), np.nanmax([deciles.mean, deciles.high])
     # Never so close that noise fills the panel.
     pad = max(0.1 * (high - low), 0.05 * (deepest - 1), 0.02)
-    left.set_ylim(low - pad, high + pad)
+    left.set_ylim(depth_limits(low, high, deepest, margin=pad))
     left.set_xlabel("NLL after one reading (nats), tenths of all tokens")
     left.set_ylabel("mean depth (iterations)")
     left.set_title(f"Spearman's rho {found.rho}", loc="left")
@@ -127,8 +128,8 @@ def table(found: Measured) -> pd.DataFrame:
 PLATE = Plate(
     name="difficulty",
     title="Difficulty against depth",
-    alt="Left: mean depth for tenths of the tokens from easy to hard, with 95% intervals. "
-    "Right: boxes of difficulty for the tokens of each depth.",
+    alt="Left: mean depth for tenths of the tokens from easy to hard, with 95% intervals where there are documents "
+    "enough. Right: boxes of difficulty for the tokens of each depth.",
     missing=needs_halting,
     measure=measure,
     draw=draw,

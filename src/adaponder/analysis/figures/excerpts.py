@@ -98,7 +98,9 @@ def as_html(excerpt: Excerpt) -> str:
     for place, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
         kind = f"d{depth}" + (" target" if place == excerpt.target else "")
         about = "never read" if depth == 0 else f"read {times(depth)}; predicts the next token at {loss:.2f} nats"
-        spans.append(f'<span class="{kind}" title="{about}">{for_html(word)}</span>')
+        # A line's end lies between two spans, so that the box of a token of several lines is closed on each of them.
+        lines = for_html(word).split("\n")
+        spans.append("\n".join(f'<span class="{kind}" title="{about}">{line}</span>' if line else "" for line in lines))
     return f'<p class="remark">{for_html(excerpt.remark)}</p>\n<pre class="words">{"".join(spans)}</pre>'
 
 

@@ -1,4 +1,4 @@
-"""Mean loss and number of tokens by halting iteration, and how losses spread there: the paper's check-mark figure."""
+"""Mean loss and number of tokens by halting iteration, and how losses spread there: the paper sees a check mark."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from adaponder.analysis.figures.plate import (
     percent,
     times,
 )
-from adaponder.analysis.style import PAGE, Theme, depth_colours, depth_map, new_figure
+from adaponder.analysis.style import PAGE, Theme, density_map, depth_colours, new_figure
 from adaponder.analysis.tables import Means, adds_up, means
 from adaponder.analysis.trace import Trace
 
 BINS = 40
+_CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a middle depth and is highest at the last"
 
 
 class Measured(NamedTuple):
@@ -71,12 +72,11 @@ def draw(found: Measured, theme: Theme) -> Figure:
 
 def _draw_means(axes: Axes, found: Measured, theme: Theme) -> None:
     deepest = len(found.medians)
-    some = np.nonzero(found.groups.tokens)[0]
-    groups = found.groups.pick(some)
+    groups, depths = found.groups, np.arange(1, deepest + 1)
     axes.axhline(found.loss, color=theme.muted, linestyle=":", linewidth=1.0)
-    axes.errorbar(some + 1, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
-    colours = [depth_colours(deepest)[index] for index in some]
-    axes.scatter(some + 1, groups.mean, c=colours, edgecolors=theme.ink, s=36, zorder=3)
+    # A depth without tokens has a mean of NaN, where the line breaks: between its neighbours nothing was measured.
+    axes.errorbar(depths, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
+    axes.scatter(depths, groups.mean, c=depth_colours(deepest), edgecolors=theme.ink, s=36, zorder=3)
     low, high = np.nanmin([groups.mean, groups.low]), np.nanmax([groups.mean, groups.high])
     pad = 0.25 * max(high - low, 0.2 * abs(found.loss), 0.1)
     axes.set_ylim(max(0.0, low - pad), high + pad)
@@ -93,13 +93,13 @@ def _draw_density(axes: Axes, found: Measured, theme: Theme) -> AxesImage:
         origin="lower",
         aspect="auto",
         extent=(0.5, deepest + 0.5, 0.0, found.clip),
-        cmap=depth_map(),
+        cmap=density_map(theme),
         vmin=0.0,
         interpolation="nearest",
     )
     for edge in depths[:-1] + 0.5:
         axes.axvline(edge, color=theme.paper, linewidth=2.0)
-    # White in black: seen on every colour of the ramp.
+    # White in black: seen on every shade.
     for colour, width in (("black", 3.6), ("white", 1.8)):
         axes.plot(depths, found.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
     axes.plot(depths, found.groups.mean, "o", color="white", markeredgecolor="black")
@@ -136,13 +136,13 @@ def _shape(groups: Means) -> str:
     first, last, lowest, highest = some[0], some[-1], some[np.argmin(mean)], some[np.argmax(mean)]
     turns, ends = f"lowest at depth {lowest + 1}, highest at depth {highest + 1}", [(lowest, highest)]
     if first < lowest < last == highest:
-        words, ends = f"This is the paper's check mark: {turns}", [(lowest, first), (lowest, last)]
+        words, ends = f"This is {_CHECK_MARK}: {turns}", [(lowest, first), (lowest, last)]
     elif (np.diff(mean) > 0).all():
-        words = "Loss rises with depth: tokens that halt early are the easier ones, without the paper's check mark"
+        words = f"Loss rises with depth: tokens that halt early are the easier ones, without {_CHECK_MARK}"
     elif (np.diff(mean) < 0).all():
         words = "Loss falls with depth: tokens that halt early are the harder ones, the opposite of the paper's claim"
     else:
-        words = f"This is not the paper's check mark: {turns}"
+        words = f"This is not {_CHECK_MARK}: {turns}"
     if all(groups.high[below] < groups.low[above] for below, above in ends):
         return f"{words}."
     reason = "there are too few documents for intervals" if np.isnan(groups.low[some]).any() else "intervals overlap"
@@ -160,8 +160,8 @@ def table(found: Measured) -> pd.DataFrame:
 PLATE = Plate(
     name="halting",
     title="Loss by halting iteration",
-    alt="Points: mean loss of the tokens of each depth with 95% intervals. Bars: how many tokens have that depth. "
-    "Map: how losses spread at each depth.",
+    alt="Points: mean loss of the tokens of each depth, with 95% intervals where there are documents enough. "
+    "Bars: how many tokens have that depth. Map: how losses spread at each depth.",
     missing=needs_nothing,
     measure=measure,
     draw=draw,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from functools import cache
 from html import escape
+from unicodedata import category
 
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥"}
-# C0 and C1 controls, zero-width characters, direction marks and overrides, lone surrogates, private use.
-_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff]")
+# Controls, characters of no width or that turn text around, halves of pairs, private use, ends of lines and paragraphs.
+_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
@@ -18,7 +19,7 @@ def visible(text: str, *, keep: str = "\n") -> str:
 
     So no token can move a cursor, change the direction of writing or hide.
     """
-    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else _number(found[0]), text)
+    return "".join(_number(letter) if category(letter) in _UNSEEN and letter not in keep else letter for letter in text)
 
 
 def _number(letter: str) -> str:
