@@ -28,7 +28,8 @@ def house(tmp_path):
 
 
 def test_every_mistake_still_fits_the_source_and_its_tests_exist():
-    assert problems(MISTAKES) == []
+    found = problems(MISTAKES)
+    assert not found, "\n".join(found)
 
 
 def test_an_entry_that_fits_has_no_problem_and_makes_its_mistake(house):

@@ -32,7 +32,10 @@ def results(function, module, given):
     value = function(*([] if module is None else [module]), *given)
     weights = list(module.parameters()) if module is not None else []
     wanted = [part for part in [*given, *weights] if part.requires_grad]
-    return [value.detach(), *torch.autograd.grad(value, wanted, torch.ones_like(value).cumsum(0))]
+    return [
+        value.detach(),
+        *torch.autograd.grad(value, wanted, torch.ones_like(value).cumsum(0), materialize_grads=True),
+    ]
 
 
 ACTIVE = torch.tensor([[True, False, True, True, False], [False, False, False, False, True]])
