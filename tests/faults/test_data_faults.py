@@ -21,10 +21,11 @@ import pytest
 
 from adaponder.data import DataError, Sampler, Shards, verify
 from adaponder.data.encoding import Encoder
-from adaponder.data.manifest import Manifest, sealed
+from adaponder.data.manifest import Manifest
 from adaponder.data.prepare import prepare
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import AdaPonderError, InputError
+from adaponder.manifest import sealed
 
 TOKENS, DOCS = "train/tokens-00001.bin", "train/docs-00001.parquet"
 
@@ -195,7 +196,7 @@ def reseal(folder: Path, change: Callable[[dict], object]) -> None:
     content = json.loads((folder / "manifest.json").read_text())
     del content["checksum"]
     change(content)
-    (folder / "manifest.json").write_bytes(sealed(content))
+    (folder / "manifest.json").write_text(sealed(content))
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ def test_a_result_is_saved_and_drawn_again_without_a_model(result, tmp_path):
 
 def test_what_is_no_result_is_not_drawn(tmp_path):
     path = tmp_path / "other.json"
-    for content in ("{", "[]", '{"rows": []}'):
+    for content in ("{", "[]", '{"rows": []}', "[" * 100_000, '{"rows": ' + "9" * 5000 + "}"):
         path.write_text(content)
         with pytest.raises(AdaPonderError, match="not a result of this command"):
             command.redraw(path, out=tmp_path)

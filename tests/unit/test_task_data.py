@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 
 import pytest
 import yaml
@@ -220,8 +221,15 @@ def test_race_in_its_other_layouts_is_the_same_task(records, manager, tmp_path):
 
 def refusals():
     good = json.dumps(ARC[0])
-    yield "not json", good + "\nnot json\n", r"test\.jsonl: line 2 is not JSON"
-    yield "no object", "[1]\n", r"line 1 is no JSON object but list"
+    yield "not json", good + "\nnot json\n", r"test\.jsonl: line 2 is not valid JSON"
+    yield "no object", "[1]\n", r"line 1: an object is needed, found list"
+    yield "deep", good + "\n" + '{"question": ' * 100_000, "line 2: nested too deeply"
+    yield "digits", '{"question": ' + "9" * 5000 + "}", "line 1 is not valid JSON: a number of 5,000 digits"
+    yield (
+        "surrogate",
+        json.dumps(ARC[0] | {"question": "half \ud800"}),
+        r"line 1 holds half a surrogate pair \('\\ud800'\)",
+    )
     yield "empty", "\n", "there is no record in it"
     yield "fields", json.dumps({"question": "q", "choices": None}), "record 1 has no choices, answerKey, which arc_easy"
     yield (
@@ -241,11 +249,25 @@ def test_a_bad_file_is_refused_by_name(text, message, manager, tmp_path):
         open_task(manager, "arc_easy", 0, TaskData(tmp_path))
 
 
+def test_a_pipe_in_place_of_records_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "map.yaml").write_text("arc_easy: {test: pipe.jsonl}")
+    with pytest.raises(InputError, match=r"arc_easy\.test is .*pipe\.jsonl, which is no file"):
+        TaskData(tmp_path).read("arc_easy", "test")
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("adaponder.evaluation.task_data._LONGEST", 50)
+    write(tmp_path / "arc_easy" / "test.jsonl", ARC)
+    with pytest.raises(InputError, match="line 1 has more than 50 bytes"):
+        TaskData(tmp_path).read("arc_easy", "test")
+
+
 def test_a_torn_file_is_refused_by_name(tmp_path):
     write(tmp_path / "arc_easy" / "test.jsonl.xz", ARC)
     path = tmp_path / "arc_easy" / "test.jsonl.xz"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"test\.jsonl\.xz: not a whole \.xz file"):
+    with pytest.raises(InputError, match=r"test\.jsonl\.xz: damaged or not a whole \.xz file"):
         TaskData(tmp_path).read("arc_easy", "test")
 
 

@@ -24,6 +24,7 @@ from adaponder.evaluation.meter import Spent, deciding_flops
 from adaponder.evaluation.scoring import Reading, Scores
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
+from adaponder.files import open_plain, parse_json
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
 from adaponder.shape import shape_of
@@ -287,13 +288,14 @@ def write_trace(trace: Trace, path: Path) -> None:
 def read_trace(path: Path) -> Trace:
     """The trace in a Parquet file, after checking that every column is there and says something possible."""
     try:
-        table = pq.read_table(path, read_dictionary=list(_WORDS))
-    except (OSError, pa.ArrowInvalid) as error:
+        with open_plain(path, InputError) as file:
+            table = pq.read_table(file, read_dictionary=list(_WORDS))
+    except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file that can be read ({error})") from None
     found = (table.schema.metadata or {}).get(_KEY)
     if found is None:
         raise InputError(f"{path}: not a trace; adaponder analyze CKPT --data … --out DIR writes one")
-    about = json.loads(found)
+    about = parse_json(found, path, InputError)
     if wrong := set(about) ^ {field.name for field in fields(About)}:
         raise InputError(f"{path}: written by another version ({', '.join(sorted(wrong))}); trace the checkpoint again")
     about["tau"] = None if about["tau"] is None else tuple(about["tau"])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from adaponder.convert import Conversion, convert
+from adaponder.errors import InputError
+from adaponder.files import read_bytes
 from adaponder.terminal import console, line, table, write_json
 
 
 def run(source: str, *, out: Path, method: str, json: Path | None = None, **options: Any) -> Conversion:
     text = options.pop("text", None)
-    if text is not None and Path(text).is_file():
-        text = Path(text).read_text(errors="replace")
+    if text is not None and os.path.isfile(text):
+        text = read_bytes(Path(text), InputError).decode(errors="replace")
     with console.status(f"converting {source} …"):
         done = convert(source, out, method=method, text=text, **options)
     show(done)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
 from adaponder.evaluation.lab import RATES, Lab, Row, require_halting
+from adaponder.files import read_json
 from adaponder.terminal import console, line, progress_bars, table, write_json
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
@@ -189,10 +189,10 @@ def redraw(result: Path, *, out: Path) -> list[Path]:
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
     """What a command wrote with ``--json`` or ``--out``, if it is that."""
     try:
-        found = jsonlib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, jsonlib.JSONDecodeError) as error:
+        found = read_json(path, InputError)
+    except InputError as error:
         raise InputError(f"{path}: not a result of this command ({error})") from None
-    if not isinstance(found, dict) or found.get("command") != command or any(key not in found for key in needed):
+    if found.get("command") != command or any(key not in found for key in needed):
         raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)} of {command}")
     return found
 

@@ -18,7 +18,6 @@ from adaponder.data.manifest import (
     DataError,
     Manifest,
     Shard,
-    sealed,
     shard_from,
     unsealed,
 )
@@ -27,6 +26,7 @@ from adaponder.data.verify import sums_of, verify_sums
 from adaponder.data.writer import leftovers
 from adaponder.errors import InputError
 from adaponder.files import write_whole
+from adaponder.manifest import sealed
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Journal:
     documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
 
     def save(self, out: Path) -> None:
-        write_whole(out / JOURNAL, sealed(asdict(self) | {"format": FORMAT}), DataError)
+        write_whole(out / JOURNAL, sealed(asdict(self) | {"format": FORMAT}).encode(), DataError)
 
     @classmethod
     def load(cls, out: Path) -> Journal:

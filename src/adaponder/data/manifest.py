@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pyarrow as pa
 
 from adaponder.errors import AdaPonderError
 from adaponder.files import parse_json, read_bytes
+from adaponder.manifest import sealed
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -190,22 +189,13 @@ def _shards_of(split: dict[str, Any]) -> tuple[Shard, ...]:
     return shards
 
 
-def sealed(content: dict[str, Any]) -> bytes:
-    """``content`` as JSON that carries the checksum of the rest of it."""
-    return _json_bytes(content | {"checksum": hashlib.sha256(_json_bytes(content)).hexdigest()})
-
-
 def unsealed(path: Path) -> dict[str, Any]:
-    """What :func:`sealed` was given, if the file is byte for byte what it gave back."""
+    """The content of a :func:`adaponder.manifest.sealed` file, if it is byte for byte what that wrote."""
     raw = read_bytes(path, DataError)
     content = parse_json(raw, path, DataError)
     if content.get("format") != FORMAT:
         raise DataError(f"{path}: format {content.get('format')!s:.40}, this version reads {FORMAT}: prepare it again")
     content.pop("checksum", None)
-    if raw != sealed(content):
+    if raw != sealed(content).encode():
         raise DataError(f"{path}: its checksum differs, so it was damaged or edited by hand: prepare the data again")
     return content
-
-
-def _json_bytes(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

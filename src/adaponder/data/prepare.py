@@ -20,12 +20,13 @@ from tokenizers import Tokenizer
 from adaponder.data import sources
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
 from adaponder.data.journal import Journal, claimed, finished, owned
-from adaponder.data.manifest import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of, sealed
+from adaponder.data.manifest import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
 from adaponder.data.sources import Document, Leaf, Tally
 from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
 from adaponder.files import sha256_of, write_whole
+from adaponder.manifest import sealed
 from adaponder.terminal import errors
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
@@ -133,7 +134,7 @@ def _prepare(
         fingerprint=journal.fingerprint,
         skipped=tally.skipped(),
     )
-    write_whole(out / MANIFEST, sealed(manifest.as_dict()), DataError)
+    write_whole(out / MANIFEST, sealed(manifest.as_dict()).encode(), DataError)
     (out / JOURNAL).unlink()
     progress(Progress("done", items.count, writing.tokens, total, total))
     return manifest

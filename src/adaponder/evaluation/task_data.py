@@ -1,6 +1,6 @@
 """Task records from files on this machine: the public datasets' own fields, each file named before it is read.
 
-A folder of task data holds one file of JSON lines per task and split, plain or packed (``.xz``, ``.gz``)::
+A folder of task data holds one file of JSON lines per task and split, plain or packed (``.gz``, ``.xz``, …)::
 
     DIR/arc_easy/test.jsonl.xz
     DIR/arc_easy/train.jsonl.xz         needed for few-shot examples only
@@ -23,22 +23,22 @@ one article are put together, as the dataset that lm-eval reads was made).
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adaponder.data.packing import PACKINGS, unpacked
 from adaponder.errors import InputError
-from adaponder.files import read_yaml
+from adaponder.files import parse_json, read_yaml
 
 Record = dict[str, Any]
 
 SPLITS = ("train", "validation", "test")
 _ALIASES = {"validation": ("val", "valid", "dev")}
-_ENDINGS = (".jsonl", ".jsonl.xz", ".jsonl.gz")
+_ENDINGS = tuple(f".jsonl{packing}" for packing in ("", *PACKINGS))
+# The longest record of the known tasks has some 10 KB.
+_LONGEST = 2**26
 # Names that authors gave their files, where neither task nor split can be guessed from them.
 PUBLISHED = {("lambada_openai", "test"): ("lambada_test_openai", "lambada_test")}
 
@@ -88,7 +88,7 @@ class TaskData:
     def looked_for(self, task: str, split: str) -> str:
         """Where a split would have been found, for messages."""
         first = self._candidates(task, split)[0]
-        return f"{first}[.xz|.gz] (or a {split} file of {task} named in map.yaml)"
+        return f"{first}[{'|'.join(PACKINGS)}] (or a {split} file of {task} named in map.yaml)"
 
     def read(self, task: str, split: str) -> list[Record]:
         """The records of a split, in the layout that lm-eval's task reads."""
@@ -132,23 +132,26 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _lines(path: Path) -> Iterator[Record]:
-    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     number = 0
+    with unpacked(path, InputError) as opened:
+        while line := opened.stream.readline(_LONGEST + 1):
+            number += 1
+            where = f"{path}: line {number}"
+            if len(line) > _LONGEST:
+                raise InputError(f"{where} has more than {_LONGEST:,} bytes: no record of a task is so long")
+            if line.strip():
+                yield _text_only(parse_json(line, where, InputError), where)
+
+
+def _text_only(record: Record, where: str) -> Record:
+    """``record``, refused where JSON spells half a surrogate pair: no tokenizer can read that."""
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _object(json.loads(line), path, number)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: line {number} is not JSON: {error}") from None
-    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise InputError(f"{path}: not a whole {path.suffix} file: {error}") from None
-
-
-def _object(value: Any, path: Path, number: int) -> Record:
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: line {number} is no JSON object but {type(value).__name__}")
-    return value
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where} holds half a surrogate pair ({error.object[error.start]!a}), which is no text"
+        ) from None
+    return record
 
 
 class _Layout(NamedTuple):
