@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.markup import escape
 from tokenizers import Tokenizer
 
 from adaponder.data import sources
@@ -78,7 +77,7 @@ def prepare(
         try:
             return _prepare(leaves, tally, journal, out, workers=workers, progress=progress)
         except KeyboardInterrupt:
-            errors.print(f"{escape(str(out))}: interrupted; the same command goes on from here", soft_wrap=True)
+            errors.print(f"{out}: interrupted; the same command goes on from here", soft_wrap=True)
             raise
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.filesize import decimal
-from rich.markup import escape
 
 from adaponder.data.manifest import DOCS, DataError, Manifest, Shard
 from adaponder.data.tokenizers import hash_of_content
@@ -97,7 +96,7 @@ def verify_sums(folder: Path, sums: Mapping[Path, str], *, share: tuple[int, int
         raise InputError(f"share={share}: (number of this process, number of processes)")
     if not checksums_wanted():
         if number == 0:
-            errors.print(f"{escape(str(folder))}: checksums are not verified (ADAPONDER_VERIFY=0)", soft_wrap=True)
+            errors.print(f"{folder}: checksums are not verified (ADAPONDER_VERIFY=0)", soft_wrap=True)
         return
     files = list(sums)[number::processes]
     with_progress = _say_progress(folder, sum(map(size_of, files))) if number == 0 else None
@@ -115,9 +114,8 @@ def _say_progress(folder: Path, total: int) -> Callable[[int], None] | None:
     """Tells of a long wait: a line before it, and one each half minute with the share that is done."""
     if total < _LARGE:
         return None
-    where = escape(str(folder))
     errors.print(
-        f"{where}: verifying checksums of {decimal(total)} (once per start; ADAPONDER_VERIFY=0 leaves it out)",
+        f"{folder}: verifying checksums of {decimal(total)} (once per start; ADAPONDER_VERIFY=0 leaves it out)",
         soft_wrap=True,
     )
     lock, done, told = threading.Lock(), 0, time.monotonic()
@@ -128,6 +126,6 @@ def _say_progress(folder: Path, total: int) -> Callable[[int], None] | None:
             done += size
             if time.monotonic() - told > 30:
                 told = time.monotonic()
-                errors.print(f"{where}: {done / total:.0%} verified", soft_wrap=True)
+                errors.print(f"{folder}: {done / total:.0%} verified", soft_wrap=True)
 
     return advance
