@@ -40,6 +40,7 @@ _FOREIGN_KEYS = {
     "_from_auto",
     "gradient_checkpointing",
     "per_layer_config",
+    "use_cache",  # transformers.Trainer writes it
 }
 
 # What a folder that brings its own code will say of it (exporting such folders does not exist yet, so nothing equals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from adaponder.checkpoints import (
     require_room,
 )
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import BackboneError, InputError
+from adaponder.errors import BackboneError, CheckpointError, InputError
 from adaponder.families import refuse_halting
 from adaponder.files import checksums_wanted
 from adaponder.generation import ASKED, LedgerGenerationMixin, check_cache
@@ -125,6 +125,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             refuse_halting(backbone, config.method)
         self._wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
+        # What a forward in training takes where its caller names none: adaponder.integrations sets them step by step.
+        self.training_objective: Objective | None = None
+        self.training_policy: PolicyLike | None = None
+        self._told_of_objective = False
         self.post_init()
         self.wrapped.verify()
 
@@ -217,7 +221,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             max_iterations: read each token at most this often.
             execution: ``dense`` or ``compact``; by default dense in training, compact where work can be skipped.
             allow_mismatch: skip halted tokens' work although ``reuse="kv"`` lets their hidden state move on.
-            objective: the training loss around cross-entropy.
+            objective: the training loss around cross-entropy; in training by default ``training_objective``.
             output_logits: return logits; without, training holds a chunk of them at a time.
             output_gates: return gates, those of halted tokens included (they read the frozen state).
             output_iteration_logits: return logits after each iteration.
@@ -236,6 +240,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             policy, max_iterations = policy or during.get("policy"), max_iterations or during.get("max_iterations")
             seed, on_iteration = seed or during.get("seed", 0), on_iteration or during.get("on_iteration")
             allow_mismatch = allow_mismatch or during.get("allow_mismatch", False)
+        if self.training:
+            objective = self.training_objective if objective is None else objective
+            policy = self.training_policy if policy is None else policy
         iterations = self._iterations(max_iterations)
         ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
         if ledger is not None and past_key_values is not None:
@@ -244,6 +251,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         kept = _kept(logits_to_keep)
         states: list[Iteration] = []
         trains = targets is not None and (self.training or objective is not None)
+        if trains and objective is None:
+            self._tell_of_objective()
         shows_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         collects = output_iteration_logits or shows_states or (trains and self.method.loss_needs_states)
         ask = Ask(
@@ -364,6 +373,20 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay, stream=stream)
         return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
 
+    def _tell_of_objective(self) -> None:
+        """Warns, once, that gates are being trained without the term that teaches them to close."""
+        if not self.method.has_ponder_term or self._told_of_objective or not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
+            return
+        self._told_of_objective = True
+        warnings.warn(
+            "objective: none is given, so gates learn from cross-entropy alone and nothing teaches them to halt; under "
+            "transformers.Trainer add adaponder.integrations.PonderCallback, in a loop of your own pass "
+            "objective=Objective(ponder_weight=…, ponder_fraction=…), or Objective() to mean just this",
+            stacklevel=3,
+        )
+
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
         limit = self.config.max_position_embeddings
         # Slots bound the positions we derive, and their number is known without asking the device.
@@ -443,6 +466,19 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         model.wrapped.verify()
         return (model, info) if wants_info else model
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """torch's, but weights that would be thrown away are an error with ``strict=False`` too.
+
+        ``transformers.Trainer`` resumes so, and a head under another name would stay as it was.
+        """
+        unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
+        if unknown:
+            raise CheckpointError(
+                f"load_state_dict: the model has no {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}, whose "
+                "values would be lost; open the folder with from_pretrained, which knows other names, and save it again"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, manifest: bool = True, is_main_process: bool = True, **kwargs: Any
     ) -> None:
@@ -453,6 +489,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         folder = Path(save_directory)
         if folder.is_dir():
             require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())
+        # Weights are named as the model names them. Hugging Face would write older names (GPT-NeoX: embed_out), under
+        # which its Trainer does not find them again.
+        kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
         if not is_main_process:
             return

@@ -50,6 +50,7 @@ ORDER = [
     "recipe",
     "evaluation",
     "training",
+    "integrations",
     "bench",
     "analysis",
     "commands",

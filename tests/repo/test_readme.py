@@ -9,18 +9,25 @@ import transformers
 from typer.main import get_command
 
 from adaponder.cli import app
+from adaponder.integrations import PonderCallback
 from support import ids, stock
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 COMMANDS = re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
 
 
-def test_the_python_of_the_readme_runs(monkeypatch):
-    (code,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+def test_the_python_of_the_readme_runs(monkeypatch, tmp_path):
+    blocks = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
     encoded = transformers.BatchEncoding({"input_ids": ids(1, 6)})
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: stock())
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, **how: encoded)
-    exec(code, {})
+    begun = []
+    monkeypatch.setattr(transformers.Trainer, "train", lambda trainer: begun.append(trainer))
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input_ids": row, "labels": row} for row in ids(2, 6)]
+    exec("".join(blocks), {"dataset": rows})
+    assert any(isinstance(one, PonderCallback) for one in begun[0].callback_handler.callbacks)
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -29,6 +29,7 @@ class AdaPonder(Method):
     """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does."""
 
     halts = True
+    has_ponder_term = True
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)

@@ -129,6 +129,7 @@ class Method(nn.Module, ABC):
 
     halts: ClassVar[bool] = False
     loss_needs_states: ClassVar[bool] = False
+    has_ponder_term: ClassVar[bool] = False
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()

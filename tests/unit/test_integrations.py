@@ -1,0 +1,156 @@
+"""Under ``transformers.Trainer``: the two-stage objective, and a resumed run that is the unbroken one."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from adaponder import AdaPonderError, Objective
+from adaponder.errors import CheckpointError
+from adaponder.halting import bottom_k_mean, ponder_fraction
+from adaponder.integrations import PonderCallback
+from support import METHODS, ids, stock, tiny
+
+START, FULL, STEPS = 2, 5, 7
+SCHEDULE = {"ponder_start": START, "ponder_full": FULL, "ponder_weight": 0.5, "k_max": 0.4}
+
+
+def trainer(model, folder, *, steps: int = STEPS, callbacks=(), **settings) -> Trainer:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids(16, 9)]
+    asked = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "seed": 1}
+    asked |= {"lr_scheduler_type": "constant", "save_strategy": "no", "logging_steps": 1, "max_steps": steps}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder), **asked | quiet | settings)
+    return Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
+
+
+def losses(run: Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_the_loss_has_the_ponder_term_and_k_follows_the_step(tmp_path):
+    model = tiny(dtype=torch.float32)
+    run = trainer(model, tmp_path, callbacks=[PonderCallback(**SCHEDULE)])
+    seen = []
+
+    def watch(module, args, kwargs, output):
+        seen.append((run.state.global_step, kwargs["num_items_in_batch"], output))
+
+    model.register_forward_hook(watch, with_kwargs=True)
+    run.train()
+    assert [step for step, _, _ in seen] == [step for step in range(STEPS) for _ in range(2)]
+    for step, items, output in seen:
+        share = 2 * 8 / items
+        fraction = ponder_fraction(step, start=START, full=FULL, k_max=0.4)
+        if step < START:
+            assert output.terms.keys() == {"cross_entropy"}
+            assert output.depth.unique().tolist() == [3], "nobody halts in stage 1"
+            continue
+        expected = bottom_k_mean(output.gates, fraction)
+        torch.testing.assert_close(output.terms["ponder"], expected)
+        assert (expected.item() > 0) == (step > START)
+        torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + share * 0.5 * expected)
+    logged = [sum(output.loss.item() for step, _, output in seen if step == one) for one in range(STEPS)]
+    assert losses(run) == pytest.approx(logged, rel=1e-5)
+    assert model.training_objective is None
+    assert model.training_policy is None
+
+
+def test_gates_stay_as_they_were_until_they_are_to_learn(tmp_path):
+    model, moved = tiny(dtype=torch.float32), []
+    before = [parameter.detach().clone() for parameter in model.method.parameters()]
+
+    class Watch(PonderCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            pairs = zip(model.method.parameters(), before, strict=True)
+            moved.append(any(not torch.equal(now, then) for now, then in pairs))
+
+    trainer(model, tmp_path, steps=4, callbacks=[Watch(ponder_start=6, ponder_full=6)]).train()
+    assert moved == [False, False, True, True], "a third into stage 1"
+
+
+def test_evaluation_sees_nothing_of_the_training_objective():
+    model = tiny()
+    expected = model(ids(), labels=ids()).loss
+    model.training_objective = Objective(ponder_weight=1.0, ponder_fraction=0.5)
+    assert model(ids(), labels=ids()).terms.keys() == {"cross_entropy"}
+    assert torch.equal(model(ids(), labels=ids()).loss, expected)
+    assert model.train()(ids(), labels=ids()).terms.keys() == {"cross_entropy", "ponder"}
+    assert model(ids(), labels=ids(), objective=Objective()).terms.keys() == {"cross_entropy"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gates_trained_without_a_ponder_term_are_told_of_once(method, tmp_path):
+    model = tiny(method, dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(ids(), labels=ids())
+        model.train()(ids())
+        model(ids(), labels=ids(), objective=Objective())
+        with torch.no_grad():
+            model(ids(), labels=ids())
+        assert not [one for one in told if "PonderCallback" in str(one.message)]
+        trainer(model, tmp_path, steps=2).train()
+    found = [one for one in told if "PonderCallback" in str(one.message)]
+    assert len(found) == (1 if method == "adaponder" else 0)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_a_resumed_run_has_the_losses_and_weights_of_an_unbroken_one(tmp_path, family):
+    def go(folder, steps, resume=None):
+        model = tiny("adaponder", family, dtype=torch.float32)
+        saves = {"save_strategy": "steps", "save_steps": 3}
+        run = trainer(model, folder, steps=steps, callbacks=[PonderCallback(**SCHEDULE)], **saves)
+        run.train(resume_from_checkpoint=resume)
+        return model, losses(run)
+
+    whole, expected = go(tmp_path / "whole", STEPS)
+    go(tmp_path / "broken", 3)
+    resumed, found = go(tmp_path / "broken", STEPS, str(tmp_path / "broken" / "checkpoint-3"))
+    assert found == expected
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_checkpoint_whose_head_has_another_name_is_refused_by_the_trainer_and_opened_by_us(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    model, folder = tiny(dtype=torch.float32), tmp_path / "checkpoint-1"
+    trainer(model, tmp_path, steps=1, callbacks=[PonderCallback(**SCHEDULE)], **saves).train()
+    model.save_pretrained(folder, save_original_format=True)  # as Hugging Face names GPT-NeoX's head
+    resumed = trainer(tiny(dtype=torch.float32), tmp_path, steps=2, callbacks=[PonderCallback(**SCHEDULE)], **saves)
+    with pytest.raises(CheckpointError, match=r"backbone\.embed_out\.weight.*from_pretrained") as error:
+        resumed.train(resume_from_checkpoint=str(folder))
+    assert "\n" not in str(error.value)
+    opened = type(model).from_pretrained(folder)
+    assert torch.equal(opened.backbone.lm_head.weight, model.backbone.lm_head.weight)
+    opened.save_pretrained(folder)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 2
+
+
+def test_what_cannot_be_scheduled_is_refused_before_the_first_step(tmp_path):
+    for model, said in ((tiny("ponder", dtype=torch.float32), "ponder never halts"), (stock(), "GPTNeoXForCausalLM")):
+        with pytest.raises(AdaPonderError, match=rf"PonderCallback: .*{said}"):
+            trainer(model, tmp_path, steps=1, callbacks=[PonderCallback(**SCHEDULE)]).train()
+    for wrong in ({"k_max": 2.0}, {"ponder_weight": -1.0}, {"ponder_full": 1}, {"gate_start": -1}):
+        (field,) = wrong
+        with pytest.raises(AdaPonderError, match=field):
+            PonderCallback(**SCHEDULE | wrong)
+
+
+@pytest.mark.parametrize("method", ["mor", "ouro"])
+def test_other_methods_that_halt_follow_their_schedules_too(method, tmp_path):
+    model = tiny(
+        method, iterations=3, dtype=torch.float32, **({"capacities": [1.0, 0.5, 0.5]} if method == "mor" else {})
+    )
+    depths = []
+    model.register_forward_hook(lambda module, args, output: depths.append(float(output.depth.float().mean())))
+    schedule = {"ponder_start": 0, "ponder_full": 0, "capacity_warmup": 2}
+    trainer(model, tmp_path, steps=3, callbacks=[PonderCallback(**schedule)]).train()
+    if method == "mor":
+        assert depths[0] == 3 > depths[2] > depths[4]
+    else:
+        assert set(depths) == {3.0}
