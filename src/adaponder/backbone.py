@@ -272,6 +272,7 @@ class Backbone:
         ids = torch.randint(self.stock.config.vocab_size, (2, 7), generator=generator, device="cpu").to(weight.device)
         with _evaluating(self.stock):
             expected = self.stock(input_ids=ids, use_cache=False)
+            _require_numbers(self.stock, expected.logits)
             position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
             embedded = self.embed(ids)
             _agree(self.stock, "the embedding table", self.table()[ids], embedded)
@@ -339,6 +340,18 @@ def _present(weight: Tensor) -> Tensor:
     if weight.device.type == "meta":
         raise BackboneError("the embedding or the head is offloaded: both are needed on a device in every iteration")
     return weight
+
+
+def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
+    """Raises where a model's logits are not numbers, and says which weight is not, if one is."""
+    if not bool(logits.isnan().any()):
+        return
+    family, precision = stock.config.model_type, str(logits.dtype).removeprefix("torch.")
+    for name, value in stock.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            held = "NaN" if bool(value.isnan().any()) else "an infinity"
+            raise BackboneError(f"{family}: weights hold {held}: {name}; the model was damaged or diverged in training")
+    raise BackboneError(f"{family}: its logits are NaN although its weights are finite: it overflows in {precision}")
 
 
 def _agree(stock: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:

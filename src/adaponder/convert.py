@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adaponder.backbone import relative_difference, rounding_bound
 from adaponder.checkpoints import (
@@ -149,6 +149,9 @@ def describe(name: str, *, revision: str | None = None, verify: bool | None = No
 
 def _stock_config(folder: Path) -> PreTrainedConfig:
     """The config of a decoder that is not of the family, with sizes that a model can have."""
+    family = read_json(folder / "config.json").get("model_type")
+    if family is not None and (not isinstance(family, str) or family not in CONFIG_MAPPING):
+        raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
     with in_our_words(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AdaPonderConfig(backbone_config=config, method="vanilla", embedding_scale=1.0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adaponder.errors import InputError
+from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.meter import Meter, Spent
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Batch, Windows
@@ -121,6 +121,11 @@ def score(
             advance(len(place))
     finally:
         model.train(training)
+    if not np.isfinite(nll).all():
+        raise EvaluationError(
+            f"the loss of prediction {int(np.argmax(~np.isfinite(nll)))} is not finite: the model overflows in "
+            f"{str(model.dtype).removeprefix('torch.')}; try --dtype float32"
+        )
     return Scores(nll, depth, meter.spent(scored), **extra)
 
 

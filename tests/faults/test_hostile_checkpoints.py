@@ -1,0 +1,352 @@
+"""Nothing that lies in a checkpoint is ever run, waited for or believed: each of these is refused in one line.
+
+Every case stands for something a stranger could put into a folder. It goes through the commands that would open that
+file, with "y" on standard input, and must leave no trace of having run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adaponder import AdaPonderForCausalLM, cli, config
+from adaponder.convert import convert
+from support import stock
+from word_support import small_tokenizer
+
+CONFIG, SETTINGS, WORDS = "config.json", "tokenizer_config.json", "tokenizer.json"
+GENERATION, INDEX, WEIGHTS = "generation_config.json", "model.safetensors.index.json", "model.safetensors"
+DOORS = {
+    "generate": ["generate", "CKPT", "--prompt", "ab", "--max-new-tokens", "1"],
+    "inspect": ["inspect", "CKPT"],
+    "eval": ["eval", "CKPT", "--data", "TEXT"],
+    "convert": ["convert", "CKPT", "--method", "loop", "--out", "OUT"],
+    "doctor": ["doctor", "CKPT"],
+    "policies": ["policies", "CKPT", "--data", "TEXT", "--budgets", "2", "--out", "OUT"],
+    "calibrate": ["calibrate", "CKPT", "--data", "TEXT", "--budget", "2"],
+    "analyze": ["analyze", "CKPT", "--data", "TEXT", "--out", "OUT"],
+    "compare": ["compare", "CKPT", "CKPT", "--data", "TEXT"],
+    "profile": ["generate", "CKPT", "--prompt", "ab", "--profile", "fast"],
+    "words": ["generate", "GOOD", "--tokenizer", "CKPT", "--prompt", "ab", "--max-new-tokens", "1"],
+}
+MODEL = ("generate", "eval", "convert", "doctor")
+ALL = (*MODEL, "inspect", "policies", "calibrate", "analyze", "compare")
+READS_WORDS = ("generate", "words", "eval", "doctor")
+
+
+class Case(NamedTuple):
+    """``plant(folder, canary)`` makes a good folder hostile; ``says`` must be in the refusal."""
+
+    plant: Callable[[Path, Path], Any]
+    doors: tuple[str, ...]
+    says: str
+    base: str = "family"
+
+
+def put(name: str, **values: Any) -> Callable[[Path, Path], None]:
+    """Sets fields of a JSON file; ``backbone__x`` is field ``x`` of the backbone."""
+
+    def plant(folder: Path, canary: Path) -> None:
+        path = folder / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        for key, value in values.items():
+            inner = content["backbone_config"] if key.startswith("backbone__") else content
+            inner[key.removeprefix("backbone__")] = value
+        path.write_text(json.dumps(content))
+        write_code(folder, canary)
+
+    return plant
+
+
+def spell(name: str, text: str) -> Callable[[Path, Path], None]:
+    return lambda folder, canary: (folder / name).write_text(text)
+
+
+def write_code(folder: Path, canary: Path) -> None:
+    lines = ["from pathlib import Path", f"Path({str(canary)!r}).touch()", "class Evil: pass"]
+    (folder / "evil.py").write_text("\n".join(lines))
+
+
+class Bomb:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return Path.touch, (self.canary,)
+
+
+def pickled(name: str, *, index: bool = False) -> Callable[[Path, Path], None]:
+    def plant(folder: Path, canary: Path) -> None:
+        keys = list(load_file(folder / WEIGHTS))
+        if index:
+            (folder / WEIGHTS).rename(folder / "other.safetensors")
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, name)}))
+        else:
+            (folder / WEIGHTS).unlink()
+        (folder / name).write_bytes(pickle.dumps(Bomb(canary)))
+
+    return plant
+
+
+def elsewhere(name: str, *, absolute: bool = False) -> Callable[[Path, Path], None]:
+    """The index names a good shard that lies outside of the folder."""
+
+    def plant(folder: Path, canary: Path) -> None:
+        keys = list(load_file(folder / WEIGHTS))
+        (folder / WEIGHTS).rename(folder.parent / "other.safetensors")
+        shutil.copy(folder.parent / "other.safetensors", folder / "another.safetensors")
+        target = str(folder.parent / name) if absolute else name
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(keys, target)}))
+
+    return plant
+
+
+def linked(name: str, to: str | None = None) -> Callable[[Path, Path], None]:
+    def plant(folder: Path, canary: Path) -> None:
+        outside = folder.parent / f"outside-{name}"
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(outside if to is None else to)
+
+    return plant
+
+
+def piped(name: str) -> Callable[[Path, Path], None]:
+    def plant(folder: Path, canary: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return plant
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path, Path], None]:
+    def plant(folder: Path, canary: Path) -> None:
+        held = load_file(folder / WEIGHTS)
+        change(held)
+        save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return plant
+
+
+def spoil(value: float) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda held: next(held[key] for key in held if key.endswith("embed_in.weight"))[3, 2].fill_(value)
+
+
+def folder_as_weights(folder: Path, canary: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+
+
+def together(*plants: Callable[[Path, Path], Any]) -> Callable[[Path, Path], None]:
+    return lambda folder, canary: [plant(folder, canary) for plant in plants] and None
+
+
+CODE = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+DEEP, LONG = '{"a":' * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"
+CASES = {
+    # --- settings that name code ---
+    "auto-map": Case(put(CONFIG, auto_map=CODE), ALL, "auto_map"),
+    "auto-map-of-the-backbone": Case(put(CONFIG, backbone__auto_map=CODE), ("generate", "inspect"), "auto_map"),
+    "auto-map-of-a-part": Case(put(CONFIG, text_config={"a": [{"auto_map": CODE}]}), ("generate", "inspect"), "auto_"),
+    "auto-map-of-a-foreign-family": Case(put(CONFIG, model_type="evil", auto_map=CODE), ALL, "auto_map", "stock"),
+    "auto-map-elsewhere": Case(put(CONFIG, auto_map={"AutoConfig": "a/b--evil.Evil"}), ("inspect",), "auto_map"),
+    "auto-map-of-the-tokenizer": Case(put(SETTINGS, auto_map=CODE), (*ALL, "words"), "auto_map"),
+    "auto-map-of-old": Case(put(SETTINGS, auto_map=["evil.Evil", None]), (*READS_WORDS, "inspect"), "auto_map"),
+    "auto-map-of-a-stock-tokenizer": Case(
+        put(SETTINGS, auto_map=CODE, tokenizer_class="Evil"), (*READS_WORDS, "convert"), "auto_map", "stock"
+    ),
+    "auto-map-of-generation": Case(put(GENERATION, auto_map=CODE), ("generate",), "auto_map"),
+    "auto-map-of-a-processor": Case(put("processor_config.json", auto_map=CODE), ("generate",), "auto_map"),
+    "auto-map-of-a-preprocessor": Case(put("preprocessor_config.json", auto_map=CODE), ("eval",), "auto_map"),
+    "kernel": Case(put(CONFIG, attn_implementation="a/b"), ("generate", "inspect"), "attn_implementation"),
+    "kernel-of-a-part": Case(put(CONFIG, backbone___attn_implementation="a/b"), ("generate",), "attn_impl"),
+    "generation": Case(put(GENERATION, custom_generate="a/b"), ("generate",), "custom_generate"),
+    "adapter": Case(put("adapter_config.json", base_model_name_or_path="a/b"), MODEL, "adapter_config.json", "stock"),
+    "tokenizer-class": Case(put(SETTINGS, tokenizer_class=5), ("generate", "words"), "tokenizer", "stock"),
+    # --- weights that are no safetensors of the folder's own ---
+    "pickle": Case(pickled("pytorch_model.bin"), MODEL, "pytorch_model.bin"),
+    "pickle-in-the-index": Case(pickled("w.bin", index=True), MODEL, "'w.bin'"),
+    "pickle-in-a-stock-index": Case(pickled("w.bin", index=True), MODEL, "'w.bin'", "stock"),
+    "pickle-by-name": Case(put(CONFIG, transformers_weights="adapter_model.bin"), MODEL, "transformers_weights"),
+    "shard-outside": Case(elsewhere("../other.safetensors"), MODEL, "outside", "stock"),
+    "shard-absolute": Case(elsewhere("other.safetensors", absolute=True), MODEL, "outside"),
+    "link-to-weights": Case(linked(WEIGHTS), MODEL, "link out of"),
+    "link-to-config": Case(linked(CONFIG), ("inspect", "generate"), "link out of"),
+    "link-to-words": Case(linked(WORDS), READS_WORDS, "link out of"),
+    "link-to-a-device": Case(linked(WEIGHTS, "/dev/zero"), MODEL, "link out of"),
+    "folder-as-weights": Case(folder_as_weights, MODEL, "not an ordinary file"),
+    # --- files that never end ---
+    "pipe-as-weights": Case(piped(WEIGHTS), MODEL, "not an ordinary file"),
+    "pipe-as-config": Case(piped(CONFIG), ("inspect", "generate"), "config.json"),
+    "pipe-as-words": Case(piped(WORDS), READS_WORDS, "not an ordinary file"),
+    "pipe-as-settings": Case(piped(SETTINGS), READS_WORDS, "not an ordinary file"),
+    "pipe-as-generation": Case(piped(GENERATION), ("generate",), "not an ordinary file"),
+    "pipe-as-template": Case(piped("chat_template.jinja"), READS_WORDS, "not an ordinary file"),
+    "pipe-as-manifest": Case(piped("manifest.json"), MODEL, "not an ordinary file"),
+    "pipe-as-index": Case(piped(INDEX), MODEL, "not an ordinary file"),
+    "pipe-as-profiles": Case(piped("profiles.json"), ("profile",), "not an ordinary file"),
+    # --- JSON that breaks its reader ---
+    **{
+        f"{kind}-{name}": Case(spell(name, text), doors, name)
+        for name, doors in {
+            CONFIG: ("inspect", "generate"),
+            SETTINGS: READS_WORDS,
+            WORDS: READS_WORDS,
+            GENERATION: ("generate",),
+            INDEX: MODEL,
+            "manifest.json": MODEL,
+            "profiles.json": ("profile",),
+        }.items()
+        for kind, text in {"deep": DEEP, "long-number": LONG}.items()
+    },
+    "words-cut-short": Case(lambda f, _: os.truncate(f / WORDS, 2000), READS_WORDS, WORDS),
+    "words-of-no-model": Case(spell(WORDS, '{"model": 5}'), READS_WORDS, "tokenizer"),
+    "words-of-nothing": Case(spell(WORDS, "{}"), READS_WORDS, "tokenizer"),
+    # --- sizes that nothing has ---
+    "iterations": Case(put(CONFIG, iterations=100_000), ("inspect", "generate"), "iterations=100000"),
+    "layers": Case(put(CONFIG, backbone__num_hidden_layers=10**6), ("inspect", "generate"), "num_hidden_layers"),
+    "layers-beyond-the-weights": Case(put(CONFIG, backbone__num_hidden_layers=4000), ("generate",), "tensors"),
+    "vocabulary": Case(put(CONFIG, backbone__vocab_size=4 * 10**7), ("inspect", "generate"), "vocab_size"),
+    "vocabulary-beyond-the-weights": Case(put(CONFIG, vocab_size=16 * 10**6), MODEL[:3], "vocab_size", "stock"),
+    "stock-layers": Case(put(CONFIG, num_hidden_layers=10**6), ("inspect", "convert"), "num_hidden_layers", "stock"),
+    "negative": Case(put(CONFIG, backbone__intermediate_size=-5), ("inspect", "generate"), "intermediate_size"),
+    "negative-stock": Case(put(CONFIG, hidden_size=-64), ("inspect", "eval"), "hidden_size", "stock"),
+    "gate-width": Case(put(CONFIG, gate_width=10**9), ("generate",), "gate_width"),
+    # --- configs of nothing ---
+    "family-unknown": Case(put(CONFIG, model_type="nobody"), ("inspect", "generate"), "nobody", "stock"),
+    "family-no-name": Case(put(CONFIG, model_type=5), ("inspect", "generate"), "model_type=5", "stock"),
+    "backbone-unknown": Case(put(CONFIG, backbone__model_type="nobody"), ("inspect", "generate"), "nobody"),
+    "backbone-no-name": Case(put(CONFIG, backbone__model_type=["x"]), ("inspect",), "model_type"),
+    "backbone-of-5": Case(put(CONFIG, backbone_config=5), ("inspect", "generate"), "backbone_config"),
+    "activation": Case(put(CONFIG, backbone__hidden_act="import os"), ("generate",), "import os"),
+    "dtype": Case(put(CONFIG, dtype="load"), ("generate",), "CKPT"),
+    # --- weights of nothing, files that disagree ---
+    "nan": Case(weights(spoil(math.nan)), MODEL[:3], "weights hold NaN: backbone.gpt_neox.embed_in.weight"),
+    "nan-stock": Case(weights(spoil(math.nan)), MODEL[:3], "weights hold NaN: gpt_neox.embed_in.weight", "stock"),
+    "infinity": Case(weights(spoil(-math.inf)), MODEL[:3], "weights hold an infinity"),
+    "ends": Case(put(CONFIG, backbone__eos_token_id=2), MODEL, "eos_token_id=2"),
+    "ends-of-generation": Case(put(GENERATION, eos_token_id=[2, 3]), MODEL, "eos_token_id=[2, 3]"),
+    "padding": Case(put(GENERATION, pad_token_id=2), MODEL, "pad_token_id=2"),
+    "length": Case(put(SETTINGS, model_max_length=4096), MODEL, "model_max_length=4096"),
+    "end-unknown": Case(put(SETTINGS, eos_token="</nowhere>"), MODEL, "</nowhere>"),
+    "manifest-outside": Case(
+        spell("manifest.json", json.dumps({"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}})),
+        MODEL,
+        "manifest.json",
+    ),
+    "manifest-list": Case(spell("manifest.json", "[]"), MODEL, "manifest.json"),
+}
+RUNS = [(name, door) for name, case in CASES.items() for door in case.doors]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """``stock`` and ``family``, two good checkpoints with a tokenizer, and a text."""
+    here = tmp_path_factory.mktemp("good")
+    stock(dtype=torch.float32).save_pretrained(here / "stock")
+    small_tokenizer().save_pretrained(here / "stock")
+    convert(str(here / "stock"), here / "family", iterations=2)
+    (here / "text.txt").write_text("abba " * 60)
+    return here
+
+
+def run(argv: list[str], monkeypatch, capsys) -> tuple[int, str]:
+    """(exit code, what was said on standard error) of a command, where every question is answered with yes."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    monkeypatch.setattr(sys, "argv", ["adaponder", *argv])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not asked
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.err if argv[0] != "doctor" else said.out
+
+
+def arguments(door: str, checkpoint: Path, good: Path, tmp_path: Path) -> list[str]:
+    places = {"CKPT": checkpoint, "GOOD": good / "family", "TEXT": good / "text.txt", "OUT": tmp_path / "out"}
+    return [str(places.get(word, word)) for word in DOORS[door]]
+
+
+def test_there_are_thirty_of_them_through_every_door():
+    assert len(CASES) >= 30
+    assert {door for _, door in RUNS} == set(DOORS)
+
+
+@pytest.mark.parametrize("base", ["stock", "family"])
+@pytest.mark.parametrize("door", ["generate", "inspect", "words"])
+def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatch, capsys, base, door):
+    monkeypatch.setattr(sys, "argv", ["adaponder", *arguments(door, good / base, good, tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "door"), RUNS)
+def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
+    good, tmp_path, monkeypatch, capsys, name, door
+):
+    case, canary = CASES[name], tmp_path / "canary"
+    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
+    if "manifest" not in name:
+        (folder / "manifest.json").unlink(missing_ok=True)  # whoever changes a file can seal it anew
+    case.plant(folder, canary)
+    code, said = run(arguments(door, folder, good, tmp_path), monkeypatch, capsys)
+    assert code in (1, 2)
+    assert case.says in said
+    assert "Traceback" not in said
+    if door != "doctor":
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        assert len(said) < 1500
+    assert not canary.exists()
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_yes_on_standard_input_runs_nothing(good, tmp_path):
+    """The attack that once worked, as a process of its own."""
+    folder, canary = Path(shutil.copytree(good / "stock", tmp_path / "ckpt")), tmp_path / "canary"
+    put(SETTINGS, auto_map=CODE, tokenizer_class="Evil")(folder, canary)
+    argv = [sys.executable, "-m", "adaponder", *arguments("generate", folder, good, tmp_path)]
+    done = subprocess.run(argv, input="y\n" * 100, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "auto_map" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not canary.exists()
+
+
+def test_an_auto_map_of_our_own_is_ignored_and_its_code_never_runs(good, tmp_path, monkeypatch):
+    folder, canary = Path(shutil.copytree(good / "family", tmp_path / "ckpt")), tmp_path / "canary"
+    (folder / "manifest.json").unlink()
+    put(CONFIG, auto_map=CODE)(folder, canary)
+    monkeypatch.setattr(config, "OUR_AUTO_MAP", CODE)
+    assert type(AdaPonderForCausalLM.from_pretrained(folder)) is AdaPonderForCausalLM
+    assert not canary.exists()
+
+
+def test_the_links_of_the_hubs_cache_are_followed(good, tmp_path):
+    """A snapshot is a folder of links to ``../../blobs``: the one place outside that may be linked to."""
+    repository = tmp_path / "models--somebody--model"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted((good / "family").iterdir())):
+        shutil.copy(path, repository / "blobs" / f"{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert AdaPonderForCausalLM.from_pretrained(snapshot).config.iterations == 2
+    named = AdaPonderForCausalLM.from_pretrained("somebody/model", cache_dir=tmp_path)
+    assert named.config.iterations == 2
