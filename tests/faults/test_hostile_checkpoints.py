@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from adaponder import AdaPonderForCausalLM, cli, config
 from adaponder.convert import convert
+from adaponder.errors import CheckpointError
+from adaponder.recipe import load_recipe
+from adaponder.training.build import build_model
 from support import stock
 from word_support import small_tokenizer
 
@@ -39,11 +43,13 @@ DOORS = {
     "analyze": ["analyze", "CKPT", "--data", "TEXT", "--out", "OUT"],
     "compare": ["compare", "CKPT", "CKPT", "--data", "TEXT"],
     "profile": ["generate", "CKPT", "--prompt", "ab", "--profile", "fast"],
+    "eval-words": ["eval", "GOOD", "--tokenizer", "CKPT", "--data", "TEXT"],
     "words": ["generate", "GOOD", "--tokenizer", "CKPT", "--prompt", "ab", "--max-new-tokens", "1"],
 }
-MODEL = ("generate", "eval", "convert", "doctor")
-ALL = (*MODEL, "inspect", "policies", "calibrate", "analyze", "compare")
-READS_WORDS = ("generate", "words", "eval", "doctor")
+MODEL = ("generate", "doctor")
+LOADS = ("generate", "convert")
+ALL = ("generate", "eval", "convert", "doctor", "inspect", "policies", "calibrate", "analyze", "compare")
+READS_WORDS = ("words", "eval-words", "doctor")
 
 
 class Case(NamedTuple):
@@ -218,7 +224,7 @@ CASES = {
     "layers": Case(put(CONFIG, backbone__num_hidden_layers=10**6), ("inspect", "generate"), "num_hidden_layers"),
     "layers-beyond-the-weights": Case(put(CONFIG, backbone__num_hidden_layers=4000), ("generate",), "tensors"),
     "vocabulary": Case(put(CONFIG, backbone__vocab_size=4 * 10**7), ("inspect", "generate"), "vocab_size"),
-    "vocabulary-beyond-the-weights": Case(put(CONFIG, vocab_size=16 * 10**6), MODEL[:3], "vocab_size", "stock"),
+    "vocabulary-beyond-the-weights": Case(put(CONFIG, vocab_size=16 * 10**6), LOADS, "vocab_size", "stock"),
     "stock-layers": Case(put(CONFIG, num_hidden_layers=10**6), ("inspect", "convert"), "num_hidden_layers", "stock"),
     "negative": Case(put(CONFIG, backbone__intermediate_size=-5), ("inspect", "generate"), "intermediate_size"),
     "negative-stock": Case(put(CONFIG, hidden_size=-64), ("inspect", "eval"), "hidden_size", "stock"),
@@ -232,9 +238,9 @@ CASES = {
     "activation": Case(put(CONFIG, backbone__hidden_act="import os"), ("generate",), "import os"),
     "dtype": Case(put(CONFIG, dtype="load"), ("generate",), "CKPT"),
     # --- weights of nothing, files that disagree ---
-    "nan": Case(weights(spoil(math.nan)), MODEL[:3], "weights hold NaN: backbone.gpt_neox.embed_in.weight"),
-    "nan-stock": Case(weights(spoil(math.nan)), MODEL[:3], "weights hold NaN: gpt_neox.embed_in.weight", "stock"),
-    "infinity": Case(weights(spoil(-math.inf)), MODEL[:3], "weights hold an infinity"),
+    "nan": Case(weights(spoil(math.nan)), LOADS, "weights hold NaN: backbone.gpt_neox.embed_in.weight"),
+    "nan-stock": Case(weights(spoil(math.nan)), LOADS, "weights hold NaN: gpt_neox.embed_in.weight", "stock"),
+    "infinity": Case(weights(spoil(-math.inf)), LOADS, "weights hold an infinity"),
     "ends": Case(put(CONFIG, backbone__eos_token_id=2), MODEL, "eos_token_id=2"),
     "ends-of-generation": Case(put(GENERATION, eos_token_id=[2, 3]), MODEL, "eos_token_id=[2, 3]"),
     "padding": Case(put(GENERATION, pad_token_id=2), MODEL, "pad_token_id=2"),
@@ -312,6 +318,17 @@ def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
         assert len(said) < 1500
     assert not canary.exists()
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["auto-map", "auto-map-of-a-foreign-family", "pickle-in-the-index", "nan-stock"])
+def test_training_from_a_hostile_checkpoint_is_refused(good, tmp_path, name):
+    case, canary = CASES[name], tmp_path / "canary"
+    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
+    (folder / "manifest.json").unlink(missing_ok=True)
+    case.plant(folder, canary)
+    with pytest.raises(CheckpointError, match=re.escape(case.says)):
+        build_model(load_recipe("cpu/demo", [f"model.backbone={folder}"]), 28)
+    assert not canary.exists()
 
 
 def test_yes_on_standard_input_runs_nothing(good, tmp_path):

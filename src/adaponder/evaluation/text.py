@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from adaponder.checkpoints import tokenizer_of
+from adaponder.checkpoints import refuse_code, tokenizer_of
 from adaponder.data import Shards, sources
 from adaponder.data.encoding import Encoder, Item
 from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
@@ -41,8 +41,10 @@ class Vocabulary(NamedTuple):
 def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
     """The tokenizer of a model folder or hub name, or a ``tokenizer.json``; an older one is rebuilt by transformers."""
     folder = Path(spec)
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        return _rebuilt(folder)
+    if folder.is_dir():
+        refuse_code(folder)
+        if not (folder / "tokenizer.json").is_file():
+            return _rebuilt(folder)
     return Vocabulary(*load_tokenizer(spec, end_token=end_token))
 
 
