@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -10,6 +11,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -329,8 +331,7 @@ def _written(name: str) -> tuple[dict[str, Any], str]:
     if _is_file(name):
         raw, called = read_yaml(Path(name), ConfigError), Path(name).stem
     elif name in recipe_names():
-        text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-        raw, called = parse_yaml(text, name, ConfigError), name
+        raw, called = copy.deepcopy(_shipped(name)), name
     else:
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else "; see adaponder recipes"
@@ -340,6 +341,12 @@ def _written(name: str) -> tuple[dict[str, Any], str]:
     if not isinstance(raw.get("base", ""), str):
         raise ConfigError(f"{name}: base={shown(raw['base'])}: the name of a recipe is needed")
     return raw, called
+
+
+@cache
+def _shipped(name: str) -> Any:
+    text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    return parse_yaml(text, name, ConfigError)
 
 
 def _is_file(name: str) -> bool:

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from adaponder import __version__, cli, terminal
 from adaponder.commands import demo, doctor
 from adaponder.commands.generate import pieces
+from adaponder.commands.recipes import flat, show_recipe
 from adaponder.errors import AdaPonderError
-from adaponder.recipe import recipe_names
+from adaponder.recipe import load_recipe, recipe_names
 from stock_support import make_stock
 from training_support import corpus
 
@@ -82,6 +83,36 @@ def test_recipes_can_be_copied_from_a_narrow_window():
     for name in recipe_names():
         assert any(line.startswith(f"{name}  ") for line in shown), name
     assert any(line.startswith("    AdaPonderLM on Pythia-70M from scratch") for line in shown)
+
+
+def test_a_recipe_is_shown_by_what_differs_from_its_base(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    overrides = ["train.steps=7", "train.compile=true"]
+    show_recipe("mini/vanilla", load_recipe("mini/vanilla", overrides), overrides)
+    shown = capsys.readouterr().out
+    words = shown.split()
+    assert "as mini/adaponder, but" in shown
+    assert {"method=vanilla", "iterations=1", "ponder_weight=0.0", "steps=7"} <= set(words)
+    assert "compile=True" in words  # as the base has it, but asked for
+    assert not any(word.startswith(("lr=", "backbone.", "tokenizer=")) for word in words)
+    show_recipe("mini/vanilla", load_recipe("mini/vanilla"), [], verbose=True)
+    everything = capsys.readouterr().out.split()
+    for key, value in flat(load_recipe("mini/vanilla")).items():
+        assert f"{key.partition('.')[2]}={value}" in everything  # whole: never broken within
+    show_recipe("cpu/demo", load_recipe("cpu/demo"), [])
+    shown = capsys.readouterr().out.split()
+    assert "backbone.hidden_size=128" in shown
+    assert not any(word.startswith("weight_decay") for word in shown)  # the default
+
+
+def test_one_recipe_is_shown_with_every_field_and_where_it_is_from(tmp_path):
+    result = CliRunner().invoke(cli.app, ["recipes", "paper/adaponder-410m", "--json", str(tmp_path / "it.json")])
+    shown = " ".join(result.output.split())
+    assert "model.initial_multiplier=3.0 inferred: not stated; as PonderLM's release" in shown
+    assert "model.embedding_scale=sqrt(d) release: PonderLM's scale_embeds" in shown
+    assert "train.lr=0.0003 stated" in shown
+    assert "code.gate_activation=gelu inferred" in shown
+    assert json.loads((tmp_path / "it.json").read_text())["paper/adaponder-410m"]["train"]["steps"] == 50_000
 
 
 def test_the_module_runs_like_the_command():

@@ -255,7 +255,7 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
     assert walked > 50
     for name in ("iterations", "tau", "reuse", "shared_gate", "exit_threshold"):
         with pytest.raises(ConfigError, match=f"{name}=None"):
-            AdaPonderConfig(backbone_config=backbone, **{name: None})
+            AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({name: None}))
 
 
 @pytest.mark.parametrize("backbone", [5, [1], "gpt2", {"model_type": [1]}, {"model_type": 5}], ids=str)

@@ -60,6 +60,7 @@ def train(
     wandb: Annotated[
         str | None, typer.Option(metavar="PROJECT", help="Log to this Weights & Biases project too.")
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every field of the recipe.")] = False,
     device: Device = "cpu",
     json: Json = None,
 ) -> None:
@@ -80,6 +81,7 @@ def train(
         weights_only=weights_only,
         allow_changes=allow_changes,
         wandb=wandb,
+        verbose=verbose,
         json=json,
     )
     if done.final is None:
@@ -125,11 +127,19 @@ def sweep(
 
 
 @app.command()
-def recipes(json: Json = None) -> None:
-    """List the recipes that ship."""
-    from adaponder.commands import train as command
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="Show this one, field by field; default: list all.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """List the recipes that ship, or show one with every field and where its value is from."""
+    from adaponder.commands import recipes as command
 
-    command.list_recipes(json=json)
+    if name is None:
+        command.list_recipes(json=json)
+    else:
+        command.describe(name, json=json)
 
 
 @app.command()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from adaponder.commands.generate import generate, show
+from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
-from adaponder.commands.train import show_recipe
 from adaponder.data import Shards
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
@@ -26,7 +26,7 @@ PROMPT = "def "
 def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | None = None) -> dict[str, Any]:
     recipe = load_recipe("cpu/demo", overrides)
     console.rule("1  pretrain AdaPonderLM on the Python standard library")
-    show_recipe(recipe, overrides)
+    show_recipe("cpu/demo", recipe, overrides)
     out.parent.mkdir(parents=True, exist_ok=True)
     data = out.parent.parent / "data"
     done = train(recipe, out=out, resume="auto" if resume else None, data=data)

@@ -1,0 +1,97 @@
+"""adaponder recipes: what there is to choose from, and each of them field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.padding import Padding
+
+from adaponder.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe, base_of, load_recipe, recipe_names
+from adaponder.terminal import console, line, write_json
+
+
+def show_recipe(name: str, recipe: Recipe, overrides: list[str], *, verbose: bool = False) -> None:
+    """What is about to be done, before it is: the recipe's hash, and its fields that differ from its base.
+
+    Without a base: that differ from their defaults. What was overridden is shown in any case; ``verbose`` shows all.
+    """
+    console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
+    values, base = flat(recipe), base_of(name)
+    usual = _defaults() if base is None else flat(load_recipe(base))
+    changed = {override.partition("=")[0] for override in overrides}
+    kept = {key: value for key, value in values.items() if verbose or key in changed or usual.get(key) != value}
+    if base is not None and not verbose:
+        console.print(f"as {base}, but" if kept else f"as {base}", markup=False)
+    for section in ("model", "data", "train"):
+        marked = [
+            (f"  {key.removeprefix(section + '.')}={value}", "bold yellow" if key in changed else "")
+            for key, value in kept.items()
+            if key.startswith(f"{section}.")
+        ]
+        if marked:
+            # Broken between fields, never within one.
+            console.print(line((section, "bold"), *marked))
+    if not verbose:
+        console.print(line((f"every field: adaponder recipes {name}", "dim")))
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Every ``section.field`` of a recipe that has a value, a backbone's own fields too."""
+    found: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for inner, its in value.items():
+                add(f"{key}.{inner}", its)
+        elif value is not None:
+            found[key] = _shown(value)
+
+    values = recipe.as_dict()
+    for section in ("model", "data", "train"):
+        add(section, values[section])
+    return found
+
+
+def _defaults() -> dict[str, Any]:
+    sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
+    return {
+        f"{section}.{item.name}": _shown(item.default) for section, kind in sections.items() for item in fields(kind)
+    }
+
+
+def _shown(value: Any) -> Any:
+    """A value without a space in it, so that no window breaks it."""
+    return str(list(value)).replace(" ", "") if isinstance(value, (tuple, list)) else value
+
+
+def list_recipes(*, json: Path | None = None) -> None:
+    """One recipe after another in two lines each: name and size, and what it is."""
+    recipes = [load_recipe(name) for name in recipe_names()]
+    for recipe in recipes:
+        readings = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
+        size = f"{recipe.train.steps:,} steps, {_tokens(recipe) / 1e9:.3g}B tokens"
+        # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
+        console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{readings}, {size}"), soft_wrap=True)
+        console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
+    write_json(json, {recipe.name: recipe.as_dict() for recipe in recipes})
+
+
+def describe(name: str, *, json: Path | None = None) -> None:
+    """Every field of one recipe, and where its value is from if the recipe says."""
+    recipe = load_recipe(name)
+    console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
+    values = flat(recipe)
+    for key in [*values, *(key for key in recipe.provenance if key not in values)]:
+        source = recipe.provenance.get(key)
+        said = f"  {source.kind}{': ' if source.note else ''}{source.note}" if source else ""
+        value = values.get(key, source.value if source and key.startswith("code.") else None)
+        shown = f"{key}" if value is None else f"{key}={value}"
+        console.print(Padding(line(shown, (said, "dim")), (0, 0, 0, 2)))
+    write_json(json, {recipe.name: recipe.as_dict()})
+
+
+def _tokens(recipe: Recipe) -> int:
+    return recipe.train.steps * recipe.train.global_batch * recipe.data.sequence
