@@ -27,7 +27,8 @@ from adaponder.evaluation.lab import LEARNED, TRAINED, Lab, require_halting
 from adaponder.evaluation.scoring import Reading, score
 from adaponder.evaluation.tuning import CLOSE, REACHED, tune
 from adaponder.evaluation.windows import Windows
-from lab_support import K, made_up, opinionated
+from adaponder.terminal import console
+from lab_support import K, made_up, opinionated, saved, written
 
 WINDOWS = Windows(64)
 BUDGET = 2.5
@@ -509,6 +510,60 @@ def test_a_damaged_part_is_named_and_never_used(tmp_path):
         path.write_bytes(content)
         with pytest.raises(AdaPonderError, match=r"one\.npz is damaged .* delete it"):
             kept.load("one")
+
+
+def test_policies_interrupted_says_what_it_keeps_and_goes_on(tmp_path, monkeypatch, capsys):
+    out, few = tmp_path / "lab", ("learned gate", "uniform, ranked", "random")
+    honest = Lab.dials
+    # How figures look is tested elsewhere, and takes time.
+    monkeypatch.setattr("adaponder.analysis.style.save", lambda figure, path: (path, path))
+    monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in honest(lab, rates) if dial.name in few])
+    checkpoint, data = saved(tmp_path / "model", opinionated()), written(tmp_path / "text.jsonl", documents=6)
+    asked = {"data": str(data), "window": 32, "budgets": [2.5], "rates": ()}
+    finished = command.run(str(checkpoint), **asked)
+    measured = []
+
+    def interrupted(lab, tuned, learned=None):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(tuned.dial.name)
+        return held_out(lab, tuned, learned)
+
+    held_out = Lab.held_out
+    monkeypatch.setattr(Lab, "held_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(str(checkpoint), out=out, **asked)
+    assert f"2 finished rows are in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        command.run(str(checkpoint), **asked)
+    assert "nothing is kept; with --out DIR" in capsys.readouterr().err
+    measured.clear()
+    assert command.run(str(checkpoint), out=out, **asked) == finished
+    # The learned gate once more, because the rest is paired with it.
+    assert measured == ["learned gate", "random"]
+    shown = capsys.readouterr().out
+    assert "going on after an interruption: 2 finished rows" in shown
+    assert "3 figures, each as PNG and SVG" in shown
+    assert not (out / "unfinished").exists()
+
+
+def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
+    monkeypatch.setattr(console, "width", 200)
+
+    def shown(rows) -> str:
+        with console.capture() as captured:
+            console.print(command.budget_table(rows, BUDGET))
+        return captured.get()
+
+    assert "95 %" in shown(rows)
+    bare = [replace(row, difference=row.difference and replace(row.difference, interval=None)) for row in rows]
+    assert "95 %" not in shown(bare)
+    assert "to learned gate" in shown(bare)
+    unable = replace(bare[2], loss=None, missed="reads every token at least 2 times")
+    assert "cannot: reads every token at least 2 times" in shown([*bare, unable])
+    documents, windows = halve(made_up([32] * 24), WINDOWS), halve(made_up([300]), Windows(32))
+    assert command.described_intervals(documents) == "95 %, documents drawn again"
+    assert command.described_intervals(windows) == "left out, 5 windows being too few to draw again"
 
 
 def test_removing_parts_leaves_what_is_not_theirs(tmp_path):

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 
 from rich.console import Group
 
+from adaponder.commands.keeping import keeping, saying_if_interrupted
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
+from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab import RATES, Lab, Row, require_halting
+from adaponder.evaluation.summary import FEW
 from adaponder.files import read_json
 from adaponder.terminal import console, line, progress_bars, table, write_json
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
 TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
+_SPREAD = HEAD.index("95 %")
 RESULT = "policies.json"
 
 
@@ -55,18 +59,22 @@ def run(
     text = subject.text(data, split=split, max_tokens=max_tokens)
     windows = subject.windows(window, stride, across_documents=across_documents)
     halves = halve(text, windows)
-    with watching() as bars:
+    origin = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    kept = None
+    if out is not None:
+        settings = {"budgets": budgets and list(budgets), "rates": list(rates), "batch size": batch_size}
+        kept = Kept(out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
+    with keeping(kept, "rows"), watching() as bars:
         lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
         own = lab.own_depth()
         chosen = lab.budgets(budgets, own)
         bars.expect(1 + len(chosen) * len(lab.dials(rates)))
         rows = [lab.trained(own)]
         bars.done()
-        for row in lab.compare(chosen, rates=rates):
+        for row in lab.compare(chosen, rates=rates, kept=kept):
             rows.append(row)
             bars.done()
-    result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
-    result |= {
+    result = origin | {
         "command": "policies",
         "own_depth": own,
         "budgets": list(chosen),
@@ -76,9 +84,10 @@ def run(
     for budget in chosen:
         console.print(budget_table(rows, budget))
     console.print(f"\n{FOOTNOTES}", style="dim")
-    if out is not None:
-        save(result, out)
     write_json(json, result)
+    if out is not None and kept is not None:
+        save(result, out)
+        kept.remove()
     return result
 
 
@@ -93,13 +102,20 @@ def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: s
         "split": split,
         "windows": windows,
         "halves": halves.how,
-        "intervals": f"95 %, {halves.drawn} drawn again",
+        "intervals": described_intervals(halves),
         "tuning": {"tokens": halves.tuning.tokens, "documents": halves.tuning.documents},
         "held_out": {"tokens": halves.held_out.tokens, "documents": halves.held_out.documents},
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "seed": seed,
     }
+
+
+def described_intervals(halves: Halves) -> str:
+    count = len(halves.held_out.book.starts)
+    if count < FEW:
+        return f"left out, {count} {halves.drawn} being too few to draw again"
+    return f"95 %, {halves.drawn} drawn again"
 
 
 def described(result: dict[str, Any]) -> str:
@@ -122,8 +138,10 @@ def budget_table(rows: Sequence[Row], budget: float) -> Any:
     """Rows of one budget, below the policy as trained: how each was tuned, then what it came to."""
     shown = [cells(row) for row in rows if row.budget in (None, budget)]
     parts = []
+    spreads = any(cell[_SPREAD] for cell in shown)
+    measured = [column for column in MEASURED if spreads or column != _SPREAD]
     # Two tables: one of nine columns would break words in a terminal of 80.
-    for title, columns in ((f"\nMean depth {budget:.3f}, tuned", TUNED), ("\nMeasured on the other half", MEASURED)):
+    for title, columns in ((f"\nMean depth {budget:.3f}, tuned", TUNED), ("\nMeasured on the other half", measured)):
         head = [HEAD[column] for column in columns]
         parts.append(table(title, head, [[line[column] for column in columns] for line in shown]))
     return Group(*parts)
@@ -133,7 +151,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """A row under :data:`HEAD`."""
     flag = "yes" if row.causal else "NO"
     if row.depth is None or row.loss is None or row.mflops is None:
-        return (row.policy, flag, "–", "–", "–", "–", "–", f"cannot: {row.missed}", "–")
+        return (row.policy, flag, f"cannot: {row.missed}", "–", "–", "–", "–", "", "–")
     gap, spread = "", ""
     if row.difference is not None:
         gap = f"{row.difference.mean:+.4f}" + ("*" if row.difference.told_apart else " ")
@@ -162,7 +180,8 @@ def save(result: dict[str, Any], out: Path) -> None:
     frame = flat(result["rows"])
     frame.to_csv(out / "policies.csv", index=False)
     frame.to_parquet(out / "policies.parquet", index=False)
-    draw(result, out)
+    with saying_if_interrupted(f"the result is whole; adaponder policies {out / RESULT} draws its figures"):
+        draw(result, out)
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
@@ -175,7 +194,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
         suffix = "" if len(result["budgets"]) == 1 else f"-{budget:g}"
         drawn += save_figure(figures.differences(result["rows"], budget), out / f"policies{suffix}")
         drawn += save_figure(figures.keep_probability(result["rows"], budget), out / f"keep-probability{suffix}")
-    console.print(line(f"\n{len(drawn)} figures are in ", (out, "bold")))
+    console.print(line(f"\n{len(drawn) // 2} figures, each as PNG and SVG, are in ", (out, "bold")))
     return drawn
 
 
