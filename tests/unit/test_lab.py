@@ -533,7 +533,7 @@ def test_policies_interrupted_says_what_it_keeps_and_goes_on(tmp_path, monkeypat
     monkeypatch.setattr(Lab, "held_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command.run(str(checkpoint), out=out, **asked)
-    assert f"2 finished rows are in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
+    assert f"2 finished rows are kept in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         command.run(str(checkpoint), **asked)
     assert "nothing is kept; with --out DIR" in capsys.readouterr().err

@@ -249,7 +249,7 @@ def test_an_interrupted_trace_goes_on_and_ends_the_same(checkpoint, tmp_path, mo
     monkeypatch.setattr(portions, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         analyze.run(str(checkpoint("adaponder")), out=out, **asked)
-    assert f"3 finished portions are in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
+    assert f"3 finished portions are kept in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"another measurement \(other policy\)"):
         analyze.run(str(checkpoint("adaponder")), out=out, tau=0.9, **asked)
     monkeypatch.setattr(portions, "score", lambda *args, **options: calls.append(1) or honest(*args, **options))

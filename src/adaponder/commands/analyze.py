@@ -70,7 +70,7 @@ def run(
             out / FOLDER, _settings(subject, text, how) | named | {"batch": batch_size, "windows": str(windows)}
         )
         total = text.predictions * len(readings(subject.model, how))
-        with keeping(kept, "portions"), counting(f"tracing {checkpoint}", total) as advance:
+        with keeping(kept, "portion"), counting(f"tracing {checkpoint}", total) as advance:
             trace = record(
                 subject.model, text, windows, **named, how=how, batch_size=batch_size, kept=kept, advance=advance
             )

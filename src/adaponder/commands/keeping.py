@@ -12,15 +12,19 @@ from adaponder.terminal import console, errors
 
 
 @contextmanager
-def keeping(kept: Kept | None, parts: str) -> Iterator[None]:
-    """Around a measurement that saves its ``parts`` (a plural) in ``kept``, or nowhere without ``--out``."""
-    before = 0 if kept is None else len(kept)
-    if kept is not None and before:
-        console.print(Text(f"going on after an interruption: {before} finished {parts} are in {kept.folder}"))
+def keeping(kept: Kept | None, part: str) -> Iterator[None]:
+    """Around a measurement that saves each ``part`` in ``kept`` when it is done, or nowhere without ``--out``."""
+    if kept is not None and len(kept):
+        console.print(Text(f"going on after an interruption: {_finished(kept, part)} in {kept.folder}"))
     try:
         yield
     except KeyboardInterrupt:
-        errors.print(Text(_farewell(kept, parts)), soft_wrap=True)
+        if kept is None:
+            _say(f"nothing is kept; with --out DIR, each finished {part} is")
+        elif not len(kept):
+            _say(f"nothing is kept: no {part} was finished")
+        else:
+            _say(f"{_finished(kept, part)} kept in {kept.folder}; the same command goes on from there")
         raise
 
 
@@ -29,13 +33,14 @@ def saying_if_interrupted(sentence: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        errors.print(Text(f"\ninterrupted: {sentence}"), soft_wrap=True)
+        _say(sentence)
         raise
 
 
-def _farewell(kept: Kept | None, parts: str) -> str:
-    if kept is None:
-        return f"\ninterrupted: nothing is kept; with --out DIR, finished {parts} are"
-    if not len(kept):
-        return f"\ninterrupted before the first of its {parts} was finished: nothing is kept"
-    return f"\ninterrupted: {len(kept)} finished {parts} are in {kept.folder}; the same command goes on from there"
+def _finished(kept: Kept, part: str) -> str:
+    count = len(kept)
+    return f"1 finished {part} is" if count == 1 else f"{count} finished {part}s are"
+
+
+def _say(sentence: str) -> None:
+    errors.print(Text(f"\n{sentence}"), soft_wrap=True)

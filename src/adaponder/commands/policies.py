@@ -64,7 +64,7 @@ def run(
     if out is not None:
         settings = {"budgets": budgets and list(budgets), "rates": list(rates), "batch size": batch_size}
         kept = Kept(out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
-    with keeping(kept, "rows"), watching() as bars:
+    with keeping(kept, "row"), watching() as bars:
         lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
         own = lab.own_depth()
         chosen = lab.budgets(budgets, own)
