@@ -12,15 +12,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 
 class PlainPonder(nn.Module):
-    def __init__(self, config: PreTrainedConfig, *, iterations: int, scale: float):
+    """``scale`` multiplies the table that is mixed; ``first`` the embeddings of the tokens themselves."""
+
+    def __init__(self, config: PreTrainedConfig, *, iterations: int, scale: float, first: float):
         super().__init__()
         self.stock = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         self.iterations = iterations
-        self.scale = scale
+        self.scale, self.first = scale, first
 
     def hidden(self, ids: Tensor) -> Tensor:
         body, embedding = self.stock.base_model, self.stock.get_input_embeddings()
-        x = embedding(ids) * self.scale
+        x = embedding(ids) * self.first
         for _ in range(self.iterations - 1):
             logits = self.stock.get_output_embeddings()(body(inputs_embeds=x, use_cache=False).last_hidden_state)
             x = x + torch.softmax(logits, dim=-1) @ embedding.weight * self.scale

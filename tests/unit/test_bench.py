@@ -68,20 +68,16 @@ def measured(*arguments: str, tmp_path) -> dict:
 # --- the plain version ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 4])
-def test_plain_is_our_ponder_with_the_same_weights(iterations):
-    chosen = recipe("train.dtype=float64", f"model.iterations={iterations}")
+@pytest.mark.parametrize(("iterations", "multiplier"), [(1, 1.0), (2, 1.0), (4, 1.0), (4, 3.0)])
+def test_plain_is_our_ponder_with_the_same_weights(iterations, multiplier):
+    sets = (f"model.iterations={iterations}", f"model.initial_multiplier={multiplier}")
+    chosen = recipe("train.dtype=float64", *sets)
     plain, ours = models.build_plain(chosen), models.build_ours(chosen, "ponder")
     ids, targets = next(models.batches(chosen, 3, CPU))
     expected = ours(input_ids=ids, targets=targets)
     torch.testing.assert_close(plain(ids, targets), expected.loss, rtol=1e-12, atol=1e-12)
     logits = plain.stock.get_output_embeddings()(plain.hidden(ids))
     torch.testing.assert_close(logits, expected.logits, rtol=1e-12, atol=1e-12)
-
-
-def test_plain_refuses_what_it_cannot_compute():
-    with pytest.raises(InputError, match="initial_multiplier"):
-        models.build_plain(recipe("model.initial_multiplier=2.0"))
 
 
 def test_plain_is_of_a_checkout(monkeypatch, tmp_path):

@@ -52,9 +52,7 @@ def build_plain(recipe: Recipe, device: torch.device = CPU) -> Any:
     """The plain PonderLM with the weights of our ``ponder``: the same function, so that only speed can differ."""
     ours = build_ours(recipe, PLAIN, device)
     config = ours.config
-    if config.input_scale != config.table_scale:
-        raise InputError(f"--set model.initial_multiplier={config.initial_multiplier}: the plain version knows only 1")
-    shape = {"iterations": config.iterations, "scale": config.embedding_scale}
+    shape = {"iterations": config.iterations, "scale": config.table_scale, "first": config.input_scale}
     with device:
         plain = _plain_module().PlainPonder(config.backbone_config, **shape).to(ours.dtype)
     plain.stock.load_state_dict(ours.backbone.state_dict())

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import yaml
-
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError, InputError
+from adaponder.files import parse_yaml
 from adaponder.recipe import Recipe, load_recipe
 from adaponder.training.build import scratch_config
 
@@ -44,8 +43,8 @@ def parse_axis(text: str) -> Axis:
     if field == "train.seed":
         raise InputError(f"--grid {text}: say --seeds {listed}; seeds are averaged over, not compared")
     try:
-        values = yaml.safe_load(f"[{listed}]")
-    except yaml.YAMLError:
+        values = parse_yaml(f"[{listed}]", "--grid", InputError)
+    except InputError:
         raise InputError(f"--grid {text}: {listed!r} is not a list of values") from None
     return Axis(field, tuple(values))
 
@@ -162,6 +161,10 @@ def shown(value: Any) -> str:
 
 def _as_override(value: Any) -> str:
     """Text that ``--set`` reads as ``value``."""
-    if isinstance(value, str) and yaml.safe_load(value) == value:
-        return value
+    if isinstance(value, str):
+        try:
+            if parse_yaml(value, "--grid", InputError) == value:
+                return value
+        except InputError:
+            pass  # needs quotes to be read as text
     return json.dumps(value, default=str)
