@@ -5,6 +5,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GraniteConfig,
     NemotronConfig,
@@ -19,8 +20,8 @@ from transformers import (
 from adaponder import AdaPonderError, AdaPonderForCausalLM, Random
 from adaponder.backbone import Backbone
 from adaponder.errors import BackboneError
-from laws import assert_one_function, make_case
-from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
+from laws import assert_close, assert_one_function, make_case
+from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny, widen_norms
 
 SHAPE = {
     "hidden_size": 16,
@@ -48,6 +49,25 @@ def test_every_family_runs_as_one_function(family):
 def test_windows_ties_and_learned_positions_suit_every_method(family, method):
     model = tiny(method, family, iterations=3)
     assert_one_function(model, make_case(2, 12, 3, "ragged", "left", 3))
+
+
+def test_keys_that_are_cached_compressed_are_one_function_too():
+    """A pass then answers only the sequences that still have something to read."""
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    config = DeepseekV3Config(**SHAPE | {"num_key_value_heads": 2}, **latent, first_k_dense_replace=2)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    widen_norms(base)
+    model = stir(AdaPonderForCausalLM.from_backbone(base, iterations=4, tau=0.5))
+    assert model.wrapped.unfolds
+    case = make_case(3, 10, 4, "ragged", "both", 1)
+    case.depths[0] = 1
+    assert_one_function(model, case)
+    documents = torch.tensor([[0] * 4 + [1] * 6, [0] * 7 + [1] * 3, [0] * 10])
+    dense, compact = (
+        model(case.ids, document_ids=documents, policy=case.policy, execution=way) for way in ("dense", "compact")
+    )
+    assert_close(compact.logits, dense.logits, "packed documents")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -160,6 +160,15 @@ def test_every_prediction_is_scored_exactly_once(predictions, length, data):
     assert (seen == 1).all()
 
 
+@pytest.mark.parametrize("predictions", [17, 20, 21, 64, 99])
+def test_sliding_windows_are_all_full(predictions):
+    """So every prediction beyond the first window has at least ``length - stride`` tokens before it."""
+    starts = Windows(16, 5).starts(predictions)
+    assert starts[0] == 0
+    assert starts[-1] + 16 == predictions
+    assert ((np.diff(starts) > 0) & (np.diff(starts) <= 5)).all()
+
+
 def test_windows_say_what_they_are_and_refuse_nonsense():
     assert str(Windows(256)) == "disjoint windows of 256"
     assert str(Windows(256, 64)) == "sliding by 64 windows of 256"

@@ -131,6 +131,15 @@ def test_packed_documents_and_a_cache_are_refused_together():
             tiny()(ids(1, 5), use_cache=True, **how)
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_under_autocast_rows_are_kept_as_narrow_as_they_are_computed(family):
+    """Rotary angles widen keys to float32; attention narrows them again, and so does the ledger before."""
+    model = tiny(family=family, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        ledger = model(ids(1, 4), use_cache=True).past_key_values
+    assert {rows.dtype for store in ledger.stores for rows in store.tensors()} == {torch.bfloat16}
+
+
 def test_a_change_of_precision_is_named():
     model = tiny(dtype=torch.float32)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
