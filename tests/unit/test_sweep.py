@@ -123,7 +123,7 @@ def test_names_are_safe_for_file_systems_and_never_the_same():
         (["train.k_max=[0.1"], "not a list"),
         (["train.steps=2001-99-99"], "'2001-99-99' is not a list of values"),
         (["train.steps=" + "9" * 5000], "is not a list of values"),
-        (["train.clip=.nan"], "train.clip=nan: a number"),
+        (["train.clip=.nan"], "train.clip='NaN': a number"),
         (["train.k_max=few"], "train.k_max='few': a number"),
         (["train.k_max=0.1,2"], "train.k_max=2.0: a number from 0 to 1"),
         (["train.k_max=0.1", "train.k_max=0.2"], "stands there twice"),
