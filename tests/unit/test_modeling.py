@@ -21,6 +21,7 @@ from adaponder import (
     runs,
 )
 from adaponder.errors import ConfigError
+from adaponder.methods.ouro import improvement_loss
 from packed_support import PADDED, packed_results
 from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
 
@@ -281,6 +282,15 @@ def test_ouro_feeds_the_normed_state_and_spreads_its_loss_over_loops():
         bce = bce - (target * (1 - exits[t]).log() + (1 - target) * exits[t].log()).mean()
     stage2 = model(ids(), labels=ids(), objective=Objective(exit_stage=2)).loss
     torch.testing.assert_close(stage2, bce / 2, rtol=1e-10, atol=0)
+
+
+def test_in_stage_two_ouros_losses_are_what_gates_are_held_against_and_learn_nothing_themselves():
+    generator = torch.Generator().manual_seed(0)
+    logit, losses = (torch.randn(3, 5, generator=generator, dtype=torch.double, requires_grad=True) for _ in range(2))
+    improvement_loss(logit, losses).sum().backward()
+    assert losses.grad is None
+    assert logit.grad is not None
+    assert logit.grad[1:].abs().min() > 0
 
 
 def test_ouros_beta_is_the_objectives_or_else_the_configs():

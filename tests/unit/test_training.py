@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import adaponder
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
@@ -30,6 +32,7 @@ from adaponder.training.build import build_model
 from adaponder.training.controller import DepthController
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
+from adaponder.training.schedule import policy_at
 from adaponder.training.watch import collapse
 from training_support import corpus, small, uneven
 
@@ -269,8 +272,7 @@ with join("cpu") as world:
 
 def launch(processes: int, shards: Path, out: Path, runs: dict[str, list[str]]) -> None:
     """Trains each of the runs, one after another, in so many processes."""
-    here = Path(__file__).parents[1]
-    paths = [str(here), str(here.parent / "src")]
+    paths = [str(Path(__file__).parents[1]), str(Path(adaponder.__file__).parents[1])]
     script = out / "launch.py"
     script.write_text(LAUNCH.format(paths=paths, shards=str(shards), runs=runs, out=str(out)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -288,7 +290,7 @@ TOGETHER = {
     "fsdp": ([*PHASES, "train.parallel=fsdp", "train.keep_logits=true"], 2),
     "nothing to predict in some rows": (["data.sequence=1", "train.steps=6", "train.eval_tokens=5"], 2),
     "each process for itself": (["train.ponder_scope=process"], 1),
-    "mor": (["model.method=mor", "train.capacity_warmup=4", "train.steps=4"], 2),
+    "mor": (["model.method=mor", "model.iterations=4", "train.capacity_warmup=4", "train.steps=4"], 2),
     "ouro": (["model.method=ouro", "train.steps=4"], 2),
 }
 
@@ -488,6 +490,9 @@ def test_a_controller_brings_slow_gates_to_the_target(target, effect):
 def test_a_steered_run_resumes_bit_for_bit_between_two_turns(shards, tmp_path):
     recipe = small(shards, "train.target_depth=2.2", "train.target_every=2", "train.steps=12", "train.save_every=1")
     train(recipe, out=tmp_path / "whole", quiet=True)
+    pressure = [line["pressure"] for line in metrics(tmp_path / "whole") if "pressure" in line]
+    turned = [step for step in range(1, 12) if pressure[step] != pressure[step - 1]]
+    assert turned == [6, 8, 10], "after every second step, from step 5 on"
     for step in (6, 8, 9, 10, 11):
         broken = tmp_path / f"broken-{step}"
         shutil.copytree(
@@ -496,6 +501,32 @@ def test_a_steered_run_resumes_bit_for_bit_between_two_turns(shards, tmp_path):
         train(recipe, out=broken, resume="auto", quiet=True)
         whole, again = weights(tmp_path / "whole" / "final"), weights(broken / "final")
         assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("start", "every", "due"), [(0, 1, [0, 1, 2, 3]), (0, 3, [2, 5, 8]), (5, 3, [7, 10, 13])])
+def test_a_controller_turns_after_whole_spans_of_steps_from_its_start_on(start, every, due):
+    controller = DepthController(target=2.0, iterations=4, start=start, gain=0.5, every=every)
+    assert [step for step in range(due[-1] + 1) if controller.due(step)] == due
+
+
+def test_the_capacity_of_mor_shrinks_along_half_a_cosine(shards, tmp_path):
+    """After 0, 1/4, 1/2, 3/4 and all of the warm-up the capacity has gone this much of the way from 1."""
+    four = ["model.method=mor", "model.iterations=4"]
+    plan = small(shards, *four, "train.capacity_warmup=8", "train.steps=12").train
+    method = build_model(small(shards, *four), 300).method
+    _, *capacities = method.config.capacities
+    assert capacities == [0.97, 0.93, 0.9]
+    for step, way in ((0, 0.0), (2, 0.1464466094), (4, 0.5), (6, 0.8535533906), (8, 1.0), (11, 1.0)):
+        shares = policy_at(plan, method, step).schedule.shares
+        assert shares == pytest.approx([1 - way * (1 - capacity) for capacity in capacities], abs=1e-9), step
+    at_once = policy_at(replace(plan, capacity_warmup=0), method, 0)
+    assert at_once.schedule.shares == pytest.approx(capacities)
+
+    train(small(shards, *four, "train.capacity_warmup=2", "train.steps=3"), out=tmp_path / "run", quiet=True)
+    depths = [line["mean_depth"] for line in metrics(tmp_path / "run") if "mean_depth" in line]
+    tokens = 32
+    kept = [[int(tokens * (1 - way * (1 - share)) + 1e-9) for share in capacities] for way in (0.0, 0.5, 1.0)]
+    assert depths == pytest.approx([1 + sum(numbers) / tokens for numbers in kept])
 
 
 def test_a_target_out_of_reach_is_refused(shards, tmp_path):
