@@ -47,8 +47,10 @@ class Journal:
         try:
             found = unsealed(out / JOURNAL)
             del found["format"]
-            shards = {split: [shard_from(shard) for shard in found["shards"][split]] for split in SPLITS}
-            return cls(**(found | {"shards": shards}))
+            found["shards"] = {split: [shard_from(shard) for shard in found["shards"][split]] for split in SPLITS}
+            return cls(**found)
+        except DataError:
+            raise
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{out / JOURNAL}: damaged ({error}); delete {out} and prepare again") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,8 @@ class Manifest:
     def load(cls, folder: Path) -> Manifest:
         """The manifest of a finished folder; an unfinished one is named as such."""
         path = folder / MANIFEST
-        if not path.exists():
-            if (folder / JOURNAL).exists():
+        if not os.path.lexists(path):
+            if os.path.lexists(folder / JOURNAL):
                 raise DataError(f"{folder} is prepared only in part: run the same adaponder prepare again to finish it")
             raise DataError(f"{path} is missing: not a folder made by adaponder prepare")
         content = unsealed(path)
@@ -194,8 +195,11 @@ def unsealed(path: Path) -> dict[str, Any]:
     raw = read_bytes(path, DataError)
     content = parse_json(raw, path, DataError)
     if content.get("format") != FORMAT:
-        raise DataError(f"{path}: format {content.get('format')!s:.40}, this version reads {FORMAT}: prepare it again")
+        was = str(content.get("format"))[:40]
+        raise DataError(f"{path}: format {was}, this version reads {FORMAT}: delete {path.parent} and prepare again")
     content.pop("checksum", None)
     if raw != sealed(content).encode():
-        raise DataError(f"{path}: its checksum differs, so it was damaged or edited by hand: prepare the data again")
+        raise DataError(
+            f"{path}: its checksum differs, so it was damaged or edited by hand: delete {path.parent} and prepare again"
+        )
     return content

@@ -7,6 +7,7 @@ token is predicted from the end token before it, and its closing end token count
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -111,7 +112,7 @@ def open_text(
     """
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens}: at least one token must be predicted")
-    if (Path(data) / MANIFEST).is_file():
+    if os.path.isfile(Path(data) / MANIFEST):
         documents = _prepared(Path(data), split, vocabulary, whose)
     else:
         documents = _encoded(data, vocabulary)
