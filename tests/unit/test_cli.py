@@ -53,6 +53,25 @@ def test_help_teaches_every_command():
     assert "read up to K times" in " ".join(result.output.split())
 
 
+def commands(app=cli.app) -> dict[str, object]:
+    """Every command by the words that call it."""
+    top = get_command(app).commands
+    inner = {
+        f"{name} {each}": one for name, group in top.items() for each, one in getattr(group, "commands", {}).items()
+    }
+    return {name: one for name, one in top.items() if not hasattr(one, "commands")} | inner
+
+
+@pytest.mark.parametrize("words", commands())
+def test_help_cuts_no_word_at_80_columns(words):
+    shown = CliRunner().invoke(cli.app, [*words.split(), "--help"], env={"COLUMNS": "80"}).output
+    whole = set(shown.replace("│", " ").split())
+    for param in commands()[words].params:
+        told = {*(param.help or "").split(), *param.opts, *param.secondary_opts} - {param.name.upper(), param.metavar}
+        if param.opts[0].startswith("--"):
+            assert not (cut := told - whole), f"{param.opts[0]}: {cut}"
+
+
 def test_help_is_quick():
     """No library that takes seconds to import is imported before a command needs it."""
     code = """
@@ -211,7 +230,7 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
         (["generate", "{ada}", "--prompt", "x", "--policy", "fixed:many"], 2, "--policy"),
         (["generate", "{ada}", "--prompt", "x", "--tau", "0.1", "--policy", "fixed:1"], 2, "--tau"),
         (["generate", "{ada}", "--prompt", "x", "--tau", "1.5"], 2, "tau"),
-        (["generate", "{ada}", "--prompt", "x", "--max-iterations", "9"], 2, "max_iterations"),
+        (["generate", "{ada}", "--prompt", "x", "--max-iterations", "9"], 2, "--max-iterations 9: from 1 to 3"),
         (["generate", "{ada}", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
         (["generate", "{ada}", "--prompt", "x", "--max-new-tokens", "1000000000"], 2, "max_new_tokens"),
         (["generate", "{ada}", "--prompt", "x", "--device", "abacus"], 2, "--device"),
@@ -219,7 +238,18 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
         (["generate", "./nowhere", "--prompt", "x"], 2, "nowhere"),
         (["inspect", "{ada}", "--context", "100000"], 2, "--context"),
         (["convert", "{stock}", "--out", "{stock}"], 2, "--out"),
-        (["convert", "{stock}", "--out", "{new}", "--method", "magic"], 2, "method"),
+        (["convert", "{stock}", "--out", "{new}", "--method", "magic"], 2, "'--method': 'magic' is none of adaponder,"),
+        (["convert", "{stock}", "--out", "{new}", "--method", "magic"], 2, "vanilla, backbone"),
+        (["convert", "{stock}", "--out", "{stock}/config.json/x"], 2, "config.json is a file, not a folder"),
+        (["train", "cpu/demo", "--out", "{stock}/config.json/x"], 2, "config.json is a file, not a folder"),
+        (["train", "cpu/demo", "--json", "{stock}/config.json/x"], 2, "config.json is a file, not a folder"),
+        (["compare", "{ada}", "{ada}", "--data", "x", "--profile-b", "none"], 2, "--profile-b none"),
+        (["compare", "{ada}", "{ada}", "--data", "x", "--policy-a", "wild:1"], 2, "--policy-a wild:1"),
+        (
+            ["compare", "{ada}", "{ada}", "--data", "x", "--profile-b", "n", "--policy-b", "fixed:1"],
+            2,
+            "--policy-b and",
+        ),
         (["convert", "{stock}", "--out", "{new}", "--iterations", "0"], 2, "iterations"),
         (["convert", "nobody/nothing", "--out", "{new}"], 1, "nobody/nothing"),
         (["convert"], 2, "SRC"),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from adaponder.errors import InputError
+from adaponder.cli.values import App, between, file, one_of
 from adaponder.terminal import quiet_libraries
 from adaponder.version import __version__
 
-app = typer.Typer(
+app = App(
     name="adaponder",
     help="Language models that read hard tokens more often.\n\n"
     "A stock Hugging Face decoder is read up to K times per token; a gate decides, token by token, when it is enough. "
@@ -22,18 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-
-def writable(path: Path | None) -> Path | None:
-    """Refuses a result's place before the work, not after it."""
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise InputError(f"--json {path} cannot be written to")
-        except OSError as error:
-            raise InputError(f"--json {path} cannot be written to: {error}") from None
-    return path
 
 
 POLICIES = (
@@ -49,11 +36,27 @@ Checkpoint = Annotated[
 ]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="PATH", help="Write the result here as JSON too.", callback=writable),
+    typer.Option("--json", metavar="PATH", help="Write the result here as JSON too.", callback=file),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Everything random follows this.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto: as saved.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Everything random follows this.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, …")]
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="float32, bfloat16, float16, float64, or auto: as saved.", callback=one_of(*DTYPES)
+    ),
+]
+Tau = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Another threshold for the learned gate, 0 to 1.", callback=between(0, 1)),
+]
+PolicyText = Annotated[str | None, typer.Option("--policy", metavar="RULE", help=POLICIES)]
+Profile = Annotated[str | None, typer.Option(metavar="NAME", help="A budget that adaponder calibrate stored.")]
+MaxIterations = Annotated[int | None, typer.Option(metavar="N", min=1, help="Read no token more often than this.")]
+Tokenizer = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Folder or hub name; default: the checkpoint's own.")
+]
 
 
 def show_version(asked: bool) -> None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adaponder.cli.app import Device, Json, app
-from adaponder.cli.evaluation import decimals, numbers
+from adaponder.cli.values import App, decimals, numbers, one_of
 from adaponder.errors import InputError
 
 if TYPE_CHECKING:
     from adaponder.bench.ops import Size
     from adaponder.commands.bench import How
 
-bench = typer.Typer(
+bench = App(
     help="Measure speed and memory: ours beside a plain PonderLM (stock modules, eager), in one run, with a record.\n\n"
     "Runs from a checkout: the plain version lives in benchmarks/, and records (hardware, versions, commit, figures) "
     "go to benchmarks/records/. The operations' tests run first; if one fails, nothing is measured.",
@@ -35,19 +35,27 @@ Overrides = Annotated[
     typer.Option("--set", metavar="a.b=c", help="Change one field of the recipe; may be repeated."),
 ]
 Batch = Annotated[
-    int | None, typer.Option(help="Sequences at once; default: the recipe's micro_batch, else its global_batch.")
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch, else its global_batch."
+    ),
 ]
 SHARES = "Share of tokens read at each iteration; random tokens halt."
 Compiles = Annotated[
     bool, typer.Option("--compile/--no-compile", help="Measure compiled variants too (needs a C++ compiler on a CPU).")
 ]
-Repeats = Annotated[int, typer.Option(help="Timed repetitions; their median counts.")]
-Warmup = Annotated[int, typer.Option(help="Repetitions before, not timed: compilation and caches.")]
+Repeats = Annotated[int, typer.Option(metavar="N", min=1, max=100_000, help="Timed repetitions; their median counts.")]
+Warmup = Annotated[
+    int, typer.Option(metavar="N", min=0, max=100_000, help="Repetitions before, not timed: compilation and caches.")
+]
 SeedOrOwn = Annotated[
-    int | None, typer.Option("--seed", min=0, help="Of weights and tokens; default: the recipe's, or 0.")
+    int | None, typer.Option("--seed", metavar="N", min=0, help="Of weights and tokens; default: the recipe's, or 0.")
 ]
 Commit = Annotated[
-    str | None, typer.Option(help="Which commit is measured; default: what git says. Needed where there is no git.")
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Which commit is measured; default: what git says. Needed where there is no git."
+    ),
 ]
 Record = Annotated[bool, typer.Option("--record/--no-record", help="Keep a record under benchmarks/records/.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Do not run the operations' tests first; the record says so.")]
@@ -100,7 +108,7 @@ def train(
         recipe=recipe,
         overrides=overrides or [],
         batch=batch,
-        keep=decimals("--keep", keep),
+        keep=decimals("--keep", keep, most=1),
         compiles=compiles,
         largest=largest,
     )
@@ -136,7 +144,7 @@ def prefill(
         recipe=recipe,
         overrides=overrides or [],
         batch=batch,
-        keep=decimals("--keep", keep),
+        keep=decimals("--keep", keep, most=1),
         compiles=compiles,
     )
 
@@ -151,7 +159,12 @@ def ops(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 (autocast) or float32; default: the first on a GPU, else the second.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16 (autocast) or float32; default: the first on a GPU, else the second.",
+            callback=one_of("bfloat16", "float32"),
+        ),
     ] = None,
     repeats: Repeats = 10,
     warmup: Warmup = 3,

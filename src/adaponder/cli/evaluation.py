@@ -7,48 +7,47 @@ from typing import Annotated
 
 import typer
 
-from adaponder.cli.app import POLICIES, Checkpoint, Device, Dtype, Json, Seed, app
+from adaponder.cli.app import (
+    Checkpoint,
+    Device,
+    Dtype,
+    Json,
+    MaxIterations,
+    PolicyText,
+    Profile,
+    Seed,
+    Tau,
+    Tokenizer,
+    app,
+)
+from adaponder.cli.values import above, decimals, folder, names, numbers, one_of, policy_from, refuse
 from adaponder.errors import InputError
 
 Data = Annotated[
     str,
     typer.Option(metavar="TEXT", help="A folder made by prepare, text or .jsonl (packed too), .parquet, stdlib."),
 ]
-Split = Annotated[str, typer.Option(help="Of a prepared folder: train or validation.")]
-Window = Annotated[int | None, typer.Option(help="Tokens per window; default: the backbone's positions, at most 2048.")]
-Stride = Annotated[int | None, typer.Option(help="Sliding windows that move on by this many; default: disjoint.")]
+Split = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Of a prepared folder: train or validation.", callback=one_of("train", "validation")
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Tokens per window; default: the backbone's positions, at most 2048."),
+]
+Stride = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Sliding windows that move on by this many; default: disjoint.")
+]
 AcrossDocuments = Annotated[
     bool, typer.Option("--across-documents/--by-document", help="May tokens attend to the documents before theirs?")
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Only the first so many tokens of the text.")]
-BatchSize = Annotated[int, typer.Option(help="Windows at a time; results do not depend on it.")]
-Tokenizer = Annotated[str | None, typer.Option(help="Folder or hub name; default: the checkpoint's own.")]
-Tau = Annotated[float | None, typer.Option(help="Another threshold for the learned gate.")]
-PolicyText = Annotated[str | None, typer.Option("--policy", help=POLICIES)]
-Profile = Annotated[str | None, typer.Option(help="A budget that adaponder calibrate stored.")]
-MaxIterations = Annotated[int | None, typer.Option(help="Read no token more often than this.")]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first so many tokens of the text.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Windows at a time; results do not depend on it.")]
 
 
-def numbers(option: str, text: str | None) -> list[int]:
-    """``1,2,3`` as a list."""
-    try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise InputError(f"{option} {text}: whole numbers with commas between them, as in 1,2,3") from None
-
-
-def refuse(beside: str, **options: object) -> None:
-    """Refuses options that would be ignored."""
-    if given := [name for name, value in options.items() if value]:
-        raise InputError(f"--{given[0].replace('_', '-')} means nothing beside {beside}: leave it out")
-
-
-def decimals(option: str, text: str | None) -> list[float]:
-    """``1.5,2`` as a list."""
-    try:
-        return [] if text is None else [float(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"{option} {text}: numbers with commas between them, as in 1.5,2.5") from None
+RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "random")
 
 
 @app.command("eval")
@@ -61,14 +60,21 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(metavar="a,b,…", help="Tasks of lm-evaluation-harness instead of a text.")
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="paper: its nine tasks at 0 and 5 shots, against Pythia.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="paper: its nine tasks at 0 and 5 shots, against Pythia.", callback=one_of("paper")
+        ),
+    ] = None,
     fewshot: Annotated[
         str | None, typer.Option(metavar="0,5", help="Tasks: examples before each item; default 0, or the suite's.")
     ] = None,
     task_data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Tasks: DIR/<task>/<split>.jsonl[.xz] instead of the hub.")
+        Path | None, typer.Option(metavar="DIR", help="Tasks from DIR/TASK/SPLIT.jsonl or .jsonl.xz, not from the hub.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Tasks: only the first so many items of each.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tasks: only the first so many items of each.")
+    ] = None,
     split: Split = "validation",
     window: Window = None,
     stride: Stride = None,
@@ -79,7 +85,7 @@ def evaluate(
     ] = None,
     dense: Annotated[bool, typer.Option("--dense", help="Compute halted tokens too, and mask.")] = False,
     check_tokens: Annotated[
-        int, typer.Option(min=0, help="Compare skipping with dense on so many tokens; 0: do not.")
+        int, typer.Option(metavar="N", min=0, help="Compare skipping with dense on so many tokens; 0: do not.")
     ] = 2048,
     policy: PolicyText = None,
     tau: Tau = None,
@@ -98,22 +104,20 @@ def evaluate(
 
     [dim]adaponder eval runs/demo --tasks lambada_openai,arc_easy,sciq --task-data evaluation-sets/[/]
     """
-    from adaponder.commands import evaluate as command
-    from adaponder.policies import parse_policy
-
     if (data is None) == (tasks is None and suite is None):
         raise InputError("--data: say which text to score; or which --tasks, or --suite paper; one of them")
+
     if data is None:
         refuse("--tasks", depths=depths, dense=dense, window=window, stride=stride, max_tokens=max_tokens)
         from adaponder.commands import tasks as task_command
 
         task_command.run(
             checkpoint,
-            tasks=[name for name in (tasks or "").split(",") if name],
-            fewshot=numbers("--fewshot", fewshot),
+            tasks=names("--tasks", tasks),
+            fewshot=numbers("--fewshot", fewshot, least=0, most=1000),
             suite=suite,
             task_data=task_data,
-            policy=None if policy is None else parse_policy(policy),
+            policy=policy_from("--policy", policy),
             tau=tau,
             profile=profile,
             max_iterations=max_iterations,
@@ -127,6 +131,8 @@ def evaluate(
         )
         return
     refuse("--data", fewshot=fewshot, limit=limit, task_data=task_data)
+    from adaponder.commands import evaluate as command
+
     command.run(
         checkpoint,
         data=data,
@@ -136,7 +142,7 @@ def evaluate(
         across_documents=across_documents,
         max_tokens=max_tokens,
         depths=numbers("--depths", depths),
-        policy=None if policy is None else parse_policy(policy),
+        policy=policy_from("--policy", policy),
         tau=tau,
         profile=profile,
         max_iterations=max_iterations,
@@ -161,10 +167,12 @@ def compare(
     stride: Stride = None,
     across_documents: AcrossDocuments = True,
     max_tokens: MaxTokens = None,
-    policy_a: Annotated[str | None, typer.Option(help="Who halts in A; as --policy of eval.")] = None,
-    policy_b: Annotated[str | None, typer.Option(help="Who halts in B.")] = None,
-    profile_a: Annotated[str | None, typer.Option(help="A's budget, as adaponder calibrate stored it.")] = None,
-    profile_b: Annotated[str | None, typer.Option(help="B's budget.")] = None,
+    policy_a: Annotated[str | None, typer.Option(metavar="RULE", help="Who halts in A; as --policy of eval.")] = None,
+    policy_b: Annotated[str | None, typer.Option(metavar="RULE", help="Who halts in B.")] = None,
+    profile_a: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A's budget, as adaponder calibrate stored it.")
+    ] = None,
+    profile_b: Annotated[str | None, typer.Option(metavar="NAME", help="B's budget.")] = None,
     batch_size: BatchSize = 8,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -176,12 +184,11 @@ def compare(
     [dim]adaponder compare runs/demo runs/demo --profile-b budget-2.5 --data data/stdlib-train-bpe-2048[/]
     """
     from adaponder.commands import evaluate as command
-    from adaponder.policies import parse_policy
 
     command.compare(
         first,
         second,
-        policies=[None if text is None else parse_policy(text) for text in (policy_a, policy_b)],
+        policies=[policy_from("--policy-a", policy_a), policy_from("--policy-b", policy_b)],
         profiles=[profile_a, profile_b],
         data=data,
         split=split,
@@ -209,7 +216,9 @@ def policies(
     rates: Annotated[
         str | None, typer.Option(metavar="0.9,0.5", help="Rates of the geometric schedules; default 0.9,0.5.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Tables and figures go here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Tables and figures go here.", callback=folder)
+    ] = None,
     split: Split = "validation",
     window: Window = None,
     stride: Stride = None,
@@ -237,13 +246,13 @@ def policies(
     command.run(
         checkpoint,
         data=data,
-        rates=decimals("--rates", rates) or command.RATES,
+        rates=decimals("--rates", rates, most=1) or command.RATES,
         split=split,
         window=window,
         stride=stride,
         across_documents=across_documents,
         max_tokens=max_tokens,
-        budgets=decimals("--budgets", budgets) or None,
+        budgets=decimals("--budgets", budgets, least=1) or None,
         tokenizer=tokenizer,
         out=out,
         batch_size=batch_size,
@@ -262,12 +271,16 @@ def calibrate(
     data: Annotated[
         str | None, typer.Option(metavar="TEXT", help="As for eval: one half finds the thresholds, the other tests.")
     ] = None,
-    budget: Annotated[float | None, typer.Option(help="The mean depth that is wanted.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the profile; default budget-N.")] = None,
-    rule: Annotated[str, typer.Option(help="What is thresholded: gate, entropy, kl, change, …")] = "gate",
+    budget: Annotated[float | None, typer.Option(metavar="X", min=1, help="The mean depth that is wanted.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the profile; default budget-N.")] = None,
+    rule: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What is thresholded: {', '.join(RULES)}.", callback=one_of(*RULES))
+    ] = "gate",
     frontier: Annotated[bool, typer.Option("--frontier", help="Loss at every budget from 1 to K.")] = False,
-    step: Annotated[float, typer.Option(help="Of the frontier.")] = 0.25,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Table and figure of the frontier go here.")] = None,
+    step: Annotated[float, typer.Option(metavar="X", help="Of the frontier.", callback=above(0))] = 0.25,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Table and figure of the frontier go here.", callback=folder)
+    ] = None,
     show: Annotated[bool, typer.Option("--list", help="List the profiles that there are.")] = False,
     split: Split = "validation",
     window: Window = None,
@@ -331,7 +344,9 @@ def analyze(
         str, typer.Argument(metavar="CKPT", help="A checkpoint; or a trace.parquet, to draw its figures again.")
     ],
     data: Annotated[str | None, typer.Option(metavar="TEXT", help="As for eval.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Trace, figures, tables and report go here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Trace, figures, tables and report go here.", callback=folder)
+    ] = None,
     only: Annotated[str | None, typer.Option(metavar="a,b", help="Only these figures: halting, gates, grid, …")] = None,
     split: Split = "validation",
     window: Window = None,
@@ -354,7 +369,6 @@ def analyze(
     [dim]adaponder analyze runs/demo --data data/stdlib-train-bpe-2048 --out analysis/[/]
     """
     from adaponder.commands import analyze as command
-    from adaponder.policies import parse_policy
 
     command.run(
         checkpoint,
@@ -365,11 +379,11 @@ def analyze(
         stride=stride,
         across_documents=across_documents,
         max_tokens=max_tokens,
-        policy=None if policy is None else parse_policy(policy),
+        policy=policy_from("--policy", policy),
         tau=tau,
         profile=profile,
         max_iterations=max_iterations,
-        only=[part for part in (only or "").split(",") if part],
+        only=names("--only", only),
         tokenizer=tokenizer,
         batch_size=batch_size,
         seed=seed,

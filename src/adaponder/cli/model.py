@@ -7,8 +7,22 @@ from typing import Annotated
 
 import typer
 
-from adaponder.cli.app import POLICIES, Checkpoint, Device, Dtype, Json, Seed, app
+from adaponder.cli.app import (
+    Checkpoint,
+    Device,
+    Dtype,
+    Json,
+    MaxIterations,
+    PolicyText,
+    Profile,
+    Seed,
+    Tau,
+    Tokenizer,
+    app,
+)
+from adaponder.cli.values import above, between, folder, one_of, policy_from
 from adaponder.errors import InputError
+from adaponder.settings import METHODS
 
 
 @app.command()
@@ -16,17 +30,35 @@ def convert(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A stock, PonderLM or AdaPonder checkpoint: folder or hub name.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to save; must be new or empty.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to save; must be new or empty.", callback=folder)],
     method: Annotated[
-        str, typer.Option(help="adaponder, ponder, loop, pause, mor, ouro, vanilla; or backbone: back to plain.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"{', '.join(METHODS)}; or backbone: back to plain.",
+            callback=one_of(*METHODS, "backbone"),
+        ),
     ] = "adaponder",
-    iterations: Annotated[int | None, typer.Option(help="K; default 4, or what the source was trained with.")] = None,
-    gate_bias: Annotated[float | None, typer.Option(help="Gates start at sigmoid of this; default 4.")] = None,
-    gate_width: Annotated[int | None, typer.Option(help="Gate width in hidden sizes; 0 is linear; default 4.")] = None,
-    tau: Annotated[float | None, typer.Option(help="A token halts below this; default 1e-4.")] = None,
-    embedding_scale: Annotated[float | None, typer.Option(help="Default: as the source was trained.")] = None,
-    text: Annotated[str | None, typer.Option(help="Text, or a file of it: shows the loss at each depth.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub source.")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="K; default 4, or what the source was trained with.")
+    ] = None,
+    gate_bias: Annotated[
+        float | None, typer.Option(metavar="X", help="Gates start at sigmoid of this; default 4.")
+    ] = None,
+    gate_width: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Gate width in hidden sizes; 0 is linear; default 4.")
+    ] = None,
+    tau: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="A token halts below this, 0 to 1; default 1e-4.", callback=between(0, 1)),
+    ] = None,
+    embedding_scale: Annotated[
+        float | None, typer.Option(metavar="X", help="Default: as the source was trained.", callback=above(0))
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Text, or a file of it: shows the loss at each depth.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub source.")] = None,
     seed: Seed = 0,
     dtype: Dtype = "auto",
     json: Json = None,
@@ -57,16 +89,21 @@ def convert(
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="What to go on from.")],
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub name; default: the checkpoint's own.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="How many tokens to add.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.")],
+    tokenizer: Tokenizer = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="How many tokens to add.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="X", help="Of the sampling.", callback=above(0))] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Sample from the likeliest tokens of this total probability.", callback=above(0, most=1)
+        ),
+    ] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest token.")] = False,
-    tau: Annotated[float | None, typer.Option(help="Another threshold for the learned gate.")] = None,
-    policy: Annotated[str | None, typer.Option(help=POLICIES)] = None,
-    profile: Annotated[str | None, typer.Option(help="A budget that adaponder calibrate stored.")] = None,
-    max_iterations: Annotated[int | None, typer.Option(help="Read no token more often than this.")] = None,
+    tau: Tau = None,
+    policy: PolicyText = None,
+    profile: Profile = None,
+    max_iterations: MaxIterations = None,
     depth_colours: Annotated[bool, typer.Option(help="Colour each token by how often it was read.")] = True,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -75,7 +112,6 @@ def generate(
 ) -> None:
     """Write on from a prompt, each token coloured by how often it was read."""
     from adaponder.commands import generate as command
-    from adaponder.policies import parse_policy
 
     command.run(
         checkpoint,
@@ -86,7 +122,7 @@ def generate(
         top_p=top_p,
         greedy=greedy,
         tau=tau,
-        policy=None if policy is None else parse_policy(policy),
+        policy=policy_from("--policy", policy),
         profile=profile,
         max_iterations=max_iterations,
         depth_colours=depth_colours,
@@ -101,7 +137,10 @@ def generate(
 def inspect(
     checkpoint: Checkpoint,
     context: Annotated[
-        int | None, typer.Option(help="Tokens before the one counted; default 2048, or the backbone's positions.")
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Tokens before the one counted; default 2048, or the backbone's positions."
+        ),
     ] = None,
     json: Json = None,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from adaponder.cli.app import Device, Json, app
+from adaponder.cli.values import folder, numbers, share
 
 
 @app.command()
@@ -18,14 +19,24 @@ def prepare(
             metavar="INPUT…", help="Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib."
         ),
     ],
-    tokenizer: Annotated[str, typer.Option(help="Folder or hub name, a tokenizer.json, or train-bpe:N.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the shards go; the same command again continues.")],
-    validation: Annotated[float, typer.Option(help="Share of documents held out, by hash.")] = 0.01,
-    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.")] = None,
-    end_token: Annotated[
-        str | None, typer.Option(help="Ends each document; default: the tokenizer's own, else <|endoftext|>.")
+    tokenizer: Annotated[
+        str, typer.Option(metavar="NAME", help="Folder or hub name, a tokenizer.json, or train-bpe:N.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Where the shards go; the same command again continues.", callback=folder),
+    ],
+    validation: Annotated[
+        float, typer.Option(metavar="X", help="Share of documents held out, by hash, from 0 up to 1.", callback=share)
+    ] = 0.01,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=4096, help="Processes; default: one per core.")
     ] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard file, about.")] = 2**25,
+    end_token: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Ends each document; default: the tokenizer's own, else <|endoftext|>."),
+    ] = None,
+    shard_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per shard file, about.")] = 2**25,
     json: Json = None,
 ) -> None:
     """Turn text into token shards that training reads."""
@@ -49,9 +60,12 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field; may be repeated.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run folder; default runs/NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run folder; default runs/NAME.", callback=folder)
+    ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="auto: from the newest whole checkpoint, or start; or a checkpoint folder.")
+        str | None,
+        typer.Option(metavar="DIR", help="auto: from the newest whole checkpoint, or start; or a checkpoint folder."),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Take only weights from --resume.")] = False,
     allow_changes: Annotated[
@@ -101,7 +115,9 @@ def sweep(
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field in every run.")
     ] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0,1,…", help="Every run with each seed.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A folder per run; default runs/NAME-sweep.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder per run; default runs/NAME-sweep.", callback=folder)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs and their commands; do nothing.")] = False,
     device: Device = "cpu",
     json: Json = None,
@@ -117,7 +133,7 @@ def sweep(
         grids=grid or [],
         overrides=overrides or [],
         one_at_a_time=one_at_a_time,
-        seeds=seeds,
+        seeds=numbers("--seeds", seeds, least=0),
         out=out,
         device=device,
         dry_run=dry_run,
@@ -144,9 +160,9 @@ def recipes(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The run folder; the same command again goes on.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="The run folder; the same command again goes on.", callback=folder)
+    ] = Path("runs/demo"),
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=c", help="Change one field of cpu/demo.")
     ] = None,

@@ -74,7 +74,6 @@ def run(
     json: Path | None = None,
 ) -> dict[str, Any]:
     subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
-    text = subject.text(data, split=split, max_tokens=max_tokens)
     windows = subject.windows(window, stride, across_documents=across_documents)
     how = subject.reading(
         policy=policy,
@@ -85,6 +84,7 @@ def run(
         seed=seed,
     )
     readings = {own_label(subject, how): how} | forced(subject, depths or [], how)
+    text = subject.text(data, split=split, max_tokens=max_tokens)
     rows = [scored(subject, text, windows, label, one, batch_size) for label, one in readings.items()]
     console.print(described(data, text, windows), soft_wrap=True)
     show_rows(checkpoint, rows)
@@ -204,13 +204,13 @@ def compare(
             f"{first} and {second} have different tokenizers ({one[:12]}, {two[:12]}): their tokens cannot be paired; "
             "compare the bits per byte of adaponder eval instead"
         )
-    text = subjects[0].text(data, split=split, max_tokens=max_tokens)
     # The shorter context of the two, so that both see equally much of the text before a token.
     windows = min((one.windows(window, stride, across_documents=across_documents) for one in subjects), key=_length)
     readings = [
-        one.reading(policy=policy, profile=profile, seed=seed)
-        for one, policy, profile in zip(subjects, policies, profiles, strict=True)
+        one.reading(policy=policy, profile=profile, seed=seed, side=side)
+        for one, policy, profile, side in zip(subjects, policies, profiles, ("-a", "-b"), strict=True)
     ]
+    text = subjects[0].text(data, split=split, max_tokens=max_tokens)
     labels = [f"{side}: {own_label(one, how)}" for side, one, how in zip("AB", subjects, readings, strict=True)]
     rows = [
         scored(one, text, windows, label, how, batch_size)

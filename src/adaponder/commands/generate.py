@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.commands.subject import choose_policy, open_tokenizer
+from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
 from adaponder.convert import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
@@ -70,6 +70,7 @@ def run(
     with console.status(f"loading {checkpoint} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
         words = open_tokenizer(model, folder, tokenizer)
+        check_most(model, max_iterations)
         chosen = choose_policy(folder, policy=policy, tau=tau, profile=profile)
     with console.status("generating …"):
         done = generate(

@@ -14,7 +14,7 @@ from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
-from adaponder.evaluation.lab import RATES, Lab, Row, require_halting
+from adaponder.evaluation.lab import RATES, Lab, Row, check_budget, require_halting
 from adaponder.evaluation.summary import FEW
 from adaponder.files import read_json
 from adaponder.terminal import console, line, progress_bars, table, write_json
@@ -56,6 +56,8 @@ def run(
         raise InputError(f"--out {out}: a file is in the way")
     subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
     require_halting(subject.model)
+    for budget in budgets or ():
+        check_budget(budget, subject.model.config.iterations, "--budgets")
     text = subject.text(data, split=split, max_tokens=max_tokens)
     windows = subject.windows(window, stride, across_documents=across_documents)
     halves = halve(text, windows)

@@ -44,9 +44,11 @@ class Subject(NamedTuple):
         max_iterations: int | None = None,
         execution: str | None = None,
         seed: int = 0,
+        side: str = "",
     ) -> Reading:
-        """Who decides depth, from at most one of the three ways to say it."""
-        chosen = choose_policy(self.folder, policy=policy, tau=tau, profile=profile)
+        """Who decides depth, from at most one of the three ways to say it; errors name ``--profile{side}``."""
+        check_most(self.model, max_iterations)
+        chosen = choose_policy(self.folder, policy=policy, tau=tau, profile=profile, side=side)
         self.model.check_policy(chosen)  # before a text is read
         return Reading(policy=chosen, max_iterations=max_iterations, execution=execution, seed=seed)
 
@@ -92,17 +94,28 @@ def refuse_other_tokenizer(
         )
 
 
+def check_most(model: AdaPonderForCausalLM, max_iterations: int | None) -> None:
+    """Refuses more iterations than the model has, before it is run."""
+    most = model.config.iterations
+    if max_iterations is not None and not 1 <= max_iterations <= most:
+        raise InputError(f"--max-iterations {max_iterations}: from 1 to {most}, the model's iterations")
+
+
 def choose_policy(
-    folder: Path, *, policy: Policy | None = None, tau: float | None = None, profile: str | None = None
+    folder: Path,
+    *,
+    policy: Policy | None = None,
+    tau: float | None = None,
+    profile: str | None = None,
+    side: str = "",
 ) -> Policy | None:
-    """The policy that the options ask for; ``None`` leaves it to the method."""
-    given = [
-        name for name, value in (("--policy", policy), ("--tau", tau), ("--profile", profile)) if value is not None
-    ]
+    """The policy that the options ask for; ``None`` leaves it to the method. Errors say ``--policy{side}``."""
+    options = {"policy": policy, "tau": tau, "profile": profile}
+    given = [f"--{name}{side}" for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} both say who halts: give one")
     if profile is not None:
         from adaponder.evaluation.profiles import policy_of
 
-        return policy_of(folder, profile)
+        return policy_of(folder, profile, option=f"--profile{side}")
     return LearnedGate(tau) if tau is not None else policy

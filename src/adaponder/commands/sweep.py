@@ -40,14 +40,14 @@ def run(
     grids: Sequence[str],
     overrides: Sequence[str] = (),
     one_at_a_time: bool = False,
-    seeds: str | None = None,
+    seeds: Sequence[int] = (),
     out: Path | None = None,
     device: str = "cpu",
     dry_run: bool = False,
     json: Path | None = None,
     quiet: bool = False,
 ) -> Outcome:
-    runs = plan(name, grids, overrides=overrides, one_at_a_time=one_at_a_time, seeds=parse_seeds(seeds))
+    runs = plan(name, grids, overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
     folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
     asked = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
     if dry_run:
@@ -84,19 +84,10 @@ def run(
     return Outcome(result, 130 if unfinished else 1 if failed else 0)
 
 
-def parse_seeds(text: str | None) -> list[int]:
-    """``0,1,2`` as numbers; nothing given means the recipe's own."""
-    if text is None:
-        return []
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--seeds {text}: whole numbers are needed, e.g. --seeds 0,1,2") from None
-
-
 def _make(folder: Path, *, default: bool) -> None:
     if not default and not folder.parent.is_dir():
-        raise InputError(f"--out {folder}: {folder.parent} does not exist")
+        wrong = "is a file, not a folder" if folder.parent.exists() else "does not exist"
+        raise InputError(f"--out {folder}: {folder.parent} {wrong}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaponder.commands.subject import choose_policy, open_tokenizer
+from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
 from adaponder.convert import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS
@@ -54,6 +54,7 @@ def run(
     with console.status(f"loading {checkpoint} …"):
         model, folder = load(checkpoint, dtype=dtype, device=device)
         words = open_tokenizer(model, folder, tokenizer)
+    check_most(model, max_iterations)
     policy = choose_policy(folder, policy=policy, tau=tau, profile=profile)
     how = Reading(policy=policy, max_iterations=max_iterations, seed=seed)
     harness = HarnessLM(model, words, batch_size=batch_size, how=how, counting=counting)

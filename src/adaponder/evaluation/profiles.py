@@ -24,12 +24,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
 
 
-def policy_of(folder: Path, name: str) -> Policy:
-    """The policy that profile ``name`` of the model in ``folder`` stands for."""
+def policy_of(folder: Path, name: str, *, option: str = "--profile") -> Policy:
+    """The policy that profile ``name`` of the model in ``folder`` stands for; ``option`` is who asked."""
     found = stored(folder)
     if name not in found:
         cure = f"there are {', '.join(found)}" if found else "there are none"
-        raise InputError(f"--profile {name}: {folder} has no such profile, {cure}; adaponder calibrate makes them")
+        raise InputError(f"{option} {name}: {folder} has no such profile, {cure}; adaponder calibrate makes them")
     try:
         return parse_policy(found[name]["policy"])
     except (KeyError, TypeError, AttributeError, AdaPonderError) as error:

@@ -231,7 +231,8 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
         yield
         return
     if not out.parent.is_dir():
-        raise InputError(f"--out {out}: {out.parent} does not exist")
+        wrong = "is a file, not a folder" if out.parent.exists() else "does not exist"
+        raise InputError(f"--out {out}: {out.parent} {wrong}")
     try:
         out.mkdir(exist_ok=True)
         lock = (out / ".lock").open("a+")

@@ -1,0 +1,192 @@
+"""Every option of every command with values that make no sense: one line and an exit code, never a traceback."""
+
+import sys
+
+import pytest
+from typer.main import get_command
+
+from adaponder import cli
+from adaponder.commands import analyze, bench, calibrate, convert, demo, doctor, evaluate, generate, policies, train
+from adaponder.commands import subject as subjects
+from stock_support import make_stock
+
+NUMBERS = ("", "word", "nan", "inf", "-inf", "-1", "0", "1e400", "9" * 25, "9" * 5000, "-" + "9" * 25, "0x10", "1,5")
+WORDS = ("", "nan", "-1", "file/x", "nowhere/at/all", "\x1b]0;x\x07[/b]:smile:", "x" * 5000, "a,,b")
+PATHS = WORDS[3:]
+VALUES = {"N": NUMBERS, "X": NUMBERS, "DIR": PATHS, "PATH": PATHS}
+
+
+CONVERT = convert.convert
+
+
+class StartedError(Exception):
+    """The options were accepted and the work would begin."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a checkpoint of the family, the stock one it was made from, a text, and a file in the way."""
+    folder = tmp_path_factory.mktemp("walk")
+    make_stock(folder / "stock", seed=0)
+    convert.run(str(folder / "stock"), out=folder / "ada", method="adaponder", iterations=3)
+    (folder / "text.txt").write_text("def f(x): return x\n" * 60)
+    (folder / "file").write_text("in the way")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """All commands, built once."""
+    return get_command(cli.app)
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch, place, parser):
+    """Options are judged for real; what would take seconds afterwards says that it would begin."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(cli, "app", parser)
+    loaded = {}
+
+    def load(name, **options):
+        key = (name, *sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = real(name, **options)
+        return loaded[key]
+
+    def start(*args, **options):
+        raise StartedError
+
+    real = subjects.load
+    monkeypatch.setattr(subjects, "load", load)
+    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(train, "recipe_names", lambda: ["cpu/demo"])
+    for module, name in (
+        (evaluate, "scored"),
+        (policies, "Lab"),
+        (calibrate, "Lab"),
+        (analyze, "record"),
+        (train, "train"),
+        (demo, "train"),
+        (bench, "begin"),
+        (doctor, "examine"),
+        (generate, "generate"),
+        (convert, "convert"),
+    ):
+        monkeypatch.setattr(module, name, start)
+
+
+# What a command needs to get as far as the option in question.
+BASE = {
+    "convert": ("stock", "--out", "converted"),
+    "generate": ("ada", "--prompt", "x"),
+    "inspect": ("ada",),
+    "doctor": (),
+    "prepare": ("text.txt", "--tokenizer", "ada/tokenizer.json", "--out", "shards", "--workers", "1"),
+    "train": ("cpu/demo",),
+    "sweep": ("cpu/demo", "--grid", "train.k_max=0.1,0.2", "--dry-run"),
+    "recipes": (),
+    "demo": (),
+    "eval": ("ada", "--data", "text.txt"),
+    "compare": ("ada", "ada", "--data", "text.txt"),
+    "policies": ("ada", "--data", "text.txt", "--window", "16"),
+    "calibrate": ("ada", "--data", "text.txt", "--window", "16", "--budget", "2"),
+    "analyze": ("ada", "--data", "text.txt", "--out", "report"),
+    "bench train": ("--trust", "--no-record", "--batch", "1"),
+    "bench prefill": ("--trust", "--no-record", "--batch", "1"),
+    "bench ops": ("--trust", "--no-record"),
+}
+
+
+def test_every_command_is_walked(parser):
+    names = {name for name, one in parser.commands.items() if not hasattr(one, "commands")}
+    names |= {f"bench {name}" for name in parser.commands["bench"].commands}
+    assert names == set(BASE)
+
+
+def end(capsys, monkeypatch, arguments) -> tuple[int | None, str]:
+    """(exit code, standard error); the code is ``None`` where the work would begin."""
+    monkeypatch.setattr(sys, "argv", ["adaponder", *arguments])
+    try:
+        cli.main()
+    except SystemExit as done:
+        return int(done.code or 0), capsys.readouterr().err
+    except StartedError:
+        capsys.readouterr()
+        return None, ""
+    raise AssertionError("main always exits")
+
+
+def judge(code: int | None, error: str, said: str) -> None:
+    """0 or begun: it made sense after all; else one line that says error."""
+    if code not in (None, 0):
+        assert code in (1, 2), said
+        assert error.startswith("error: "), f"{said}: {error}"
+        assert len(error.splitlines()) == 1, f"{said}: {error}"
+        assert "\x1b" not in error, said
+        assert "Traceback" not in error, said
+
+
+@pytest.mark.parametrize("words", BASE)
+def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser, words):
+    command = parser
+    for word in words.split():
+        command = command.commands[word]
+    for param in command.params:
+        option = param.opts[0]
+        if not option.startswith("--") or getattr(param, "is_flag", False) or option == "--help":
+            continue
+        base = list(BASE[words])
+        if option in base:
+            del base[base.index(option) : base.index(option) + 2]
+        for value in VALUES.get(param.metavar, WORDS):
+            code, error = end(capsys, monkeypatch, [*words.split(), *base, option, value])
+            judge(code, error, f"{words} {option} {value[:40]!r}")
+
+
+@pytest.mark.parametrize("words", [words for words, base in BASE.items() if base and not base[0].startswith("-")])
+def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
+    monkeypatch.setattr(convert, "convert", CONVERT)
+    for value in WORDS:
+        code, error = end(capsys, monkeypatch, [*words.split(), value, *BASE[words][1:]])
+        judge(code, error, f"{words} {value[:40]!r}")
+        assert code in (1, 2), f"{words} {value[:40]!r} was accepted"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "eval ada --data text.txt --depths 9",
+        "eval ada --data text.txt --depths 0",
+        "eval ada --data text.txt --batch-size 0",
+        "eval ada --data text.txt --max-iterations 9",
+        "eval ada --data text.txt --split neither",
+        "eval ada --data text.txt --tau 1",
+        "generate ada --prompt x --seed -1",
+        "generate ada --prompt x --seed 99999999999999999999",
+        "generate ada --prompt x --temperature 0",
+        "generate ada --prompt x --top-p 1.5",
+        "calibrate ada --data text.txt --budget nan",
+        "calibrate ada --data text.txt --frontier --step nan",
+        "calibrate ada --data text.txt --frontier --step 0",
+        "policies ada --data text.txt --budgets 1.5,inf",
+        "policies ada --data text.txt --budgets 9",
+        "policies ada --data text.txt --rates 0.5,nan",
+        "convert stock --out converted --iterations 0",
+        "convert stock --out converted --embedding-scale nan",
+        "convert stock --out converted --gate-bias inf",
+        "prepare text.txt --tokenizer ada --out shards --validation nan",
+        "prepare text.txt --tokenizer ada --out shards --workers 0",
+        "sweep cpu/demo --seeds -1",
+        "sweep cpu/demo --seeds 0,nan",
+        "bench train --keep 1,nan",
+        "bench train --batch 0",
+        "bench train --repeats 0",
+        "bench ops --size 0,1,1",
+    ],
+)
+def test_a_number_out_of_range_is_refused(capsys, monkeypatch, arguments):
+    code, error = end(capsys, monkeypatch, arguments.split())
+    judge(code, error, arguments)
+    assert code == 2, f"{arguments}: {code}"
+    option = arguments.split()[-2]
+    assert option in error, error
