@@ -64,25 +64,22 @@ __all__ = [
 
 # Where each public name lives; what is not listed is a policy.
 _HOMES = {
-    "AdaPonderConfig": "config",
+    "AdaPonderConfig": "modeling",  # not config alone: whoever has one may give it to AutoModelForCausalLM
     "AdaPonderForCausalLM": "modeling",
     "AdaPonderOutput": "modeling",
     "Iteration": "methods",
     "Ledger": "ledger",
     "Objective": "methods",
 }
-# Once the module on the left is imported, the one on the right is too, and registers what it defines.
-_REGISTER_AFTER = {
-    "transformers.models.auto.configuration_auto": "adaponder.config",
-    "transformers.models.auto.modeling_auto": "adaponder.modeling",
-}
+_MODULES = ("config", "ledger", "methods", "modeling", "policies")
+_AUTO = "transformers.models.auto.configuration_auto"
 
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module that holds one, imported when it is first asked for."""
     if name in __all__:
         value = getattr(importlib.import_module(f"adaponder.{_HOMES.get(name, 'policies')}"), name)
-    elif name in {*_HOMES.values(), "policies"}:
+    elif name in _MODULES:
         value = importlib.import_module(f"adaponder.{name}")
     else:
         raise AttributeError(f"module 'adaponder' has no attribute {name!r}")
@@ -94,36 +91,48 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _RegisterAfterImport(MetaPathFinder):
-    """Finds what the usual finders find, and lets our module follow each module of ``_REGISTER_AFTER``."""
+class _ConfigOnDemand:
+    """Stands for AdaPonderConfig in the table of the Auto classes until it is asked for something.
 
-    def __init__(self, waiting: dict[str, str]):
-        self.waiting = waiting
+    Then ``adaponder.modeling`` is imported, which puts config and model there themselves.
+    """
+
+    __name__ = "AdaPonderConfig"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(__getattr__("AdaPonderConfig"), name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return __getattr__("AdaPonderConfig")(*args, **options)
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds what the usual finders find, and lets the family be known as soon as the Auto classes are there.
+
+    Nothing is imported then: Hugging Face imports its modules in the middle of one another, and of ours.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        ours = self.waiting.pop(fullname, None)
-        if ours is None:
+        if fullname != _AUTO or self not in sys.meta_path:
             return None
-        spec = importlib.util.find_spec(fullname)  # asks this finder too, which waits for it no longer
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                importlib.import_module(ours)
+                _register(module)
 
             spec.loader.exec_module = execute_and_register
         return spec
 
 
-def _register_with_auto_classes() -> None:
-    """Now, as far as transformers is imported; else when it is."""
-    waiting = {theirs: ours for theirs, ours in _REGISTER_AFTER.items() if theirs not in sys.modules}
-    if waiting:
-        sys.meta_path.insert(0, _RegisterAfterImport(waiting))
-    for theirs, ours in _REGISTER_AFTER.items():
-        if theirs not in waiting:
-            importlib.import_module(ours)
+def _register(auto: ModuleType) -> None:
+    auto.CONFIG_MAPPING.register("adaponder", _ConfigOnDemand(), exist_ok=True)
 
 
-_register_with_auto_classes()
+if _AUTO in sys.modules:
+    _register(sys.modules[_AUTO])
+else:
+    sys.meta_path.insert(0, _AfterImport())

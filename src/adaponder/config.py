@@ -311,7 +311,3 @@ def _capacities(capacities: list[float] | None, iterations: int) -> list[float]:
     if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
         raise ConfigError(f"capacities={values}: shares in (0, 1], never growing")
     return values
-
-
-# ``import adaponder`` sees to it that this module is imported once the Auto classes are.
-AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)

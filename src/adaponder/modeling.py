@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from adaponder.attention import refuse_attention
@@ -572,6 +572,6 @@ def _train_padding(stock: PreTrainedModel) -> None:
         embedding.padding_idx = None
 
 
-# ``import adaponder`` sees to it that this module is imported once the Auto classes are.
+AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
 AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)
 AutoModel.register(AdaPonderConfig, AdaPonderModel, exist_ok=True)

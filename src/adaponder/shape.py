@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from adaponder.config import AdaPonderConfig
@@ -65,8 +65,6 @@ def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
 
     ``source`` is a decoder, stock or wrapped, or its config. Raises where a matrix product would go uncounted.
     """
-    from transformers import AutoModelForCausalLM  # here, since importing it imports adaponder.modeling
-
     # A wrapped decoder's text config is its backbone's.
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
     with torch.device("meta"):
