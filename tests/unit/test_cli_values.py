@@ -6,7 +6,19 @@ import pytest
 from typer.main import get_command
 
 from adaponder import cli
-from adaponder.commands import analyze, bench, calibrate, convert, demo, doctor, evaluate, generate, policies, train
+from adaponder.commands import (
+    analyze,
+    bench,
+    calibrate,
+    convert,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    policies,
+    recipes,
+    train,
+)
 from adaponder.commands import subject as subjects
 from stock_support import make_stock
 
@@ -59,7 +71,7 @@ def no_work(monkeypatch, place, parser):
     real = subjects.load
     monkeypatch.setattr(subjects, "load", load)
     monkeypatch.setattr(generate, "load", load)
-    monkeypatch.setattr(train, "recipe_names", lambda: ["cpu/demo"])
+    monkeypatch.setattr(recipes, "recipe_names", lambda: ["cpu/demo"])
     for module, name in (
         (evaluate, "scored"),
         (policies, "Lab"),
@@ -143,7 +155,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser,
             judge(code, error, f"{words} {option} {value[:40]!r}")
 
 
-@pytest.mark.parametrize("words", [words for words in BASE if not words.startswith(("bench", "recipes", "demo"))])
+@pytest.mark.parametrize("words", [words for words in BASE if not words.startswith(("bench", "demo"))])
 def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
     monkeypatch.setattr(convert, "convert", CONVERT)
     for value in WORDS:
