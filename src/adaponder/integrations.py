@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -40,7 +40,7 @@ class PonderCallback(TrainerCallback):
         gate_start: int | None = None,
         halt_before_ponder: bool = False,
         capacity_warmup: int = 0,
-        exit_stage: int = 1,
+        exit_stage: Literal[1, 2] = 1,
     ):
         # One schedule for both loops, and one place where its values are checked.
         self.schedule = TrainRecipe(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from adaponder.special_tokens import as_ids, require_agreement
 from adaponder.tokens import Tokens, arrange_tokens, check_reads, require_whole
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
+
+# Cross-entropy and the method's own terms; made once, so that no compiler traces its checks.
+_PLAIN = Objective()
 
 # Hugging Face callers hand these to every model; none asks for anything this model has.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
@@ -275,7 +278,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         past = 0 if ledger is None else ledger.slots
         try:
             run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
-            embedded = self.wrapped.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            embedded = self.wrapped.embed(grid) if inputs_embeds is None else inputs_embeds
             seen: Trajectory = self.method(run, embedded, ask)
         except BaseException:
             # A policy or hook that raises, or Ctrl-C, must not leave half-read tokens in the caller's cache.
@@ -291,7 +294,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         losses = None
         if targets is not None:
             score = scorer(seen, logits, targets, tokens.real, self.wrapped.head(), kwargs.get("num_items_in_batch"))
-            losses = self.method.loss(seen, score, run, objective or Objective()) if trains else plain_loss(seen, score)
+            losses = self.method.loss(seen, score, run, objective or _PLAIN) if trains else plain_loss(seen, score)
         by_iteration = None
         if output_iteration_logits:
             by_iteration = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
@@ -566,7 +569,7 @@ def _train_padding(stock: PreTrainedModel) -> None:
 
     Some families build the embedding of ``pad_token_id`` without a gradient, which is right for a token of its own.
     """
-    config, embedding = stock.config, stock.get_input_embeddings()
+    config, embedding = stock.config, cast(Any, stock.get_input_embeddings())
     ends = [*as_ids(getattr(config, "eos_token_id", None)), getattr(config, "bos_token_id", None)]
     if getattr(embedding, "padding_idx", None) in ends:
         embedding.padding_idx = None

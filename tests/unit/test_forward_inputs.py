@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from adaponder import AdaPonderError, AdaPonderForCausalLM, FixedDepth, ForcedDepths
+from adaponder import AdaPonderError, AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
 from adaponder.modeling import AdaPonderModel
 from adaponder.tokens import check_ids
 from support import METHODS, VOCABULARY, ids, stock, tiny
@@ -79,6 +79,15 @@ def test_on_another_device_ids_are_not_waited_for():
     check_ids("input_ids", elsewhere, VOCABULARY)
     with pytest.raises(AdaPonderError, match=r"input_ids is torch.float32"):
         check_ids("input_ids", elsewhere.float(), VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["ponder_weight", "ponder_fraction", "exit_stage", "exit_entropy_weight", "share"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "0.1"])
+def test_an_objective_of_no_numbers_is_refused_where_it_is_made(name, value):
+    with pytest.raises(AdaPonderError, match=rf"objective\.{name}="):
+        Objective(**{name: value})
+    with pytest.raises(AdaPonderError, match=r"objective\.ponder_fraction=1\.5"):
+        Objective(ponder_fraction=1.5)
 
 
 def test_labels_may_be_short_integers():

@@ -447,11 +447,12 @@ def test_guidance_sees_the_same_policy():
     assert torch.equal(model.generate(ids(1, 6), **ask, policy=FixedDepth(1)), plain)
 
 
-@pytest.mark.parametrize("method", ["adaponder", "vanilla"])
-def test_the_dense_forward_compiles_as_one_graph(method):
+@pytest.mark.parametrize(("method", "given"), [("adaponder", True), ("adaponder", False), ("vanilla", False)])
+def test_the_dense_forward_compiles_as_one_graph(method, given):
     model = tiny(method).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+    objective = Objective(ponder_weight=0.3, ponder_fraction=0.2) if given else None
+    asked = {"targets": ids(2, 9, seed=1), "objective": objective}
     expected = model(ids(), **asked).loss
     expected.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

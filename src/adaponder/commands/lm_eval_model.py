@@ -71,7 +71,7 @@ class AdaPonderLM(HarnessLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes beside its results: what was evaluated, and how deeply each task was read."""
-        policy = self.how.policy
+        policy: Any = self.how.policy
         return {
             "model_name": self.pretrained,
             "model_method": self.model.config.method,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.halting import bottom_k_mean
 from adaponder.policies import FixedDepth, Policy
 from adaponder.runs import Run
+from adaponder.settings import check_fields, limited
 from adaponder.tokens import Tokens
 
 
@@ -68,12 +69,15 @@ class Objective:
             ``num_items_in_batch``, which is all that one forward can know; who averages forwards equally says 1.
     """
 
-    ponder_weight: float = 0.0
-    ponder_fraction: float = 0.0
-    exit_stage: int = 1
-    exit_entropy_weight: float | None = None
+    ponder_weight: float = limited(0, 1_000_000, default=0.0)
+    ponder_fraction: float = limited(0, 1, default=0.0)
+    exit_stage: Literal[1, 2] = 1
+    exit_entropy_weight: float | None = limited(0, 1_000_000)
     bottom_k: Callable[[Tensor, float], Tensor] = bottom_k_mean
-    share: float | None = None
+    share: float | None = limited(0, 1_000_000)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective.")
 
 
 class Routing(NamedTuple):
