@@ -53,6 +53,7 @@ ORDER = [
     "training",
     "integrations",
     "bench",
+    "reproduction",
     "analysis",
     "commands",
     "cli",

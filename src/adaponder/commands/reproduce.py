@@ -1,0 +1,271 @@
+"""adaponder reproduce: the runs that a claim needs, several at once, one record each; what has a record is skipped."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaponder.bench.record import checkout, commit_of
+from adaponder.data import Shards
+from adaponder.errors import InputError
+from adaponder.reproduction.queue import Experiment, Queue, read_queue
+from adaponder.reproduction.records import carry_out, hardware_of, read_records, record_of, result
+from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
+from adaponder.terminal import console, errors, line, table, write_json
+from adaponder.training.loop import data_hash
+
+# Seconds between two looks at the runs, and between two lines about them.
+_LOOK, _SAY = 0.5, 30.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are and where they go; the same for every run of a command."""
+
+    queue: Path
+    data: Path
+    runs: Path
+    records: Path
+    device: str
+    commit: str
+
+    def command(self, experiment: Experiment, beside: int) -> list[str]:
+        """The command of a process that carries out one run."""
+        here = {"queue": self.queue, "data": self.data, "runs": self.runs, "records": self.records}
+        options = here | {"device": self.device, "commit": self.commit, "beside": beside, "run": experiment.label}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        return [sys.executable, "-m", "adaponder", "reproduce", *words, f"--seeds={experiment.seed}"]
+
+
+def run(
+    claim: str | None,
+    *,
+    seeds: Sequence[int] = (),
+    listed: bool = False,
+    following: bool = False,
+    one: str | None = None,
+    minutes: float | None = None,
+    jobs: int = 1,
+    queue: Path | None = None,
+    data: Path | None = None,
+    runs: Path = Path("runs/reproduce"),
+    records: Path | None = None,
+    device: str = "cpu",
+    commit: str | None = None,
+    beside: int = 0,
+    json: Path | None = None,
+) -> int:
+    """What was asked for: the list, one run, a claim's runs, or the next ones. Returns the exit code."""
+    path = queue or checkout() / "experiments" / "queue.yaml"
+    wanted = read_queue(path)
+    records = records or path.parent / "records"
+    if sum([claim is not None, listed and claim is None, following, one is not None]) != 1:
+        raise InputError("name a claim, or say --next, --list or --run LABEL; --list shows the claims")
+    if listed:
+        chosen = wanted.of_claim(claim, seeds) if claim else list(wanted.experiments)
+        show(wanted, chosen, read_records(records), wanted.data_hash, json=json)
+        return 0
+    folder = data or Path(wanted.data_folder)
+    found = _data_hash(folder, wanted)
+    place = Place(path, folder, runs, records, device, commit_of(commit, needed=True))
+    if one is not None:
+        experiment = _by_label(wanted, one, seeds)
+        written = carry_out(
+            experiment, data=folder, runs=runs, records=records, device=device, commit=place.commit, beside=beside
+        )
+        console.print(line("record in ", (written, "bold")), soft_wrap=True)
+        return 0
+    chosen = list(wanted.experiments) if claim is None else wanted.of_claim(claim, seeds)
+    code = _work_through(wanted, chosen, place, found, minutes=minutes, jobs=jobs)
+    show(wanted, chosen, read_records(records), found, json=json)
+    return code
+
+
+def _data_hash(folder: Path, queue: Queue) -> str:
+    """The hash of the prepared data; other data than the queue's has records of its own."""
+    if not (folder / "manifest.json").is_file():
+        raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.prepare}")
+    found = data_hash(Shards.open(folder, "train"))
+    if found != queue.data_hash:
+        console.print(
+            line(("other data:", "yellow"), f" {folder} has hash {found}, the queue's records {queue.data_hash}; "),
+            line("records of this data stand apart"),
+            soft_wrap=True,
+        )
+    return found
+
+
+def _by_label(queue: Queue, label: str, seeds: Sequence[int]) -> Experiment:
+    every = [each for claim in queue.claims for each in [*queue.of_claim(claim), *queue.of_claim(claim, seeds)]]
+    match = next((each for each in every if each.label == label), None)
+    if match is None:
+        raise InputError(f"--run {label}: no such run in the queue; adaponder reproduce --list shows them")
+    return match
+
+
+# --- several at once ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Running:
+    experiment: Experiment
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def _work_through(
+    queue: Queue, chosen: Sequence[Experiment], place: Place, data: str, *, minutes: float | None, jobs: int
+) -> int:
+    """Starts runs as others end, until none is left that fits; 1 if one failed, 130 if interrupted."""
+    begin = time.monotonic()
+    known = read_records(place.records)
+    waiting = [each for each in chosen if record_of(each, known, data) is None]
+    console.print(f"{len(chosen)} runs: {len(chosen) - len(waiting)} have a record, {len(waiting)} to do")
+    cost = _costs(queue, waiting, known, place.device, jobs, limited=minutes is not None)
+    place.runs.mkdir(parents=True, exist_ok=True)
+    running: list[_Running] = []
+    failed, said = 0, begin
+
+    def left() -> float | None:
+        return None if minutes is None else begin + 60 * minutes - time.monotonic()
+
+    try:
+        while True:
+            for ended in [each for each in running if each.process.poll() is not None]:
+                running.remove(ended)
+                failed += _report(ended)
+            while len(running) < jobs and (each := choose(waiting, cost.__getitem__, left=left())) is not None:
+                waiting.remove(each)
+                running.append(_start(each, place, beside=jobs - 1))
+            if not running:
+                break
+            if (rest := left()) is not None and rest <= 0:
+                console.print(f"{minutes:g} minutes are over: {len(running)} runs are cut and leave no record")
+                failed += len(running)
+                break
+            if time.monotonic() - said >= _SAY:
+                said = time.monotonic()
+                console.print(_progress(running, place, waiting, left()), soft_wrap=True)
+            time.sleep(_LOOK)
+    except KeyboardInterrupt:
+        console.print(f"stopped: {len(running)} runs are cut and leave no record; the same command repeats them")
+        return 130
+    finally:
+        _end(running)
+    if waiting:
+        why = "none of them fits into the time" if minutes is not None else "a run failed"
+        console.print(f"{len(waiting)} runs are left: {why}")
+    return 1 if failed else 0
+
+
+def _costs(
+    queue: Queue,
+    waiting: Sequence[Experiment],
+    known: Sequence[Mapping[str, Any]],
+    device: str,
+    jobs: int,
+    *,
+    limited: bool,
+) -> dict[Experiment, float]:
+    """Seconds that each run takes beside the others; only a limit needs to know."""
+    if not limited:
+        return dict.fromkeys(waiting, 0.0)
+    hardware, costs = hardware_of(device), {}
+    for each in waiting:
+        seconds = device_seconds(each, queue, known, hardware)
+        if seconds is None:
+            raise InputError(
+                f"--minutes: no run of this kind has been timed on {hardware}, so nobody knows what fits; "
+                f"time one first: adaponder reproduce --run {each.label} --device {device}"
+            )
+        costs[each] = wall_seconds(seconds, queue, jobs)
+    return costs
+
+
+def _start(experiment: Experiment, place: Place, *, beside: int) -> _Running:
+    log = place.runs / f"{experiment.label}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(place.command(experiment, beside), stdout=out, stderr=subprocess.STDOUT)
+    console.print(line("started ", (experiment.label, "bold"), f", log in {log}"), soft_wrap=True)
+    return _Running(experiment, process, log)
+
+
+def _report(ended: _Running) -> bool:
+    """Says how a run ended; true if it failed."""
+    failed = ended.process.returncode != 0
+    if failed:
+        last = ended.log.read_text(errors="replace").strip().splitlines()[-1:]
+        errors.print(line((f"{ended.experiment.label} failed: ", "bold red"), *last), soft_wrap=True)
+    else:
+        console.print(line((ended.experiment.label, "bold"), " is done"), soft_wrap=True)
+    return failed
+
+
+def _progress(running: Sequence[_Running], place: Place, waiting: Sequence[Experiment], left: float | None) -> str:
+    parts = [f"{each.experiment.label} {_step(place.runs / each.experiment.label)}" for each in running]
+    rest = "" if left is None else f"; {left / 60:.1f} minutes left"
+    return f"{' · '.join(parts)}; {len(waiting)} waiting{rest}"
+
+
+def _step(run: Path) -> str:
+    try:
+        last = (run / "metrics.jsonl").read_text().splitlines()[-1]
+        return f"step {jsonlib.loads(last)['step'] + 1:,}"
+    except (OSError, IndexError, ValueError, KeyError):
+        return "starting"
+
+
+def _end(running: Sequence[_Running]) -> None:
+    """Ends what still runs: politely, then at once."""
+    for each in running:
+        each.process.send_signal(signal.SIGTERM)
+    for each in running:
+        try:
+            each.process.wait(10)
+        except subprocess.TimeoutExpired:
+            each.process.kill()
+            each.process.wait()
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
+
+
+def show(
+    queue: Queue,
+    chosen: Sequence[Experiment],
+    records: Sequence[Mapping[str, Any]],
+    data: str,
+    *,
+    json: Path | None = None,
+) -> None:
+    """One table per claim: its runs, their state and what came of them."""
+    entries = []
+    for claim in dict.fromkeys(each.claim for each in chosen):
+        rows = []
+        for each in (each for each in chosen if each.claim == claim):
+            record = record_of(each, records, data)
+            entries.append(_entry(each, record))
+            changed = " ".join(change.partition(".")[2] for change in each.changes)
+            loss, depth, scale = ("—", "—", "—") if record is None else _figures(record)
+            rows.append((each.recipe, changed, str(each.seed), scale, loss, depth, entries[-1]["state"]))
+        columns = ("recipe", "changed", "seed", "emb. scale", "loss", "depth", "state")
+        console.print(table(f"\n{claim}: {queue.claims[claim]}", columns, rows))
+    write_json(json, {"data": data, "runs": entries})
+
+
+def _entry(experiment: Experiment, record: Mapping[str, Any] | None) -> dict[str, Any]:
+    entry = {"claim": experiment.claim, "recipe": experiment.recipe, "set": list(experiment.changes)}
+    entry |= {"seed": experiment.seed, "label": experiment.label, "state": "waiting" if record is None else "done"}
+    return entry if record is None else entry | {"record": record["file"]} | dict(result(record))
+
+
+def _figures(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    last = result(record)
+    return f"{last['validation_loss']:.4f}", f"{last['validation_depth']:.2f}", f"{record['embedding_scale']:.4g}"

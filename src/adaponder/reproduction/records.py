@@ -1,0 +1,103 @@
+"""The record of one run: hardware, versions, commit, data, resolved recipe and what came of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaponder.bench.record import versions
+from adaponder.errors import InputError, TrainingError
+from adaponder.files import read_json, write_whole
+from adaponder.reproduction.queue import Experiment, identity
+from adaponder.training.loop import data_hash
+from adaponder.training.run import Outcome, train
+
+# Enough of a run's log for its curves.
+_LINES = 60
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Every record of one training run in ``folder``, with its ``identity``; other kinds of record are left out."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        record = read_json(path, InputError)
+        if {"recipe", "validation", "data"} <= record.keys():
+            found.append(record | {"identity": identity(record["recipe"]), "file": path.name})
+    return found
+
+
+def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], data: str) -> Mapping[str, Any] | None:
+    """The record of this run on the data of that hash, if there is one."""
+    wanted = identity(experiment.resolved().as_dict())
+    return next((each for each in records if each["identity"] == wanted and each["data"] == data), None)
+
+
+def result(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last validation: ``validation_loss``, ``validation_depth``, ``validation_halted``."""
+    return record["validation"][-1]
+
+
+def carry_out(
+    experiment: Experiment, *, data: Path, runs: Path, records: Path, device: str, commit: str, beside: int
+) -> Path:
+    """Trains one run from its first step to its last and writes its record; what an earlier try left is removed.
+
+    ``beside`` says how many runs share the device: tokens per second of such a run are its own, not the device's.
+    """
+    recipe = experiment.resolved(data)
+    out = runs / experiment.label
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = train(recipe, out=out, device=device)
+    if done.final is None:
+        raise TrainingError(f"{experiment.label} was stopped at step {done.step}: no record; the next try repeats it")
+    record = _record(experiment, done, out, device=device, commit=commit, beside=beside)
+    path = records / f"{experiment.label}-{identity(record['recipe'])[:8]}.json"
+    records.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    return path
+
+
+def _record(
+    experiment: Experiment, done: Outcome, out: Path, *, device: str, commit: str, beside: int
+) -> dict[str, Any]:
+    trainer, recipe = done.trainer, done.trainer.recipe
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    place = torch.device(device)
+    on_gpu = place.type == "cuda"
+    return {
+        "experiment": experiment.label,
+        "claim": experiment.claim,
+        "command": f"adaponder reproduce --run {experiment.label}",
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "hardware": hardware_of(device),
+        "versions": versions(),
+        "recipe": recipe.as_dict(),
+        "recipe_hash": recipe.fingerprint,
+        "seed": recipe.train.seed,
+        "data": data_hash(trainer.sampler.shards),
+        "embedding_scale": trainer.model.config.table_scale,
+        "parameters": trainer.model.num_parameters(),
+        "parameters_added": sum(parameter.numel() for parameter in trainer.model.method.parameters()),
+        "shared_device_with": beside,
+        "seconds": lines[-1]["time"] - lines[0]["time"],
+        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in steps),
+        "peak_memory_gib": torch.cuda.max_memory_allocated(place) / 2**30 if on_gpu else None,
+        "validation": [line for line in lines if "validation_loss" in line],
+        "along_the_way": steps[:: max(1, len(steps) // _LINES)],
+    }
+
+
+def hardware_of(device: str) -> str:
+    """The name that records know a device by."""
+    place = torch.device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)

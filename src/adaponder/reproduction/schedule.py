@@ -1,0 +1,66 @@
+"""Which run to start next, so that none is started that cannot finish in time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from adaponder.recipe import Recipe
+from adaponder.reproduction.queue import Experiment, Queue, identity
+
+# What a run may take beyond its estimate before it is too late.
+MARGIN = 1.15
+# The steps that ``Queue.iteration`` is measured on: 3,000 of 32 x 1,024 tokens.
+_MEASURED_TOKENS = 3000 * 32 * 1024
+
+
+def device_seconds(
+    experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
+) -> float | None:
+    """How long a run occupies the whole device: as runs of the same model took there, else by the queue's estimate.
+
+    ``None`` where neither is known: nobody has timed this hardware.
+    """
+    recipe = experiment.resolved()
+    tokens = _tokens(recipe.as_dict())
+    same = _timed_alike(recipe.as_dict())
+    rates = [
+        record["tokens_per_second"] * (record["shared_device_with"] + 1)
+        for record in records
+        if record["hardware"] == hardware and _timed_alike(record["recipe"]) == same
+    ]
+    if rates:
+        return tokens / statistics.median(rates)
+    if hardware != queue.hardware:
+        return None
+    return queue.iteration * (_iterations(recipe)) * tokens / _MEASURED_TOKENS
+
+
+def wall_seconds(device: float, queue: Queue, jobs: int) -> float:
+    """How long a run takes from start to record while ``jobs`` share the device."""
+    return queue.start + MARGIN * device * jobs
+
+
+def choose(
+    waiting: Sequence[Experiment], cost: Callable[[Experiment], float], *, left: float | None
+) -> Experiment | None:
+    """The first run that ends within the seconds ``left`` (``None``: no limit); shorter ones may go before longer."""
+    return next((each for each in waiting if left is None or cost(each) <= left), None)
+
+
+def _iterations(recipe: Recipe) -> int:
+    return 1 if recipe.model.method == "vanilla" else recipe.model.iterations or 1
+
+
+def _tokens(recipe: Mapping[str, Any]) -> int:
+    train = recipe["train"]
+    return train["steps"] * train["global_batch"] * recipe["data"]["sequence"]
+
+
+def _timed_alike(recipe: Mapping[str, Any]) -> str:
+    """Equal for runs that take equally long per token: the same model, batch and ways to compute; any rates or seed."""
+    keys = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
+    train = {key: recipe["train"][key] for key in keys if key in recipe["train"]}
+    model = recipe["model"] | {"embedding_scale": 1.0}
+    return identity(recipe | {"model": model, "train": train})
