@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     raw = read_bytes(path)
     content = parse_json(raw, path)
     older = content.get("format") == _OLDER and "checksum" not in content
-    files = content.get("files")
+    files: Any = content.get("files")
     whole = (older or content.get("format") == FORMAT) and isinstance(files, dict)
     if not whole or not all(_is_entry(name, entry) for name, entry in files.items()):
         raise CheckpointError(f"{path} is not a manifest of a whole checkpoint; {_cure(folder)}")

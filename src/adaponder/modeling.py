@@ -433,7 +433,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, verify: bool | None = None, **kwargs: Any
-    ):
+    ) -> Any:
         """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error.
 
         Where the folder has a manifest, every file in it is read once more and its checksum compared (about a second

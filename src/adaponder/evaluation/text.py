@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +50,7 @@ def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
 
 
 def _rebuilt(folder: Path) -> Vocabulary:
-    found = tokenizer_of(folder)
+    found: Any = tokenizer_of(folder)
     end = found.eos_token_id if found.eos_token_id is not None else found.bos_token_id
     tokenizer = getattr(found, "backend_tokenizer", None)
     if end is None or tokenizer is None:
