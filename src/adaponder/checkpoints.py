@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model", "*.jinja")
 _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetensors")
 # What a manifest may list and loading does without: it need not be there.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
+_TRIFLE = 2**24  # numbers: 64 MiB, which may be allocated in vain
 _JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What a config that asks for nonsense, or a file that holds it, makes the loaders of Hugging Face raise.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
@@ -158,9 +160,10 @@ def _require_safetensors(path: Path) -> None:
 
 
 def require_room(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses sizes that the weights cannot fill, before anything of those sizes is made.
+    """Refuses sizes that the weights cannot fill, before anything of those sizes is allocated.
 
-    Every layer has a tensor and the embedding table is always stored, so neither can outnumber what the files hold.
+    Every layer has a tensor, so there cannot be more layers than tensors. What is too large by less than a factor of
+    two is left to the comparison of keys and shapes, which lists all of it.
     """
     tensors = numbers = 0
     for path in folder.glob("*.safetensors"):
@@ -173,11 +176,26 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
         raise CheckpointError(
             f"{folder}: config.json says num_hidden_layers={text.num_hidden_layers}, the weights hold {tensors} tensors"
         )
-    if text.vocab_size * text.hidden_size > numbers and getattr(config, "quantization_config", None) is None:
+    if getattr(config, "quantization_config", None) is not None:
+        return  # several numbers are packed into one
+    needed = _numbers_of(text)
+    if needed > 2 * numbers + _TRIFLE:
+        names = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+        sizes = ", ".join(f"{name}={getattr(text, name)}" for name in names if hasattr(text, name))
         raise CheckpointError(
-            f"{folder}: config.json says vocab_size={text.vocab_size} and hidden_size={text.hidden_size}, "
-            f"the weights hold {numbers:,} numbers in all"
+            f"{folder}: a model as config.json says ({sizes}, …) has {needed:,} numbers, the weights hold {numbers:,}"
         )
+
+
+def _numbers_of(config: PreTrainedConfig) -> int:
+    """How many numbers a decoder's parameters and buffers hold; nothing is allocated for it."""
+    from transformers import AutoModelForCausalLM  # here, since importing it imports adaponder.modeling
+
+    with torch.device("meta"):
+        # Eager: any other attention may refuse this device, and none has other shapes.
+        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
+        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    return sum(tensor.numel() for tensor in (*twin.parameters(), *twin.buffers()))
 
 
 def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

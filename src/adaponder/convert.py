@@ -112,8 +112,8 @@ def open_source(name: str, *, revision: str | None = None, dtype: str = "auto") 
         if hasattr(config, flag):
             delattr(config, flag)
     config.architectures = None
-    require_room(folder, config)
     with in_our_words(folder):
+        require_room(folder, config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

@@ -69,7 +69,8 @@ def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
     with torch.device("meta"):
         # Eager: any other attention may refuse this device, and none has other shapes.
-        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
+        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
     _refuse_uncounted(twin)
     rows, cache = _watch(twin)
     kept = [(x.keys, x.values) for x in cache.layers if x.keys is not None and x.values is not None]

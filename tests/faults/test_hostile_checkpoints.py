@@ -225,6 +225,7 @@ CASES = {
     "layers-beyond-the-weights": Case(put(CONFIG, backbone__num_hidden_layers=4000), ("generate",), "tensors"),
     "vocabulary": Case(put(CONFIG, backbone__vocab_size=4 * 10**7), ("inspect", "generate"), "vocab_size"),
     "vocabulary-beyond-the-weights": Case(put(CONFIG, vocab_size=16 * 10**6), LOADS, "vocab_size", "stock"),
+    "width": Case(put(CONFIG, backbone__intermediate_size=2**31 - 1), ("generate",), "intermediate_size=2147483647"),
     "stock-layers": Case(put(CONFIG, num_hidden_layers=10**6), ("inspect", "convert"), "num_hidden_layers", "stock"),
     "negative": Case(put(CONFIG, backbone__intermediate_size=-5), ("inspect", "generate"), "intermediate_size"),
     "negative-stock": Case(put(CONFIG, hidden_size=-64), ("inspect", "eval"), "hidden_size", "stock"),

@@ -163,6 +163,7 @@ NONSENSE: list[dict[str, Any]] = [
     {"iterations": NAN},
     {"iterations": True},
     {"iterations": "4"},
+    {"iterations": 10**5},
     {"tau": 0.0},
     {"tau": 1.0},
     {"tau": -0.1},
@@ -171,6 +172,7 @@ NONSENSE: list[dict[str, Any]] = [
     {"tau": "low"},
     {"gate_width": -1},
     {"gate_width": 1.5},
+    {"gate_width": 10**9},
     {"gate_bias": NAN},
     {"gate_bias": math.inf},
     {"embedding_scale": NAN},
@@ -215,6 +217,17 @@ NONSENSE_BACKBONES: list[dict[str, Any]] = [
     {"hidden_size": "16"},
     {"vocab_size": 0},
     {"vocab_size": -61},
+    {"vocab_size": 4 * 10**7},
+    {"num_hidden_layers": 10**6},
+    {"hidden_size": 10**12},
+    {"intermediate_size": -5},
+    {"intermediate_size": 10**15},
+    {"max_position_embeddings": -1},
+    {"max_position_embeddings": 10**30},
+    {"head_dim": -8, "model_type": "qwen3"},
+    {"num_experts": -2, "model_type": "qwen3_moe"},
+    {"model_type": 5},
+    {"model_type": ["gpt_neox"]},
     {"model_type": "no-such-family"},
 ]
 
@@ -248,7 +261,7 @@ def test_the_nonsense_backbone_is_refused_by_its_field_before_anything_is_made(v
         AdaPonderConfig(backbone_config=BACKBONE | values)
 
 
-@pytest.mark.parametrize("backbone", [None, {}, {"hidden_size": 16}, "gpt2"], ids=str)
+@pytest.mark.parametrize("backbone", [None, {}, {"hidden_size": 16}, "gpt2", 5, [1]], ids=str)
 def test_the_absent_backbone_is_asked_for_by_name(backbone):
     with _NothingIsMade(), refused("backbone_config"):
         AdaPonderConfig(backbone_config=backbone)
