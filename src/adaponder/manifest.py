@@ -1,6 +1,6 @@
 """Every file of a checkpoint is as it was written, or is named: checksums, and the file that lists them.
 
-Verifying reads every listed file once, in pieces and by several threads: about a second for each gigabyte.
+Verifying reads every listed file once, in pieces and by several threads: a second or two for each gigabyte.
 """
 
 from __future__ import annotations

@@ -436,8 +436,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     ) -> Any:
         """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error.
 
-        Where the folder has a manifest, every file in it is read once more and its checksum compared (about a second
-        for a gigabyte); config, generation config and tokenizer must name the same end and padding tokens.
+        Where the folder has a manifest, every file in it is read once more and its checksum compared (a second or two
+        for each gigabyte); config, generation config and tokenizer must name the same end and padding tokens.
         ``verify=False`` leaves both out, and so does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
         """
         for name, reason in _NEVER.items():

@@ -30,8 +30,8 @@ Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A model folder, a run folder, a step folder or a hub name. Its checksums are compared first, about a "
-        "second for each gigabyte; ADAPONDER_VERIFY=0 leaves that out.",
+        help="A model folder, a run folder, a step folder or a hub name. Its checksums are compared first, a second "
+        "or two for each gigabyte; ADAPONDER_VERIFY=0 leaves that out.",
     ),
 ]
 Json = Annotated[
