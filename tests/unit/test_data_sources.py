@@ -3,12 +3,14 @@
 import bz2
 import errno
 import gzip
+import io
 import json
 import lzma
 import os
 import struct
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ import pytest
 from adaponder.data import formats, sources
 from adaponder.data.formats import parse_hub
 from adaponder.data.manifest import DataError
+from adaponder.data.packing import Opened
 from adaponder.data.sources import Document, Tally, documents, megatron
 from adaponder.errors import InputError
 
@@ -127,6 +130,29 @@ def test_a_document_beyond_the_limit_is_named_with_the_cure(tmp_path, monkeypatc
         list(documents([str(tmp_path / name)]))
     monkeypatch.setattr(formats, "LONGEST", 300)
     assert len(list(documents([str(tmp_path / name)]))[-1].text) == 200
+
+
+class Bounded(io.BytesIO):
+    """A file that must not be asked for more than a bounded part of itself."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        assert size is not None
+        assert 0 < size <= 8192
+        return super().read(size)
+
+    def readline(self, size: int | None = -1) -> bytes:
+        assert size is not None
+        assert 0 < size <= 151
+        return super().readline(size)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_what_is_too_long_is_never_read_to_its_end(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(formats, "LONGEST", 150)
+    monkeypatch.setattr(formats, "unpacked", lambda path: nullcontext(Opened(io.BytesIO(), Bounded(b"x" * 9999))))
+    (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match="longer than 150 bytes"):
+        list(documents([str(tmp_path / name)]))
 
 
 def test_an_unreadable_folder_is_an_error_not_a_gap(tmp_path, monkeypatch):
