@@ -166,12 +166,20 @@ def test_15_checksums_are_left_out_only_where_somebody_says_so(copy, monkeypatch
         Shards.open(copy)
 
 
+def spied(monkeypatch) -> list[list[Path]]:
+    """The files of each verification from here on."""
+    hashed, original = [], verify.sha256_of_each
+
+    def spy(files: list[Path], *given, **options) -> list[str]:
+        hashed.append(files)
+        return original(files, *given, **options)
+
+    monkeypatch.setattr(verify, "sha256_of_each", spy)
+    return hashed
+
+
 def test_15_the_processes_of_a_machine_share_the_hashing_and_miss_nothing(copy, monkeypatch):
-    hashed = []
-    original = verify.sha256_of_each
-    monkeypatch.setattr(
-        verify, "sha256_of_each", lambda files, *a, **k: hashed.append(files) or original(files, *a, **k)
-    )
+    hashed = spied(monkeypatch)
     for number in range(3):
         Shards.open(copy, share=(number, 3))
     together = [path for part in hashed for path in part]
@@ -179,6 +187,29 @@ def test_15_the_processes_of_a_machine_share_the_hashing_and_miss_nothing(copy, 
     assert max(map(len, hashed)) - min(map(len, hashed)) <= 1
     with pytest.raises(InputError, match="share"):
         Shards.open(copy, share=(3, 3))
+
+
+def test_15_a_process_that_torchrun_started_hashes_its_part_of_a_runs_data(copy, monkeypatch):
+    from adaponder.recipe import load_recipe
+    from adaponder.training.distributed import World
+    from adaponder.training.run import open_data
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    recipe = load_recipe("cpu/demo", [f"data.source={copy}"])
+    hashed = []
+    original = verify.sha256_of_each
+    monkeypatch.setattr(
+        verify, "sha256_of_each", lambda files, *a, **k: hashed.extend(files) or original(files, *a, **k)
+    )
+    open_data(recipe, copy, World())
+    everything = [path for split in ("train", "validation") for path in (copy / split).iterdir()]
+    assert sorted(path for part in hashed for path in part) == sorted(everything), (
+        "without the number of processes, none is left to somebody else"
+    )
+    hashed.clear()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    open_data(recipe, copy, World())
+    assert hashed == [sorted((copy / split).glob("docs-*")) for split in ("train", "validation")]
 
 
 def test_15_a_long_verification_tells_how_far_it_is(copy, monkeypatch, capfd):

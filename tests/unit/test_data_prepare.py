@@ -198,10 +198,14 @@ def test_a_foreign_folder_and_one_inside_the_input_are_refused(corpus, tmp_path)
         ({"validation": 1.0}, "--validation 1.0"),
         ({"validation": float("nan")}, "--validation nan"),
         ({"workers": 0}, "--workers 0"),
+        ({"workers": 10**9}, "--workers 1000000000: from 1 to 1024"),
         ({"shard_tokens": 0}, "--shard-tokens 0"),
-        ({"tokenizer": "train-bpe:256"}, "at least train-bpe:257"),
+        ({"tokenizer": "train-bpe:256"}, "from train-bpe:257"),
+        ({"tokenizer": "train-bpe:" + "9" * 5000}, "to train-bpe:4194304"),
+        ({"tokenizer": "train-bpe:999999999"}, "to train-bpe:4194304"),
         ({"tokenizer": "./nowhere"}, "no such file or folder"),
         ({"end_token": "</s>"}, "--end-token"),
+        ({"end_token": "\udcff"}, "--end-token '.udcff': not text"),
     ],
 )
 def test_nonsense_is_refused_and_the_right_command_still_works_after_it(corpus, tmp_path, change, named):

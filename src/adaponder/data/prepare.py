@@ -29,6 +29,7 @@ from adaponder.manifest import sealed
 from adaponder.terminal import errors
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
+_MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
@@ -147,8 +148,8 @@ def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int,
             raise InputError(f"--out {out} lies inside the input {given}: its shards would become input; name another")
     if not 0 <= validation < 1:
         raise InputError(f"--validation {validation}: a share from 0 up to, but not, 1")
-    if workers < 1:
-        raise InputError(f"--workers {workers}: at least one process must do the work")
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise InputError(f"--workers {workers}: from 1 to {_MOST_WORKERS} processes can share the work")
     if shard_tokens < 1:
         raise InputError(f"--shard-tokens {shard_tokens}: a shard must hold at least one token")
 

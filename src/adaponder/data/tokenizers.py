@@ -20,6 +20,8 @@ END = "<|endoftext|>"
 TRAIN = "train-bpe:"
 # A vocabulary does not get better with more text than this, and counting words takes memory.
 TRAINING_BYTES = 2**28
+# The library makes room for as many as it is told.
+MOST_ENTRIES = 2**22
 # A longer document is encoded piece by piece: memory and time stay bounded for one line of any length.
 PIECE = 2**20
 
@@ -36,6 +38,8 @@ def load_tokenizer(
     The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
     cannot forge its own end.
     """
+    if end_token is not None and any("\ud800" <= character <= "\udfff" for character in end_token):
+        raise InputError(f"--end-token {end_token!a}: not text, it holds bytes that are no UTF-8")
     if spec.startswith(TRAIN):
         tokenizer = train_bpe(_entries(spec), documents, end_token=end_token or END)
     else:
@@ -125,8 +129,10 @@ def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
 
 def _entries(spec: str) -> int:
     number = spec.removeprefix(TRAIN)
-    if not number.isdecimal() or int(number) < 257:
-        raise InputError(f"--tokenizer {spec}: at least {TRAIN}257, the 256 bytes and the end token")
+    if not number.isdecimal() or len(number) > 9 or not 257 <= int(number) <= MOST_ENTRIES:
+        raise InputError(
+            f"--tokenizer {spec[:60]}: from {TRAIN}257, the 256 bytes and the end token, to {TRAIN}{MOST_ENTRIES}"
+        )
     return int(number)
 
 

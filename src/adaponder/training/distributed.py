@@ -70,8 +70,10 @@ def join(device: str) -> Iterator[World]:
 
 
 def local_share() -> tuple[int, int]:
-    """(number of this process, processes) on this machine, as torchrun says; a process it did not start is alone."""
-    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """(number of this process, processes) on this machine, as torchrun says; who is not told both counts as alone."""
+    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return 0, 1
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def wrap(model: nn.Module, world: World, *, parallel: str) -> nn.Module:
