@@ -134,6 +134,20 @@ _GAP = 2
 
 def _side_by_side(widths: Sequence[tuple[int, int]], most: int) -> Iterator[dict[int, int]]:
     """The width of each column, by its index, for each of the tables that columns of (least, best) width need."""
+    needed = len(_grouped(widths, most))
+    # As few tables as possible, and then of about equal width: no column stands alone for a cell too much.
+    fair = next(width for width in range(most + 1) if len(_grouped(widths, width)) == needed)
+    for group in _grouped(widths, fair):
+        chosen, spare = {}, most - _GAP * (len(group) - 1) - sum(widths[index][0] for index in group)
+        for index in group:
+            least, best = widths[index]
+            more = min(best - least, max(spare, 0))
+            chosen[index], spare = least + more, spare - more
+        yield chosen
+
+
+def _grouped(widths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
+    """Columns by index, in groups that fit into ``most`` beside the first column, which each of them begins with."""
     groups, used = [[0]], widths[0][0]
     for index in range(1, len(widths)):
         needed = _GAP + widths[index][0]
@@ -141,13 +155,7 @@ def _side_by_side(widths: Sequence[tuple[int, int]], most: int) -> Iterator[dict
             groups, used = [*groups, [0]], widths[0][0]
         groups[-1].append(index)
         used += needed
-    for group in groups:
-        chosen, spare = {}, most - _GAP * (len(group) - 1) - sum(widths[index][0] for index in group)
-        for index in group:
-            least, best = widths[index]
-            more = min(best - least, max(spare, 0))
-            chosen[index], spare = least + more, spare - more
-        yield chosen
+    return groups
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:

@@ -238,6 +238,43 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
     assert (tmp_path / "again" / "frontier.svg").read_bytes() == before["frontier.svg"]
 
 
+def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
+    asked = {"data": str(data), "window": 64, "budget": 2.5, "name": "mine"}
+    command.run(str(checkpoint), **asked)
+    before = command.list_profiles(str(checkpoint))["mine"]
+    monkeypatch.setattr(command, "Lab", None)  # refused before the work
+    with pytest.raises(AdaPonderError, match=r"--name mine: there is a profile .* --replace"):
+        command.run(str(checkpoint), **asked | {"budget": 3.0})
+    monkeypatch.undo()
+    assert command.list_profiles(str(checkpoint))["mine"] == before
+    command.run(str(checkpoint), **asked | {"budget": 3.0}, replace=True)
+    assert command.list_profiles(str(checkpoint))["mine"]["budget"] == 3.0
+
+
+def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data, tmp_path, monkeypatch, capsys):
+    asked = {"data": str(data), "window": 64, "budget": 2.6, "frontier": True, "step": 3.0, "out": tmp_path / "out"}
+    seen = []
+
+    def three(*args, **options):
+        for row in frontier(*args, **options):
+            seen.append(row.as_dict())
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(command, "frontier_rows", three)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(str(checkpoint), **asked)
+    monkeypatch.undo()
+    assert "3 finished rows are kept in" in capsys.readouterr().err
+    assert "budget-2.6" in command.list_profiles(str(checkpoint))
+    untuned, measured = Lab.untuned, []
+    monkeypatch.setattr(Lab, "untuned", lambda *args, **options: measured.append(1) or untuned(*args, **options))
+    assert command.run(str(checkpoint), **asked)["rows"][:3] == seen
+    assert len(measured) == 4 - 1  # two rows by budget and one by depth were there
+    assert not (tmp_path / "out" / "unfinished").exists()
+
+
 def test_a_broken_profile_file_is_refused_before_the_work(checkpoint, data):
     path = checkpoint / FILE
     before = path.read_bytes() if path.exists() else None

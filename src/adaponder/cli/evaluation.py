@@ -278,6 +278,7 @@ def calibrate(
     ] = "gate",
     frontier: Annotated[bool, typer.Option("--frontier", help="Loss at every budget from 1 to K.")] = False,
     step: Annotated[float, typer.Option(metavar="X", help="Of the frontier.", callback=above(0))] = 0.25,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a profile of the same name.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Table and figure of the frontier go here.", callback=folder)
     ] = None,
@@ -323,6 +324,7 @@ def calibrate(
         rule=rule,
         frontier=frontier,
         step=step,
+        replace=replace,
         split=split,
         window=window,
         stride=stride,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from adaponder.checkpoints import fetch
+from adaponder.commands.keeping import keeping
 from adaponder.commands.policies import about, described, load_result, watching
 from adaponder.commands.subject import open_subject
 from adaponder.errors import InputError
@@ -16,6 +18,7 @@ from adaponder.evaluation import profiles
 from adaponder.evaluation.calibration import Calibration, budgets_between, calibrate
 from adaponder.evaluation.calibration import frontier as frontier_rows
 from adaponder.evaluation.halves import halve
+from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab import Lab, Row, check_budget, require_halting
 from adaponder.evaluation.summary import Interval
 from adaponder.terminal import console, line, table, write_json
@@ -33,6 +36,7 @@ def run(
     rule: str = "gate",
     frontier: bool = False,
     step: float = 0.25,
+    replace: bool = False,
     split: str = "validation",
     window: int | None = None,
     stride: int | None = None,
@@ -54,40 +58,46 @@ def run(
         raise InputError(f"--out {out}: a file is in the way")
     subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
     require_halting(subject.model)
-    most = subject.model.config.iterations
+    most, there = subject.model.config.iterations, False
     steps = budgets_between(most, step) if frontier else []
     if budget is not None:
         check_budget(budget, most, "--budget")
         name = name or (f"budget-{budget:g}" if rule == "gate" else f"{rule}-{budget:g}")
         profiles.check_name(name)
-        profiles.stored(subject.folder)  # what could not be added to is refused before the work, not after
+        there = name in profiles.stored(subject.folder)  # what could not be added to is refused before the work
     text = subject.text(data, split=split, max_tokens=max_tokens)
     windows = subject.windows(window, stride, across_documents=across_documents)
     halves = halve(text, windows)
     result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
     result["command"] = "calibrate"
-    found, rows = None, []
-    with watching() as bars:
+    console.print(described(result))
+    kept = None
+    if frontier and out is not None:
+        settings = {"step": step, "batch size": batch_size, "weights and text": fingerprint(subject.model, text)}
+        kept = Kept(out / FOLDER, result | settings)
+    if there and not replace and not (kept is not None and len(kept)):  # one that goes on has stored it itself
+        raise InputError(f"--name {name}: there is a profile of that name; choose another, or say --replace")
+    rows = []
+    with keeping(kept, "row") if frontier else nullcontext(), watching() as bars:
         bars.expect((budget is not None) + (len(steps) + most if frontier else 0))
         lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
-        if budget is not None:
+        if budget is not None and name is not None:
             found = calibrate(lab, budget, rule=rule)
+            result |= {"rule": rule, "name": name, "calibration": found.as_dict()}
+            show(found)
+            path = profiles.store(subject.folder, name, profile(found, result))
+            console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
             bars.done()
-        for row in frontier_rows(lab, steps) if frontier else ():
+        for row in frontier_rows(lab, steps, kept=kept) if frontier else ():
             rows.append(row)
             bars.done()
-    console.print(described(result))
-    if found is not None and name is not None:
-        result |= {"rule": rule, "name": name, "calibration": found.as_dict()}
-        show(found)
-        path = profiles.store(subject.folder, name, profile(found, result))
-        console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
     if rows:
         result |= {"rows": [row.as_dict() for row in rows]}
         show_frontier(rows)
-        if out is not None:
-            save(result, out)
     write_json(json, result)
+    if out is not None and kept is not None:
+        save(result, out)
+        kept.remove()
     return result
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from adaponder.errors import InputError
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Trace, scaled_shares, threshold_at
+from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.lab import Lab, Row, check_budget
 from adaponder.evaluation.summary import paired_difference
 from adaponder.evaluation.text import Text
@@ -170,12 +171,22 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
             yield tuple(moved)
 
 
-def frontier(lab: Lab, budgets: Sequence[float]) -> Iterator[Row]:
-    """A row for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth, to compare."""
-    for budget in budgets:
-        yield lab.held_out(meet(lab, budget)[0])[0]
+def frontier(lab: Lab, budgets: Sequence[float], *, kept: Kept | None = None) -> Iterator[Row]:
+    """A row for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth, to compare.
+
+    Rows are saved in ``kept`` as they come, and those that it has already are not measured again.
+    """
+    measures: dict[str, Callable[[], Row]] = {
+        f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
+    }
     for depth in range(1, lab.iterations + 1):
-        yield lab.untuned(FIXED, FixedDepth(depth))
+        measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
+    for name, measure in measures.items():
+        found = None if kept is None else kept.load(name)
+        row = measure() if found is None else Row.from_dict(found.facts)
+        if kept is not None and found is None:
+            kept.save(name, row.as_dict())
+        yield row
 
 
 def budgets_between(iterations: int, step: float) -> list[float]:
