@@ -12,7 +12,8 @@ from adaponder.cli import app
 from adaponder.integrations import PonderCallback
 from support import ids, stock
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
 
 
@@ -37,9 +38,25 @@ def test_the_commands_of_the_readme_parse(line):
     command.make_context(name, arguments)
 
 
+def test_what_the_first_commands_read_is_there_in_a_fresh_clone():
+    """What ``make demo`` left, what a line before it made, or a file of the checkout."""
+    block = README[README.index("On a CPU, nothing downloaded") :].split("```")[1]
+    made = {"runs/demo", "data/stdlib-train-bpe-2048"}
+    for line in re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", block, flags=re.MULTILINE):
+        words = shlex.split(line)
+        taken = {word for word, before in zip(words[1:], words, strict=False) if before == "--data"}
+        taken |= {word.partition("=")[2] for word in words if word.startswith("data.source=")}
+        taken |= (
+            {words[1]} if words[0] in ("prepare", "eval", "policies", "calibrate", "analyze", "generate") else set()
+        )
+        for path in taken - made:
+            assert (ROOT / path).exists(), f"adaponder {line}: there is no {path}"
+        made |= {word for word, before in zip(words[1:], words, strict=False) if before == "--out"}
+
+
 def test_the_readme_shows_every_command_and_every_file_of_the_house():
     assert {line.split()[0] for line in COMMANDS} | {"demo"} == set(get_command(app).commands)
-    source = Path(__file__).parents[2] / "src" / "adaponder"
+    source = ROOT / "src" / "adaponder"
     shown = README[README.index("## The house") :]
     for path in source.iterdir():
         if path.name not in ("__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed", "version.py"):

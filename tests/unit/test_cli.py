@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from adaponder.commands.recipes import flat, show_recipe
 from adaponder.errors import AdaPonderError
 from adaponder.recipe import load_recipe, recipe_names
 from stock_support import make_stock
-from training_support import corpus
+from training_support import corpus, small
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +269,52 @@ def test_wrong_use_exits_with_its_code_and_names_the_field(
     assert not (tmp_path / "new").exists()
 
 
+HOSTILE = "x\x1b]0;owned\x07[/b]:smile:"
+
+
+def test_prompt_and_paths_reach_the_terminal_as_text(monkeypatch, capsys, checkpoint, tmp_path):
+    ended, shown, _ = run(
+        monkeypatch, capsys, "generate", str(checkpoint), "--prompt", HOSTILE, "--max-new-tokens", "2"
+    )
+    assert ended == 0
+    assert "x␛]0;owned" in shown
+    assert "[/b]:smile:" in shown
+    assert "\x1b" not in shown
+    for arguments in (
+        ["inspect", HOSTILE],
+        ["convert", str(checkpoint), "--out", f"{checkpoint}/config.json/{HOSTILE}"],
+    ):
+        ended, _, error = run(monkeypatch, capsys, *arguments)
+        assert ended in (1, 2)
+        assert "[/b]:smile:" in error
+        assert "\x1b" not in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_run_whose_name_looks_like_markup_trains_and_resumes(monkeypatch, capsys, tmp_path):
+    fields = yaml.safe_load(
+        small(corpus(tmp_path), "train.steps=2", "train.ponder_start=1", "train.ponder_full=2").to_yaml()
+    )
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(fields))
+    (tmp_path / "x[").mkdir()
+    arguments = ("train", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "x[/b]:smile:"), "--resume", "auto")
+    for _ in range(2):
+        ended, shown, error = run(monkeypatch, capsys, *arguments)
+        assert ended == 0, error
+        assert "x[/b]:smile:" in shown.replace("\n", "")
+
+
+def test_a_disk_that_is_full_is_one_line(monkeypatch, capsys, checkpoint):
+    from adaponder.commands import generate
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(generate, "run", full)
+    ended, _, error = run(monkeypatch, capsys, "generate", str(checkpoint), "--prompt", "x")
+    assert (ended, error) == (1, "error: [Errno 28] No space left on device\n")
+
+
 def test_interruption_exits_with_130(monkeypatch, capsys, checkpoint):
     from adaponder.commands import generate
 
@@ -275,7 +322,8 @@ def test_interruption_exits_with_130(monkeypatch, capsys, checkpoint):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "run", interrupted)
-    assert run(monkeypatch, capsys, "generate", str(checkpoint), "--prompt", "x")[0] == 130
+    ended, _, error = run(monkeypatch, capsys, "generate", str(checkpoint), "--prompt", "x")
+    assert (ended, error) == (130, "interrupted\n")
 
 
 def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
