@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _unsound(mistakes: list[Mistake], jobs: int) -> list[str]:
-    """Named tests that do not pass on the source as it is."""
+    """Named tests that do not pass on the source as it is; those of one file run together."""
     names = sorted({name for each in mistakes for name in each.caught_by})
-    parts = [tuple(names[first::jobs]) for first in range(min(jobs, len(names)))]
+    parts = [tuple(part) for _, part in groupby(names, key=lambda name: name.partition("::")[0])]
     found = []
     for index, outcome in run([(None, part) for part in parts], jobs):
         if wrong := outcome.unsound(parts[index]):

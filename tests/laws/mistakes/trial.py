@@ -38,7 +38,7 @@ _LIBRARIES = (
     "typer",
     "yaml",
 )
-LIMIT = 180  # seconds for the tests of one mistake: a mistake may make a loop endless
+LIMIT = 180  # seconds for each named test: a mistake may make a loop endless
 
 
 @dataclass
@@ -136,7 +136,7 @@ def run(trials: list[tuple[Mistake | None, tuple[str, ...]]], jobs: int) -> Iter
                 child = _Child(mistake, tests)
                 running[child.process.sentinel] = (index, child)
             ended = wait(list(running), timeout=1.0)
-            late = [key for key, (_, child) in running.items() if time.monotonic() - child.began > LIMIT]
+            late = [key for key, (_, child) in running.items() if time.monotonic() > child.deadline]
             for key in {*ended, *late}:
                 index, child = running.pop(key)
                 yield index, child.end(stop=key not in ended)
@@ -151,6 +151,7 @@ class _Child:
     def __init__(self, mistake: Mistake | None, tests: tuple[str, ...]):
         self.folder = Path(tempfile.mkdtemp(prefix="mistake-"))
         self.began = time.monotonic()
+        self.deadline = self.began + LIMIT * len(tests)
         context = multiprocessing.get_context("fork")
         self.process: BaseProcess = context.Process(target=_child, args=(self.folder, mistake, tests))
         self.process.start()
@@ -164,7 +165,7 @@ class _Child:
         if result.exists() and not stop:
             outcome = Outcome(**json.loads(result.read_text()))
         else:
-            why = f"no end within {LIMIT} s" if stop else f"died with exit code {self.process.exitcode}"
+            why = f"no end within {self.deadline - self.began:.0f} s" if stop else f"died with exit code {self.process.exitcode}"
             outcome = Outcome(broken={"tests": why})
         outcome.seconds = time.monotonic() - self.began
         outcome.log = log.read_text(errors="replace") if log.exists() else ""
