@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from adaponder.errors import CacheError, InputError
+from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.ledger import Ledger
 from adaponder.tokens import check_ids
 
@@ -121,6 +121,16 @@ def check_cache(cache: Any, wanted: Ledger) -> Ledger:
     return cache
 
 
+def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
+    """The logits as they are, if they are numbers: of NaN the likeliest token would be 0."""
+    if bool(logits.isnan().any()):
+        raise EvaluationError(
+            f"after {input_ids.shape[1]} tokens the model's logits are NaN: its weights are damaged, or it overflows "
+            "in this precision"
+        )
+    return logits
+
+
 class LedgerGenerationMixin(GenerationMixin):
     """Hugging Face's ``generate`` over a ledger instead of its own caches.
 
@@ -145,6 +155,12 @@ class LedgerGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=generation_config, **kwargs)
         finally:
             ASKED.reset(token)
+
+    @wraps(GenerationMixin._get_logits_processor)
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_logits_processor(*args, **kwargs)
+        found.insert(0, _require_numbers)
+        return found
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # Hugging Face reads its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM
 from adaponder.commands import checkup
 from adaponder.convert import convert, load
-from adaponder.errors import BackboneError, CheckpointError
+from adaponder.errors import BackboneError, CheckpointError, EvaluationError
+from adaponder.evaluation.scoring import score
+from adaponder.evaluation.text import open_text, open_vocabulary
+from adaponder.evaluation.windows import Windows
 from adaponder.special_tokens import align, disagreements
 from adaponder.training.run import train
 from support import FAMILIES, stock, tiny
@@ -172,3 +175,17 @@ def test_weights_that_are_not_numbers_are_named_when_wrapping_too():
     overflowing.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.data.fill_(3e38)
     with pytest.raises(BackboneError, match="overflows in float32"):
         AdaPonderForCausalLM.from_backbone(overflowing)
+
+
+@pytest.mark.parametrize(
+    "how", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 2, "do_sample": False}], ids=str
+)
+def test_a_model_that_came_to_nan_generates_no_zeros_and_scores_nothing(trained, tmp_path, how):
+    model, words = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
+    model.get_output_embeddings().weight.data[5, 0] = float("nan")
+    with pytest.raises(EvaluationError, match="after 2 tokens the model's logits are NaN"):
+        model.generate(**words("the cat", return_tensors="pt"), max_new_tokens=3, **how)
+    (tmp_path / "text.txt").write_text("the cat sat on a mat")
+    text = open_text(str(tmp_path / "text.txt"), open_vocabulary(str(trained)), whose="it")
+    with pytest.raises(EvaluationError, match="prediction 0 is not finite"):
+        score(model, text, Windows(16))
