@@ -348,6 +348,8 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
     assert found["unigram"] < found["uniform"]
     readme = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "adaponder generate" in readme
+    assert demo.run(out=tmp_path / "runs" / "demo", overrides=small) == found, "a finished run is looked at again"
+    assert "finished: " in capsys.readouterr().out
     result = CliRunner().invoke(
         cli.app, ["generate", str(tmp_path / "runs" / "demo"), "--prompt", "the cat", "--max-new-tokens", "3"]
     )

@@ -121,7 +121,7 @@ def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Tr
         recipe=recipe,
         run=out,
         world=world,
-        model=AdaPonderForCausalLM.from_pretrained(out / "final", dtype=_dtype(recipe)),
+        model=AdaPonderForCausalLM.from_pretrained(out / "final", dtype=_dtype(recipe)).train(),
         sampler=sampler_of(recipe, shards),
         validation=validation if validation.tokens > recipe.data.sequence else None,
         telemetry=None,
