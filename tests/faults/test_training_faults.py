@@ -245,7 +245,8 @@ POINTS = [
     Point("after the rename, before the parent is flushed", before_file("open", "/checkpoints", 5), 5),
     Point("within a prune", before_file("os.remove", OPTIMIZER, 3), 5),
     Point("before the final rename", before_file("os.rename", ".partial-final"), 7),
-    Point("after the final rename", before_file("open", "/run", 1), 7),
+    # The folder's names are flushed when the recipe is written, and then here.
+    Point("after the final rename", before_file("open", "/run", 2), 7),
     Point("between backward and update", around_call(torch.nn.utils, "clip_grad_norm_", 6, after=True), 5),
     Point("between update and save", around_call(torch.optim.AdamW, "step", 6, after=True), 5),
     Point("between a line of metrics and its save", around_call(Telemetry, "log", 6, after=True), 5),
