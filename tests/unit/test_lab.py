@@ -22,13 +22,12 @@ from adaponder.commands import policies as command
 from adaponder.evaluation import dials
 from adaponder.evaluation.dials import Dial, Setting, priced_depths, scaled_shares, threshold_at, trace
 from adaponder.evaluation.halves import Half, halve
-from adaponder.evaluation.kept import Kept, fingerprint
 from adaponder.evaluation.lab import LEARNED, TRAINED, Lab, require_halting
 from adaponder.evaluation.scoring import Reading, score
 from adaponder.evaluation.tuning import CLOSE, REACHED, tune
 from adaponder.evaluation.windows import Windows
 from adaponder.terminal import console
-from lab_support import K, made_up, opinionated, saved, written
+from lab_support import K, made_up, opinionated
 
 WINDOWS = Windows(64)
 BUDGET = 2.5
@@ -467,86 +466,6 @@ def test_windows_that_are_left_out_score_nothing_twice():
         replace(WINDOWS, every=2, offset=2)
 
 
-# --- interrupted --------------------------------------------------------------------------------------------------
-
-
-def test_an_interrupted_comparison_goes_on_with_the_same_numbers(lab, rows, tmp_path, monkeypatch):
-    kept = Kept(tmp_path / "unfinished", {"text": "a"})
-    started = lab.compare([BUDGET], rates=(), kept=kept)
-    first = [next(started) for _ in range(3)]
-    assert len(kept) == 3
-    tuned = []
-    monkeypatch.setattr(lab, "tune", lambda dial, budget: tuned.append(dial.name) or Lab.tune(lab, dial, budget))
-    again = list(lab.compare([BUDGET], rates=(), kept=Kept(tmp_path / "unfinished", {"text": "a"})))
-    # Intervals, differences and all: those kept and those paired with the learned gate that was kept.
-    assert again == rows[1:]
-    assert again[:3] == first
-    assert tuned == [LEARNED, *(row.policy for row in rows[4:])]
-    tuned.clear()
-    assert list(lab.compare([BUDGET], rates=(), kept=kept)) == rows[1:]
-    assert not tuned
-    kept.remove()
-    assert not (tmp_path / "unfinished").exists()
-
-
-def test_parts_of_another_measurement_are_refused_by_what_differs(tmp_path):
-    Kept(tmp_path, {"seed": 0, "rates": (0.9,)}).save("one", {"loss": 0.1 + 0.2}, {"nll": np.arange(3.0)})
-    kept = Kept(tmp_path, {"seed": 0, "rates": [0.9]})
-    found = kept.load("one")
-    assert found.facts == {"loss": 0.1 + 0.2}
-    assert found.arrays["nll"].tolist() == [0.0, 1.0, 2.0]
-    assert kept.load("two") is None
-    with pytest.raises(AdaPonderError, match=r"1 finished parts of another measurement \(other seed\)"):
-        Kept(tmp_path, {"seed": 1, "rates": (0.9,)})
-
-
-def test_a_damaged_part_is_named_and_never_used(tmp_path):
-    kept = Kept(tmp_path, {})
-    kept.save("one", {"loss": 1.0}, {"nll": np.zeros(500)})
-    path = next(tmp_path.glob("*.npz"))
-    whole = path.read_bytes()
-    place = whole.index(bytes(100))
-    for content in (whole[:-40], whole[: place + 8] + b"\x01" + whole[place + 9 :], b""):
-        path.write_bytes(content)
-        with pytest.raises(AdaPonderError, match=r"one\.npz is damaged .* delete it"):
-            kept.load("one")
-
-
-def test_policies_interrupted_says_what_it_keeps_and_goes_on(tmp_path, monkeypatch, capsys):
-    out, few = tmp_path / "lab", ("learned gate", "uniform, ranked", "random")
-    honest = Lab.dials
-    # How figures look is tested elsewhere, and takes time.
-    monkeypatch.setattr("adaponder.analysis.style.save", lambda figure, path: (path, path))
-    monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in honest(lab, rates) if dial.name in few])
-    checkpoint, data = saved(tmp_path / "model", opinionated()), written(tmp_path / "text.jsonl", documents=6)
-    asked = {"data": str(data), "window": 32, "budgets": [2.5], "rates": ()}
-    finished = command.run(str(checkpoint), **asked)
-    measured = []
-
-    def interrupted(lab, tuned, learned=None):
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        measured.append(tuned.dial.name)
-        return held_out(lab, tuned, learned)
-
-    held_out = Lab.held_out
-    monkeypatch.setattr(Lab, "held_out", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        command.run(str(checkpoint), out=out, **asked)
-    assert f"2 finished rows are kept in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
-    with pytest.raises(KeyboardInterrupt):
-        command.run(str(checkpoint), **asked)
-    assert "nothing is kept; with --out DIR" in capsys.readouterr().err
-    measured.clear()
-    assert command.run(str(checkpoint), out=out, **asked) == finished
-    # The learned gate once more, because the rest is paired with it.
-    assert measured == ["learned gate", "random"]
-    shown = capsys.readouterr().out
-    assert "going on after an interruption: 2 finished rows" in shown
-    assert "3 figures, each as PNG and SVG" in shown
-    assert not (out / "unfinished").exists()
-
-
 def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
     monkeypatch.setattr(console, "width", 200)
 
@@ -564,21 +483,3 @@ def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
     documents, windows = halve(made_up([32] * 24), WINDOWS), halve(made_up([300]), Windows(32))
     assert command.described_intervals(documents) == "95 %, documents drawn again"
     assert command.described_intervals(windows) == "left out, 5 windows being too few to draw again"
-
-
-def test_removing_parts_leaves_what_is_not_theirs(tmp_path):
-    kept = Kept(tmp_path, {})
-    kept.save("one", {})
-    (tmp_path / "mine.txt").write_text("not a part")
-    kept.remove()
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_the_fingerprint_knows_weights_and_text(model):
-    text = made_up([32] * 4)
-    before = fingerprint(model, text)
-    assert fingerprint(opinionated(), text) == before
-    assert fingerprint(model, made_up([32] * 4, seed=1)) != before
-    other = opinionated()
-    next(other.parameters()).view(-1)[0] += 1e-3
-    assert fingerprint(other, text) != before

@@ -56,7 +56,7 @@ def loss_against_compute(rows: Sequence[Row], *, dark: bool = False) -> Figure:
         lines = math.ceil(len(kinds) / columns)
         figure = new_figure(width=PAGE, height=1.1 + 2 * (0.35 + 1.25 * lines))
         drawn: dict[str, Any] = {}
-        for part, field in zip(figure.subfigures(2, 1), ("depth", "mflops"), strict=True):
+        for part, field in zip(figure.subfigures(2, 1, squeeze=False).ravel(), ("depth", "mflops"), strict=True):
             panels = part.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
             for axis, kind in zip(panels, kinds, strict=False):
                 _draw_rule(axis, kind, shown, field, theme)
@@ -193,7 +193,7 @@ def keep_probability(rows: Sequence[Row], budget: float, *, dark: bool = False) 
         lines = math.ceil(len(shown) / columns)
         figure = new_figure(width=PAGE, height=0.5 + 1.15 * lines)
         grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-        panels = grid.ravel()
+        panels = list(grid.ravel())
         for axis, row in zip(panels, shown, strict=False):
             active = row["active"]
             iterations = range(1, len(active) + 1)

@@ -93,5 +93,5 @@ def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
         found.update(name.encode())
         found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for array in (text.stream, text.starts):
-        found.update(np.ascontiguousarray(array))
+        found.update(array.tobytes())
     return found.hexdigest()

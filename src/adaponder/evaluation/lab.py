@@ -64,13 +64,14 @@ class Row:
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Row:
         """The row of which :meth:`as_dict` gave this."""
-        known = {field.name: found[field.name] for field in fields(cls)}
+        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls)}
         for name in ("depth_interval", "loss_interval"):
             known[name] = None if found[name] is None else Interval(*found[name])
         if (gap := found["difference"]) is not None:
             interval = None if gap["interval"] is None else Interval(*gap["interval"])
             known["difference"] = Difference(**(gap | {"interval": interval}))
-        return cls(**(known | {"active": tuple(found["active"])}))
+        known["active"] = tuple(found["active"])
+        return cls(**known)
 
 
 class Lab:
