@@ -54,9 +54,10 @@ class Span:
         return reaches and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
-        first = f"above {_brief(self.low)} and" if self.above else f"from {_brief(self.low)}"
-        last = f"below {_brief(self.high)}" if self.below else f"to {_brief(self.high)}"
-        return f"{first} {'up ' if self.above and not self.below else ''}{last}"
+        low, high = _brief(self.low), _brief(self.high)
+        if self.above:
+            return f"above {low} and below {high}" if self.below else f"above {low} and up to {high}"
+        return f"from {low} to below {high}" if self.below else f"from {low} to {high}"
 
 
 def limited(

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.recipe import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
-from adaponder.settings import METHODS, Recurrence
+from adaponder.settings import METHODS, Recurrence, Span
 from adaponder.training import run
 from adaponder.training.grid import config_of
 
@@ -213,6 +213,16 @@ def test_only_what_may_be_left_open_is_nothing(tiny):
                 assert field in refusal(tiny, f"{field}=null")
 
 
+def test_a_range_is_said_in_words_and_means_them():
+    words = {(False, False): "from 0 to 1", (True, False): "above 0 and up to 1"}
+    words |= {(False, True): "from 0 to below 1", (True, True): "above 0 and below 1"}
+    for (above, below), said in words.items():
+        span = Span(0, 1, above=above, below=below)
+        assert str(span) == said
+        inside = [value for value in (-0.1, 0, 0.5, 1, 1.1, float("nan")) if value in span]
+        assert inside == [*([] if above else [0]), 0.5, *([] if below else [1])]
+
+
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
@@ -277,8 +287,8 @@ def test_a_method_that_is_none_is_found_when_the_recipe_is_read(tiny, method):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("model.backbone.model_type=gpt_neoxx", "model_type='gpt_neoxx'"),
-        ("model.backbone.num_attention_heads=3", "num_attention_heads=3"),
+        ("model.backbone.model_type=gpt_neoxx", "model.backbone.model_type='gpt_neoxx'"),
+        ("model.backbone.num_attention_heads=3", "model.backbone.num_attention_heads=3"),
         ("model.backbone.hiden_size=3", "hiden_size"),
         ("model.backbone.max_position_embeddings=many", "max_position_embeddings"),
         ("model.capacities=[1.0, 0.5]", "capacities"),

@@ -54,7 +54,11 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
             f"data.sequence={recipe.data.sequence} exceeds model.backbone.max_position_embeddings={longest}"
         )
     _refuse_unknown(backbone)
-    return AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
+    try:
+        return AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
+    except ConfigError as error:
+        # What the config calls backbone_config is model.backbone to whoever wrote the recipe.
+        raise ConfigError(str(error).replace("backbone_config", "model.backbone")) from None
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
