@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import itertools
 import json
 import math
@@ -29,6 +28,7 @@ import adaponder.training
 from adaponder import AdaPonderError, AdaPonderForCausalLM
 from adaponder.data import Sampler, Shards
 from adaponder.errors import CheckpointError, InputError, TrainingError
+from adaponder.manifest import write_manifest
 from adaponder.ops.vocab_expectation import torch as vocabulary_op
 from adaponder.recipe import Recipe
 from adaponder.shape import shape_of
@@ -134,12 +134,10 @@ def complete_steps(run: Path) -> list[int]:
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes a checkpoint's state as if it had been saved so."""
-    state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
+    state = json.loads((folder / STATE).read_text())
     change(state)
-    content = json.dumps(state).encode()
-    (folder / STATE).write_bytes(content)
-    manifest["files"][STATE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / STATE).write_text(json.dumps(state))
+    write_manifest(folder, step=state["step"])
 
 
 def truncate(path: Path) -> None:
