@@ -40,6 +40,14 @@ class Screen(Console):
     def __init__(self, *, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        """``soft_wrap``: one line where it goes to a file or a pipe; in a window, broken between words."""
+        super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **options)
+
+    def print_whole(self, text: str) -> None:
+        """One line also in a window, which may break it anywhere: a command that is to be copied."""
+        super().print(text, soft_wrap=True)
+
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(plain(text), **options | {"markup": False, "emoji": False})
 
@@ -122,10 +130,10 @@ class Titled:
         widths = []
         for index, head in enumerate(self.columns):
             cells = max((cell_len(row[index]) for row in self.rows), default=0)
-            # Sentences and paths may be broken; a first column must leave room for others.
-            cells = min(cells, most // 2 if len(self.columns) > 1 else most)
+            # Sentences and paths may be broken where there is no room; and a first column must leave some for others.
+            least = min(cells, most // 2 if len(self.columns) > 1 else most)
             word = max((cell_len(word) for word in head.split()), default=0)
-            widths.append((max(cells, word), max(cells, cell_len(head))))
+            widths.append((max(least, word), max(cells, cell_len(head))))
         return widths
 
 

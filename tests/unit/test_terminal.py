@@ -71,6 +71,26 @@ def test_plain_text_is_as_long_and_says_what_was_there():
     plain(HOSTILE).encode()
 
 
+SENTENCE = "there will be no validation loss, since the text is too short for a single window of it " * 3
+
+
+def test_a_sentence_breaks_between_words_in_a_window_and_nowhere_in_a_pipe(screen):
+    console, written = screen
+    console.print(SENTENCE, soft_wrap=True)
+    assert max(map(len, written.getvalue().splitlines())) <= 80
+    assert written.getvalue().split() == SENTENCE.split()
+    pipe = Screen()
+    pipe.file, pipe.width = io.StringIO(), 80
+    pipe.print(SENTENCE, soft_wrap=True)
+    assert pipe.file.getvalue() == SENTENCE + "\n"
+
+
+def test_a_command_to_copy_is_one_line_in_a_window_too(screen):
+    console, written = screen
+    console.print_whole(SENTENCE)
+    assert written.getvalue() == SENTENCE + "\n"
+
+
 def drawn(width: int, *what) -> list[str]:
     screen = Screen()
     screen.file, screen.width = io.StringIO(), width
@@ -96,6 +116,14 @@ def test_a_table_never_breaks_a_figure(width):
 def test_a_table_that_fits_is_one_table():
     lines = drawn(80, "Narrow", ("", "loss", "depth held out"), [("a", "1.0", "2.00"), ("b", "1.5", "3.00")])
     assert lines == ["Narrow", "   loss  depth held out", "a   1.0            2.00", "b   1.5            3.00"]
+
+
+def test_a_sentence_in_a_table_breaks_only_where_there_is_no_room():
+    sentence = "config, generation config and tokenizer agree"
+    assert sentence in drawn(80, "Facts", ("", ""), [("special tokens", sentence)])[1]
+    narrow = drawn(50, "Facts", ("", ""), [("special tokens", sentence)])
+    assert max(map(len, narrow)) <= 50
+    assert " ".join(" ".join(narrow[1:]).split()) == f"special tokens {sentence}"
 
 
 def test_a_long_path_is_folded_and_loses_nothing():

@@ -120,7 +120,17 @@ def profile(found: Calibration, result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-HEAD = ("", "setting", "depth there", "loss there", "depth held out", "95 %", "loss held out", "95 %", "MFLOP/token")
+HEAD = (
+    "",
+    "setting",
+    "depth there",
+    "loss there",
+    "depth held out",
+    "95 % of depth",
+    "loss held out",
+    "95 % of loss",
+    "MFLOP/token",
+)
 
 
 def show(found: Calibration) -> None:
@@ -216,7 +226,7 @@ def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any
         )
         for name, one in found.items()
     ]
-    head = ("profile", "budget", "policy", "depth", "95 %", "text")
+    head = ("profile", "budget", "policy", "depth", "95 % of depth", "text")
     if rows:
         console.print(table(f"Profiles of {checkpoint}, depth as held out", head, rows))
     else:

@@ -110,11 +110,11 @@ def show_plan(name: str, runs: Sequence[Run], records: Sequence[Record], folder:
     """What would be run, and the command of each run: spread by hand over machines, they fill the same folders."""
     rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in records]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
-    console.print(f"\nmkdir -p {shlex.quote(str(folder))}", soft_wrap=True)
+    console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")
     for each in runs:
         sets = [word for override in each.overrides for word in ("--set", override)]
         words = ["adaponder", "train", name, *sets, "--out", str(folder / each.name), "--resume", "auto"]
-        console.print(shlex.join([*words, "--device", device]), soft_wrap=True)
+        console.print_whole(shlex.join([*words, "--device", device]))
 
 
 def show(name: str, records: Sequence[Record]) -> None:
