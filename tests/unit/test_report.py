@@ -209,7 +209,7 @@ def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
         ("loop", {"only": ["pie"]}, "--only pie"),
         ("loop", {"tau": 0.1}, "loop reads every token equally often"),
         ("loop", {"max_tokens": 0}, "--max-tokens 0"),
-        ("adaponder", {"max_iterations": 9}, "max_iterations=9: from 1 to 3"),
+        ("adaponder", {"max_iterations": 9}, "--max-iterations 9: from 1 to 3"),
         ("adaponder", {"batch_size": 0}, "--batch-size 0"),
         ("adaponder", {"tokenizer": "nowhere/at/all"}, "--tokenizer nowhere/at/all"),
     ],

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from adaponder.analysis import portions
 from adaponder.analysis.spelling import token_texts
-from adaponder.analysis.trace import Trace, columns_of, read_trace, readings, record, write_trace
+from adaponder.analysis.trace import Trace, check, columns_of, read_trace, readings, record, write_trace
 from adaponder.data.tokenizers import train_bpe
-from adaponder.errors import InputError
+from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.scoring import Reading, score
 from adaponder.evaluation.text import Text, Vocabulary
 from adaponder.evaluation.windows import Windows
@@ -181,8 +181,12 @@ def test_a_model_that_overflowed_is_told_so():
     model = tiny("ponder")
     with torch.no_grad():
         next(iter(model.backbone.parameters())).fill_(float("nan"))
-    with pytest.raises(InputError, match="not finite for 40 predictions"):
+    with pytest.raises(EvaluationError, match="the loss of prediction 0 is not finite"):
         traced(model)
+    # One that was written down by somebody else.
+    trace = traced(tiny("ponder"))
+    with pytest.raises(InputError, match="full_nll_1 is not finite for 40 predictions"):
+        check(Trace(trace.frame.assign(full_nll_1=np.nan), trace.about), "the trace")
 
 
 def test_bytes_that_are_no_character_alone_are_shown():

@@ -165,7 +165,11 @@ class _Child:
         if result.exists() and not stop:
             outcome = Outcome(**json.loads(result.read_text()))
         else:
-            why = f"no end within {self.deadline - self.began:.0f} s" if stop else f"died with exit code {self.process.exitcode}"
+            why = (
+                f"no end within {self.deadline - self.began:.0f} s"
+                if stop
+                else f"died with exit code {self.process.exitcode}"
+            )
             outcome = Outcome(broken={"tests": why})
         outcome.seconds = time.monotonic() - self.began
         outcome.log = log.read_text(errors="replace") if log.exists() else ""
