@@ -95,7 +95,7 @@ def test_a_dense_forward_costs_what_torch_counts(method):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_backbone_costs_what_torch_counts_and_weighs_what_the_ledger_holds(family):
     model = tiny("adaponder", family, iterations=2)
-    seen = counted(model, ids(2, 5), execution="dense", **full_depth("adaponder"))
+    seen = counted(model, ids(2, 5), execution="dense", policy=FixedDepth(2))
     assert square(seen.depth, model.config, family=family).flops == seen.flops
     output = model(ids(2, 5), use_cache=True)
     assert square(output.depth, model.config, family=family).kv_bytes == output.past_key_values.nbytes
