@@ -1,12 +1,15 @@
 """Every test starts from the same place: no hub, one thread, silent libraries, kernels that run anywhere."""
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import torch
 import transformers
 from hypothesis import settings
@@ -20,3 +23,11 @@ transformers.utils.logging.disable_progress_bar()
 # Examples are derived from the test's name: the same on every machine and every run.
 settings.register_profile("adaponder", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("adaponder")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests were started in the background, which leaves it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -632,7 +632,7 @@ def test_19_kill_9_takes_the_workers_along_and_a_rerun_goes_on(corpus, whole, tm
     assert contents(tmp_path / "out") == contents(whole)
 
 
-def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_path, monkeypatch, capsys):
+def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_path, monkeypatch, capsys, ctrl_c):
     """Exit 130 after the batch at hand, nothing but whole files, and the same command goes on."""
     from adaponder.cli import main
     from adaponder.data import prepare as module

@@ -336,7 +336,7 @@ def test_long_documents_are_encoded_as_many_at_a_time_as_memory_allows(monkeypat
     assert counts == {"now": 0, "most": most}
 
 
-def test_an_interruption_is_heard_while_a_tokenizer_is_trained():
+def test_an_interruption_is_heard_while_a_tokenizer_is_trained(ctrl_c):
     """The library, busy with merges, hears nothing; whoever waits for it does, and the texts end."""
     begun, ended = threading.Event(), threading.Event()
 
