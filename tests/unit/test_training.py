@@ -534,7 +534,7 @@ def test_a_target_out_of_reach_is_refused(shards, tmp_path):
         train(small(shards, "train.target_depth=3.0"), out=tmp_path / "a", quiet=True)
     with pytest.raises(AdaPonderError, match="adaponder alone"):
         train(small(shards, "train.target_depth=2.0", method="ponder"), out=tmp_path / "b", quiet=True)
-    with pytest.raises(AdaPonderError, match="above 0 to steer with"):
+    with pytest.raises(AdaPonderError, match="above 0 are needed to steer with"):
         small(shards, "train.target_depth=2.0", "train.k_max=0")
 
 
