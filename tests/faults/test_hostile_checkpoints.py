@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adaponder import AdaPonderForCausalLM, cli, config
+from adaponder.checkpoints import refuse_unsafe
 from adaponder.convert import convert
 from adaponder.errors import CheckpointError
 from adaponder.recipe import load_recipe
@@ -330,6 +331,16 @@ def test_training_from_a_hostile_checkpoint_is_refused(good, tmp_path, name):
     with pytest.raises(CheckpointError, match=re.escape(case.says)):
         build_model(load_recipe("cpu/demo", [f"model.backbone={folder}"]), 28)
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("auto-map", "pickle", "shard", "kernel"))])
+def test_code_and_foreign_weights_are_refused_before_any_of_it_is_loaded(good, tmp_path, name):
+    """By the folder's metadata alone: nothing further on has to refuse it again."""
+    case = CASES[name]
+    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
+    case.plant(folder, tmp_path / "canary")
+    with pytest.raises(CheckpointError, match=re.escape(case.says)):
+        refuse_unsafe(folder)
 
 
 def test_yes_on_standard_input_runs_nothing(good, tmp_path):
