@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from mistakes.catalogue import Mistake, load, problems
-from mistakes.trial import Outcome, Watch
+from mistakes.trial import WHOLE, Outcome, Watch
 
 pytest_plugins = ["pytester"]
 
@@ -102,6 +102,12 @@ def test_a_name_stands_for_all_its_parameters_and_for_nothing_else():
     assert outcome.survived(("a.py::test_b[1]",)) == ["a.py::test_b[1] passed"]
     assert outcome.survived(("a.py::test_bc",)) == ["a.py::test_bc passed"]
     assert outcome.survived(("a.py::test_d",)) == ["a.py::test_d did not run"]
+
+
+def test_a_run_that_broke_catches_nothing():
+    outcome = Outcome(refuted={"tests/a.py::test_b": "no"}, broken={WHOLE: "the tests did not load the copy"})
+    assert outcome.survived(("a.py::test_b",)) == ["a.py::test_b failed by the tests did not load the copy"]
+    assert Outcome(broken={WHOLE: "no end within 9 s"}).unsound(("a.py::test_b",))
 
 
 def _starts(found: list[str], start: str) -> str:

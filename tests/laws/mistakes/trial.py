@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -38,6 +39,7 @@ _LIBRARIES = (
     "typer",
     "yaml",
 )
+WHOLE = "tests"  # what stands in the place of a test's name when the whole run broke
 LIMIT = 180  # seconds for each named test: a mistake may make a loop endless
 
 
@@ -48,7 +50,7 @@ class Outcome:
     Attributes:
         passed: tests that passed.
         refuted: tests that failed by an assertion, with its first line.
-        broken: tests, or files, that failed in any other way, with the error's first line.
+        broken: tests, or files, or the whole run, that failed in any other way, with the error's first line.
     """
 
     passed: list[str] = field(default_factory=list)
@@ -59,7 +61,8 @@ class Outcome:
 
     def survived(self, named: tuple[str, ...]) -> list[str]:
         """Why the mistake is not caught: each named test that did not fail by an assertion, and what it did."""
-        return [f"{name} {self._did(name)}" for name in named if not self.of(name, self.refuted)]
+        caught = {name for name in named if WHOLE not in self.broken and self.of(name, self.refuted)}
+        return [f"{name} {self._did(name)}" for name in named if name not in caught]
 
     def unsound(self, named: tuple[str, ...]) -> list[str]:
         """Why the tests say nothing: each named test that does not pass although nothing is wrong."""
@@ -68,9 +71,10 @@ class Outcome:
         return [f"{name} {self._did(name)}" for name in wrong]
 
     def of(self, name: str, tests: list[str] | dict[str, str]) -> list[str]:
-        """Those of ``tests`` that a name stands for: itself, all its parameters, or the file that would hold it."""
+        """Those of ``tests`` that a name stands for: itself, all its parameters, or the file or run it belongs to."""
         full = f"tests/{name}"
-        return [test for test in tests if test == full or test.startswith(f"{full}[") or test == full.split("::")[0]]
+        itself = (WHOLE, full.split("::")[0], full)
+        return [test for test in tests if test in itself or test.startswith(f"{full}[")]
 
     def _did(self, name: str) -> str:
         for failed in (self.broken, self.refuted):
@@ -159,18 +163,16 @@ class _Child:
     def end(self, *, stop: bool) -> Outcome:
         """What it found; a child that still runs is stopped."""
         if stop:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it had no time yet to lead a group of its own
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
         self.process.join()
         result, log = self.folder / "outcome.json", self.folder / "log"
         if result.exists() and not stop:
             outcome = Outcome(**json.loads(result.read_text()))
         else:
-            why = (
-                f"no end within {self.deadline - self.began:.0f} s"
-                if stop
-                else f"died with exit code {self.process.exitcode}"
-            )
-            outcome = Outcome(broken={"tests": why})
+            limit, code = self.deadline - self.began, self.process.exitcode
+            outcome = Outcome(broken={WHOLE: f"no end within {limit:.0f} s" if stop else f"death, exit code {code}"})
         outcome.seconds = time.monotonic() - self.began
         outcome.log = log.read_text(errors="replace") if log.exists() else ""
         shutil.rmtree(self.folder)
@@ -198,7 +200,7 @@ def _child(folder: Path, mistake: Mistake | None, tests: tuple[str, ...]) -> Non
     )
     loaded = sys.modules.get("adaponder")
     if loaded is None or not str(loaded.__file__).startswith(str(source)):
-        watch.outcome.broken["tests"] = "the tests did not load the copy of the source"
+        watch.outcome.broken[WHOLE] = "the tests did not load the copy of the source"
     (folder / "outcome.json").write_text(
         json.dumps({name: getattr(watch.outcome, name) for name in ("passed", "refuted", "broken")})
     )
