@@ -65,7 +65,9 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="auto: from the newest whole checkpoint, or start; or a checkpoint folder."),
+        typer.Option(
+            metavar="DIR", help="auto: from the newest whole checkpoint, or start; a finished run stays. Or a folder."
+        ),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Take only weights from --resume.")] = False,
     allow_changes: Annotated[
