@@ -108,12 +108,12 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
             problems.append(problem)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
     try:
-        thread.join()
-    except BaseException:
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)  # not for ever: a signal may wake another thread than this one, which answers it
+    finally:
         wanted[0] = False
-        raise
     if problems:
         raise problems[0]
 
