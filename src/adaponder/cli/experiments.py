@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from adaponder.cli.app import Device, Json, app
+from adaponder.cli.values import folder, numbers
 
 
 @app.command()
@@ -18,20 +19,27 @@ def reproduce(
     one: Annotated[str | None, typer.Option("--run", metavar="LABEL", help="One run, in this process.")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, max=1e6, help="Start only what ends within so many minutes.")
+        float | None, typer.Option(metavar="X", min=0.1, max=1e6, help="Start only what ends within so many minutes.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option(min=1, max=64, help="Runs that share the device; small models leave most of it idle.")
+        int,
+        typer.Option(
+            metavar="N", min=1, max=64, help="Runs that share the device; small models leave most of it idle."
+        ),
     ] = 1,
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared text; default: the queue's.")] = None,
     queue: Annotated[
         Path | None, typer.Option(metavar="YAML", help="The queue; default: the checkout's experiments/queue.yaml.")
     ] = None,
     records: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where records are; default: beside the queue.")
+        Path | None, typer.Option(metavar="DIR", help="Where records are; default: beside the queue.", callback=folder)
     ] = None,
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.")] = Path("runs/reproduce"),
-    commit: Annotated[str | None, typer.Option(help="The commit to name in records, where there is no git.")] = None,
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.", callback=folder)] = Path(
+        "runs/reproduce"
+    ),
+    commit: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The commit to name in records, where there is no git.")
+    ] = None,
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
     device: Device = "cpu",
     json: Json = None,
@@ -45,11 +53,10 @@ def reproduce(
     [dim]adaponder reproduce --next --minutes 25 --device cuda --jobs 3[/]
     """
     from adaponder.commands import reproduce as command
-    from adaponder.commands.sweep import parse_seeds
 
     code = command.run(
         claim,
-        seeds=parse_seeds(seeds),
+        seeds=numbers("--seeds", seeds, least=0),
         listed=listed,
         following=following,
         one=one,
