@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from adaponder.cli import app
 from adaponder.commands import reproduce as command
 from adaponder.errors import InputError
 from adaponder.recipe import load_recipe
@@ -116,6 +118,25 @@ def test_tables_of_losses_are_what_the_records_say():
         )
         shown += 1
     assert shown >= 24
+
+
+def test_seeds_that_the_readmes_speak_of_have_records():
+    records = read_records(ROOT / "experiments" / "records")
+    losses = {
+        (each["recipe"]["name"], each["seed"]): f"{result(each)['validation_loss']:.4f}"
+        for each in records
+        if each["recipe"]["train"]["lr"] == 0.004 and each["embedding_scale"] == 16
+    }
+    spoken = [losses["mini/vanilla", 1], losses["mini/vanilla", 2], losses["mini/ponder-k2", 1]]
+    for file in ("README.md", "experiments/README.md"):
+        text = (ROOT / file).read_text()
+        assert all(loss in text for loss in spoken), file
+
+
+def test_the_command_line_shows_a_claim_with_any_seeds(tmp_path):
+    listed = CliRunner().invoke(app, ["reproduce", "lr", "--list", "--seeds", "0,7", "--queue", str(written(tmp_path))])
+    assert listed.exit_code == 0, listed.output
+    assert listed.output.count("waiting") == 4
 
 
 def test_a_claim_with_other_seeds_has_every_setting_once_for_each(tmp_path):
