@@ -378,6 +378,11 @@ def test_the_command_shows_a_table_and_says_when_there_is_nothing_to_do(corpus, 
     assert "Nothing to do" in capsys.readouterr().out
 
 
+def test_a_name_too_long_is_refused_in_one_line(corpus):
+    with pytest.raises(InputError, match=r"--out x+: File name too long"):
+        command.run([str(corpus)], out=Path("x" * 300), tokenizer="train-bpe:257", workers=1)
+
+
 def test_inputs_without_a_document_are_refused(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "empty.txt").write_text("")

@@ -35,9 +35,9 @@ def run(
     shard_tokens: int = 2**25,
     json: Path | None = None,
 ) -> dict[str, Any]:
-    if (out / JOURNAL).is_file() and not (out / MANIFEST).is_file():
+    finished_before = os.path.isfile(out / MANIFEST)
+    if os.path.isfile(out / JOURNAL) and not finished_before:
         console.print(f"{out} was begun before: going on after the last complete shard")
-    finished_before = (out / MANIFEST).is_file()
     begun = time.monotonic()
     with _bar() as bar:
         line = bar.add_task("reading", total=None, tokens="")

@@ -144,7 +144,7 @@ def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
     """The prepared folder that the recipe names, or one prepared from what it names, once, under ``data``."""
     source = Path(recipe.data.source)
-    if (source / "manifest.json").is_file():
+    if os.path.isfile(source / "manifest.json"):
         return source
     name = f"{source.name}-{recipe.data.tokenizer.replace(':', '-').replace('/', '-')}"
     folder = data / name
