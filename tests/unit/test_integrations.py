@@ -49,6 +49,7 @@ def test_the_loss_has_the_ponder_term_and_k_follows_the_step(tmp_path):
             assert output.terms.keys() == {"cross_entropy"}
             assert output.depth.unique().tolist() == [3], "nobody halts in stage 1"
             continue
+        assert output.terms.keys() == {"cross_entropy", "ponder"}
         expected = bottom_k_mean(output.gates, fraction)
         torch.testing.assert_close(output.terms["ponder"], expected)
         assert (expected.item() > 0) == (step > START)
