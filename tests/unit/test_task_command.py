@@ -119,7 +119,7 @@ def test_the_references_add_up_to_the_averages_the_paper_prints():
         ({"batch_size": 0}, "--batch-size 0"),
         ({"tau": 0.1, "policy": FixedDepth(1)}, "both say who halts"),
         ({"tasks": ["piqa"]}, r"no records of piqa; looked for .*piqa/validation\.jsonl"),
-        ({"max_iterations": 9}, "max_iterations=9"),
+        ({"max_iterations": 9}, "--max-iterations 9: from 1 to 3"),
     ],
 )
 def test_wrong_use_is_told_by_its_option(asked, message, checkpoint, records):
