@@ -392,7 +392,8 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
     try:
         if _ours(model) and (words := read_words(source)) is not None and words.end is not None:
             remarks = align(model, words.end, words.padding)
-        model.save_pretrained(partial, **({"manifest": False} if _ours(model) else {}))
+        without_manifest: dict[str, Any] = {"manifest": False} if _ours(model) else {}  # it is written below
+        model.save_pretrained(partial, **without_manifest)
         for name in _TOKENIZER:
             if (source / name).is_file():
                 shutil.copy(source / name, partial / name)
