@@ -43,6 +43,11 @@ def _id_of(folder: Path, content: dict[str, Any], settings: dict[str, Any], role
     if token is None:
         return None
     ids = _vocabulary(content)
+    # Tokens that were added later may stand in the settings alone.
+    later = settings.get("added_tokens_decoder")
+    for index, entry in later.items() if isinstance(later, dict) else ():
+        if isinstance(entry, dict) and index.isdecimal():
+            ids.setdefault(str(entry.get("content")), int(index))
     if not isinstance(token, str) or token not in ids:
         raise CheckpointError(f"{folder / SETTINGS}: {role}={token!r} is not in the vocabulary of {TOKENIZER}")
     return ids[token]

@@ -15,7 +15,7 @@ from adaponder.errors import BackboneError, CheckpointError, EvaluationError
 from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
-from adaponder.special_tokens import align, disagreements
+from adaponder.special_tokens import align, disagreements, read_words
 from adaponder.training.run import train
 from support import FAMILIES, stock, tiny
 from training_support import corpus, small
@@ -126,6 +126,11 @@ def test_a_stock_model_at_odds_with_its_tokenizer_is_used_as_it_is_and_converted
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (ends, ends)
     assert model.generation_config.pad_token_id == AutoTokenizer.from_pretrained(tmp_path / "ada").pad_token_id == pads
     assert not checkup.run(str(tmp_path / "ada"))["problems"]
+
+
+def test_an_end_token_that_only_the_settings_know_is_known(tmp_path):
+    later = {"eos_token": "<end>", "added_tokens_decoder": {"28": {"content": "<end>"}}}
+    assert read_words(stock_folder(tmp_path, settings=later)).end == 28
 
 
 def test_a_disagreement_is_an_error_at_load_and_sealing_lets_the_tokenizer_decide(trained, tmp_path):
