@@ -16,8 +16,8 @@ from adaponder.bench.record import versions
 from adaponder.errors import InputError, TrainingError
 from adaponder.files import read_json, write_whole
 from adaponder.reproduction.queue import Experiment, identity
-from adaponder.training.loop import data_hash
-from adaponder.training.run import Outcome, train
+from adaponder.training.loop import Trainer, data_hash
+from adaponder.training.run import train
 
 # Enough of a run's log for its curves.
 _LINES = 60
@@ -58,7 +58,8 @@ def carry_out(
     done = train(recipe, out=out, device=device)
     if done.final is None:
         raise TrainingError(f"{experiment.label} was stopped at step {done.step}: no record; the next try repeats it")
-    record = _record(experiment, done, out, device=device, commit=commit, beside=beside)
+    assert done.trainer is not None  # the folder was empty, so this run has trained
+    record = _record(experiment, done.trainer, out, device=device, commit=commit, beside=beside)
     path = records / f"{experiment.label}-{identity(record['recipe'])[:8]}.json"
     records.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
@@ -66,9 +67,9 @@ def carry_out(
 
 
 def _record(
-    experiment: Experiment, done: Outcome, out: Path, *, device: str, commit: str, beside: int
+    experiment: Experiment, trainer: Trainer, out: Path, *, device: str, commit: str, beside: int
 ) -> dict[str, Any]:
-    trainer, recipe = done.trainer, done.trainer.recipe
+    recipe = trainer.recipe
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     place = torch.device(device)

@@ -63,4 +63,4 @@ def _timed_alike(recipe: Mapping[str, Any]) -> str:
     keys = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
     train = {key: recipe["train"][key] for key in keys if key in recipe["train"]}
     model = recipe["model"] | {"embedding_scale": 1.0}
-    return identity(recipe | {"model": model, "train": train})
+    return identity({"model": model, "data": recipe["data"], "train": train})
