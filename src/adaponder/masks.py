@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+_counting, _inside = threading.Lock(), []  # the first entry says what the choice was before
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -51,8 +53,8 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
 def masked_attention() -> AbstractContextManager[object]:
     """Inside, torch's attention runs by any backend but cuDNN's.
 
-    Given a mask, cuDNN's backward returns NaN for some lengths and layouts on H100 and H200 (torch 2.11 to 2.13;
-    pytorch issue 196678), and torch prefers cuDNN there. Without a mask it is right, and the fastest.
+    Given a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
+    issue 196678, docs/design.md), and torch prefers cuDNN there. Without a mask it is right, and the fastest.
     """
     # A graph can hold torch's own context, which chooses anew; elsewhere what a caller has ruled out stays so.
     return sdpa_kernel(_NOT_CUDNN) if torch.compiler.is_compiling() else _without_cudnn()
@@ -60,9 +62,17 @@ def masked_attention() -> AbstractContextManager[object]:
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    """The choice is the whole process's: whoever comes first makes it, whoever leaves last takes it back."""
+    with _counting:
+        if not _inside:
+            _inside.append(torch.backends.cuda.cudnn_sdp_enabled())
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        else:
+            _inside.append(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        with _counting:
+            if len(_inside) == 1:
+                torch.backends.cuda.enable_cudnn_sdp(_inside[0])
+            _inside.pop()

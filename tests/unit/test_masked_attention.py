@@ -77,6 +77,17 @@ def test_an_error_inside_leaves_the_choice_as_it_was():
     assert cudnn_sdp_enabled()
 
 
+def test_threads_take_the_choice_back_together():
+    """One that began first and ends first does not bring cuDNN back for the other."""
+    first, second = masked_attention(), masked_attention()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert cudnn_sdp_enabled()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_under_a_mask_are_finite_where_cudnn_returns_nan(dtype):

@@ -162,6 +162,8 @@ def test_a_claim_with_other_seeds_has_every_setting_once_for_each(tmp_path):
         ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "seed": 3}]}, "seed: no such field of a run"),
         ({"data": {"folder": "x"}}, "hash"),
         ({"seconds": None}, "NoneType"),
+        ({"claims": ["lr"]}, "AttributeError"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "each": [1]}]}, "AttributeError"),
     ],
 )
 def test_a_queue_that_is_wrong_says_where(tmp_path, changes, message):
@@ -186,6 +188,7 @@ def test_a_run_is_known_by_what_it_computes_alone():
         "model.embedding_scale=1",
         "data.sequence=512",
         "model.iterations=2",
+        "train.clip=null",
     ):
         assert identity(load_recipe("mini/ponder", [change]).as_dict()) != known, change
 
@@ -241,10 +244,23 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, mon
         ("abc", 1, 4.0)
     }
     assert all(each["validation"][-1]["validation_loss"] > 0 for each in records)
-    command.run("lr", listed=True, json=tmp_path / "list.json", **place)
-    assert {each["state"] for each in json.loads((tmp_path / "list.json").read_text())["runs"]} == {"waiting"}, (
-        "the list is of the queue's data, which this is not"
-    )
+    for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
+        command.run("lr", listed=True, json=tmp_path / "list.json", **place | given)
+        assert {each["state"] for each in json.loads((tmp_path / "list.json").read_text())["runs"]} == {state}
+
+
+def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, data):
+    tiny = str(tmp_path / "tiny.yaml")
+    path = written(tmp_path, runs=[{"claim": claim, "recipe": tiny} for claim in ("lr", "table1")])
+    started = []
+
+    def start(experiment, where, *, beside):
+        started.append(experiment.label)
+        return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
+
+    monkeypatch.setattr(command, "_start", start)
+    command.run(None, following=True, jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc")
+    assert started == ["tiny-seed-0"]
 
 
 class _Ended:
@@ -263,6 +279,9 @@ def test_time_that_nobody_can_estimate_starts_nothing(tmp_path, monkeypatch, dat
         command.run(None, **place)
     with pytest.raises(InputError, match="prepare it with: adaponder prepare TEXT"):
         command.run("lr", **place | {"data": tmp_path / "nothing"})
+    for asked in ({"listed": True}, {"following": True}):
+        with pytest.raises(InputError, match="name the claim whose runs"):
+            command.run(None, seeds=[3], **asked, **place)
     with pytest.raises(InputError, match="no such run"):
         command.run(None, one="mini-nothing", **place)
 

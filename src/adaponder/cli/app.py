@@ -24,7 +24,8 @@ app = App(
 
 
 POLICIES = (
-    "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  random:0.5  exit:0.9  ranked-uniform:0.8"
+    "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  random:0.5  exit:0.9  router  "
+    "ranked-uniform:0.8  ranked-geometric:0.8"
 )
 Checkpoint = Annotated[
     str,

@@ -49,7 +49,8 @@ Warmup = Annotated[
     int, typer.Option(metavar="N", min=0, max=100_000, help="Repetitions before, not timed: compilation and caches.")
 ]
 SeedOrOwn = Annotated[
-    int | None, typer.Option("--seed", metavar="N", min=0, help="Of weights and tokens; default: the recipe's, or 0.")
+    int | None,
+    typer.Option("--seed", metavar="N", min=0, help="Of weights and tokens; default: the recipe's; 0 for ops."),
 ]
 Commit = Annotated[
     str | None,
@@ -64,8 +65,8 @@ Only = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WORD",
-        help="Measure only plain and variants whose name contains WORD (for example: compiled); may be repeated. "
-        "Keeps no record.",
+        help="Measure only plain and variants whose name contains WORD (for example: compiled; ops: ours); may be "
+        "repeated. Keeps no record.",
     ),
 ]
 

@@ -55,7 +55,7 @@ def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="A folder made by prepare, a text file, .jsonl, .parquet, stdlib."),
+        typer.Option(metavar="TEXT", help="A folder made by prepare, text or .jsonl (packed too), .parquet, stdlib."),
     ] = None,
     tasks: Annotated[
         str | None, typer.Option(metavar="a,b,…", help="Tasks of lm-evaluation-harness instead of a text.")

@@ -153,7 +153,7 @@ def inspect(
 @app.command()
 def doctor(
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[CKPT]", help="Examine this checkpoint instead of the installation.")
+        str | None, typer.Argument(metavar="CKPT", help="Examine this checkpoint instead of the installation.")
     ] = None,
     seal: Annotated[
         bool,
@@ -167,8 +167,7 @@ def doctor(
 ) -> None:
     """Show versions, devices, which kernels would run, and whether the meter agrees with torch.
 
-    Of a checkpoint: whether every file is as it was written, nothing in it asks to run code, and config, generation
-    config and tokenizer agree.
+    Of a checkpoint: whether every file is as it was written, nothing in it asks to run code, and its settings agree.
     """
     if checkpoint is not None:
         from adaponder.commands import checkup

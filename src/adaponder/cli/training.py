@@ -30,7 +30,7 @@ def prepare(
         float, typer.Option(metavar="X", help="Share of documents held out, by hash, from 0 up to 1.", callback=share)
     ] = 0.01,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=4096, help="Processes; default: one per core.")
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="Processes; default: one per core.")
     ] = None,
     end_token: Annotated[
         str | None,
@@ -147,7 +147,7 @@ def sweep(
 @app.command()
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Show this one, field by field; default: list all.")
+        str | None, typer.Argument(metavar="RECIPE", help="Show this one, field by field; default: list all.")
     ] = None,
     json: Json = None,
 ) -> None:

@@ -72,7 +72,7 @@ def list_recipes(*, json: Path | None = None) -> None:
     recipes = [load_recipe(name) for name in recipe_names()]
     for recipe in recipes:
         readings = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
-        size = f"{recipe.train.steps:,} steps, {_tokens(recipe) / 1e9:.3g}B tokens"
+        size = f"{recipe.train.steps:,} steps, {_brief(_tokens(recipe))} tokens"
         # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
         console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{readings}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
@@ -91,6 +91,14 @@ def describe(name: str, *, json: Path | None = None) -> None:
         shown = f"{key}" if value is None else f"{key}={value}"
         console.print(Padding(line(shown, (said, "dim")), (0, 0, 0, 2)))
     write_json(json, {recipe.name: recipe.as_dict()})
+
+
+def _brief(count: int) -> str:
+    """``98.3M`` and the like."""
+    size, unit = next(
+        ((size, unit) for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if count >= size), (1, "")
+    )
+    return f"{count / size:.3g}{unit}"
 
 
 def _tokens(recipe: Recipe) -> int:

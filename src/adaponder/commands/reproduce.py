@@ -68,9 +68,12 @@ def run(
     records = records or path.parent / "records"
     if sum([claim is not None, listed and claim is None, following, one is not None]) != 1:
         raise InputError("name a claim, or say --next, --list or --run LABEL; --list shows the claims")
+    if seeds and claim is None and one is None:
+        raise InputError("--seeds: name the claim whose runs are to have them; the queue has its own")
     if listed:
         chosen = wanted.of_claim(claim, seeds) if claim else list(wanted.experiments)
-        show(wanted, chosen, read_records(records), wanted.data_hash, json=json)
+        found = wanted.data_hash if data is None else _data_hash(data, wanted)
+        show(wanted, chosen, read_records(records), found, json=json)
         return 0
     folder = data or Path(wanted.data_folder)
     found = _data_hash(folder, wanted)
@@ -92,7 +95,7 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     """The hash of the prepared data; other data than the queue's has records of its own."""
     if not (folder / "manifest.json").is_file():
         raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.prepare}")
-    found = data_hash(Shards.open(folder, "train"))
+    found = data_hash(Shards.open(folder, "train", verify=False))  # each run compares every byte when it opens the data
     if found != queue.data_hash:
         console.print(
             line(("other data:", "yellow"), f" {folder} has hash {found}, the queue's records {queue.data_hash}; "),
@@ -126,17 +129,20 @@ def _work_through(
     """Starts runs as others end, until none is left that fits; 1 if one failed, 130 if interrupted."""
     begin = time.monotonic()
     known = read_records(place.records)
-    waiting = [each for each in chosen if record_of(each, known, data) is None]
-    console.print(f"{len(chosen)} runs: {len(chosen) - len(waiting)} have a record, {len(waiting)} to do")
+    # A run may serve several claims, under one label: it is trained once.
+    runs = list({each.label: each for each in reversed(chosen)}.values())[::-1]
+    waiting = [each for each in runs if record_of(each, known, data) is None]
+    console.print(f"{len(runs)} runs: {len(runs) - len(waiting)} have a record, {len(waiting)} to do")
     cost = _costs(queue, waiting, known, place.device, jobs, limited=minutes is not None)
     place.runs.mkdir(parents=True, exist_ok=True)
     running: list[_Running] = []
-    failed, said = 0, begin
+    failed, said, before = 0, begin, signal.getsignal(signal.SIGTERM)
 
     def left() -> float | None:
         return None if minutes is None else begin + 60 * minutes - time.monotonic()
 
     try:
+        signal.signal(signal.SIGTERM, _interrupt)
         while True:
             for ended in [each for each in running if each.process.poll() is not None]:
                 running.remove(ended)
@@ -159,10 +165,15 @@ def _work_through(
         return 130
     finally:
         _end(running)
+        signal.signal(signal.SIGTERM, before)
     if waiting:
-        why = "none of them fits into the time" if minutes is not None else "a run failed"
-        console.print(f"{len(waiting)} runs are left: {why}")
+        console.print(f"{len(waiting)} runs are left: none of them fits into the time")
     return 1 if failed else 0
+
+
+def _interrupt(*_: object) -> None:
+    """Who ends this command ends the runs it has started."""
+    raise KeyboardInterrupt
 
 
 def _costs(

@@ -15,9 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from adaponder.errors import ConfigError, InputError
+from adaponder.files import read_yaml
 from adaponder.recipe import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe, load_recipe
 from adaponder.settings import scale_from_scratch, scale_of
 
@@ -81,16 +80,13 @@ class Queue:
 
 def read_queue(path: Path) -> Queue:
     """The queue in a YAML file; every recipe and change in it is checked."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"--queue {path}: there is no such file; a checkout has experiments/queue.yaml") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"--queue {path} cannot be read: {error}") from None
+    if not path.exists():
+        raise InputError(f"--queue {path}: there is no such file; a checkout has experiments/queue.yaml")
+    raw = read_yaml(path, InputError)
     try:
         data, seconds, claims = raw["data"], raw["seconds"], raw["claims"]
         queue = Queue(
-            claims=claims,
+            claims={str(claim): str(says) for claim, says in claims.items()},
             experiments=list(dict.fromkeys(_experiments(raw["runs"], claims))),
             data_folder=data["folder"],
             data_hash=data["hash"],
@@ -99,7 +95,7 @@ def read_queue(path: Path) -> Queue:
             start=float(seconds["start"]),
             iteration=float(seconds["iteration"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"--queue {path}: {type(error).__name__} {error}; see experiments/queue.yaml") from None
     for each in queue.experiments:
         try:
@@ -153,7 +149,7 @@ def _departures(kind: Any, section: Mapping[str, Any], ignored: Sequence[str]) -
     """What a section says beyond the defaults of its fields; numbers alike however they were written."""
     defaults = {item.name: _plain(item.default) for item in fields(kind)}
     plain = {key: _plain(value) for key, value in section.items() if key not in ignored}
-    return {key: value for key, value in plain.items() if value is not None and value != defaults.get(key)}
+    return {key: value for key, value in plain.items() if value != defaults.get(key)}
 
 
 def _plain(value: Any) -> Any:

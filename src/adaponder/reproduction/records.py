@@ -24,11 +24,14 @@ _LINES = 60
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Every record of one training run in ``folder``, with its ``identity``; other kinds of record are left out."""
+    """Every record of one run of a queue in ``folder``, with its ``identity``; other kinds of record are left out.
+
+    So are records from before there was a queue, which name neither their embedding scale nor their data's hash.
+    """
     found = []
     for path in sorted(folder.glob("*.json")):
         record = read_json(path, InputError)
-        if {"recipe", "validation", "data"} <= record.keys():
+        if {"recipe", "validation", "data", "embedding_scale", "shared_device_with"} <= record.keys():
             found.append(record | {"identity": identity(record["recipe"]), "file": path.name})
     return found
 
@@ -49,7 +52,7 @@ def carry_out(
 ) -> Path:
     """Trains one run from its first step to its last and writes its record; what an earlier try left is removed.
 
-    ``beside`` says how many runs share the device: tokens per second of such a run are its own, not the device's.
+    ``beside`` says how many other runs share the device: tokens per second of such a run are its own, not the device's.
     """
     recipe = experiment.resolved(data)
     out = runs / experiment.label
