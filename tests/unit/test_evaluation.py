@@ -467,7 +467,6 @@ def test_compare_pairs_the_tokens(stock, ada, records, tmp_path):
         (("eval", "{ada}", "--data", "{records}", "--depths", "4"), "--depths 4: from 1 to 3"),
         (("eval", "{ada}", "--data", "{records}", "--window", "513"), "the backbone has 512"),
         (("eval", "{ada}", "--data", "{records}", "--tau", "0.5", "--policy", "fixed:2"), "both say who halts"),
-        (("eval", "{ada}", "--data", "{records}", "--batch-size", "0"), "--batch-size 0"),
     ],
 )
 def test_wrong_use_names_the_option(ada, records, arguments, says):
