@@ -17,14 +17,16 @@ class PonderCallback(TrainerCallback):
     """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
     Steps are the Trainer's updates, resumed ones included. Each process ranks its own gates, and a micro-batch weighs
-    by its share of the update's targets.
+    by its share of the update's targets. The model's ``training_objective`` and ``training_policy`` are the callback's:
+    it empties both when training begins, as one that raised leaves them set, and when it ends.
 
     Args:
         ponder_weight: the paper's lambda.
         k_max: the share of gates that bottom-K averages, once warm.
         ponder_start: the step at which stage 2 begins (S0): before it, cross-entropy alone.
         ponder_full: the step at which k has reached ``k_max`` (S1).
-        gate_start: gates are not updated before this step; ``None``: a third into stage 1.
+        gate_start: gates are not updated before this step; ``None``: a third into stage 1 for adaponder, whose gates a
+            ponder term presses on; at once for mor and ouro.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         capacity_warmup: mor, steps over which capacity shrinks from 1.
         exit_stage: ouro's stage.
@@ -62,6 +64,7 @@ class PonderCallback(TrainerCallback):
         model = _member(kwargs["model"])
         if not model.method.halts:
             raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
+        model.training_objective = model.training_policy = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,8 +76,10 @@ class PonderCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step < self.schedule.gates_begin:
-            for parameter in _member(kwargs["model"]).method.parameters():
+        method = _member(kwargs["model"]).method
+        begin = self.schedule.gates_begin if method.has_ponder_term else self.schedule.gate_start or 0
+        if state.global_step < begin:
+            for parameter in method.parameters():
                 parameter.grad = None
 
     def on_train_end(

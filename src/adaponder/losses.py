@@ -31,6 +31,11 @@ def within_documents(targets: Tensor, document: Tensor) -> Tensor:
     return targets.masked_fill(strangers, -100)
 
 
+def _finely(count: Tensor) -> Tensor:
+    """The count in float64, so that shares add up; as it is on a device that has none (MPS)."""
+    return count if count.device.type == "mps" else count.double()
+
+
 def scorer(
     seen: Trajectory,
     logits: Tensor | None,
@@ -51,7 +56,7 @@ def scorer(
     if items is None:
         items = counted.sum().clamp_min(1)
     else:
-        share = counted.sum().double() / items
+        share = _finely(counted.sum()) / items
 
     def per_item(total: Tensor) -> Tensor:
         return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)

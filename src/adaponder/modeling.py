@@ -39,7 +39,7 @@ from adaponder.methods import Iteration, Method, Objective, build_method
 from adaponder.methods.base import Ask, Trajectory, plain_loss
 from adaponder.policies import Policy, PolicyInput, as_policy
 from adaponder.runs import CompactRun, DenseRun, PackedRun, Run
-from adaponder.special_tokens import as_ids, require_agreement
+from adaponder.special_tokens import require_agreement
 from adaponder.tokens import Tokens, arrange_tokens, check_reads, require_whole
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
@@ -119,7 +119,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
                 trust_remote_code=False,
             )
             backbone = built
-            _train_padding(built)
+        _train_padding(backbone)
         # One config, whoever looks: resizing the vocabulary must reach both.
         config.backbone_config = backbone.config
         self.backbone: PreTrainedModel = backbone
@@ -545,8 +545,9 @@ class AdaPonderModel(AdaPonderForCausalLM):
 
     def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> AdaPonderModelOutput | tuple:
         """Reads as :meth:`AdaPonderForCausalLM.forward` does, and predicts nothing."""
-        for name in ("labels", "targets", "objective", "output_iteration_logits"):
-            if kwargs.get(name) is not None:
+        for name in ("labels", "targets", "objective", "output_logits", "output_iteration_logits"):
+            asked = kwargs.pop(name, None)
+            if asked is not None and asked is not False:
                 raise InputError(f"{name}: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
         every = kwargs.pop("output_hidden_states", None)
         every = self.config.output_hidden_states if every is None else every
@@ -565,13 +566,13 @@ class AdaPonderModel(AdaPonderForCausalLM):
 
 
 def _train_padding(stock: PreTrainedModel) -> None:
-    """Lets a token that pads, but is also one that texts hold, be trained like any other.
+    """Lets the token that pads be trained like any other, where texts hold it.
 
-    Some families build the embedding of ``pad_token_id`` without a gradient, which is right for a token of its own.
+    Some families build the embedding of ``pad_token_id`` without a gradient, and which token that is may change after
+    the build: a saved model, built anew, would train others than before. Padding itself is masked and gives none.
     """
-    config, embedding = stock.config, cast(Any, stock.get_input_embeddings())
-    ends = [*as_ids(getattr(config, "eos_token_id", None)), getattr(config, "bos_token_id", None)]
-    if getattr(embedding, "padding_idx", None) in ends:
+    embedding = cast(Any, stock.get_input_embeddings())
+    if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = None
 
 

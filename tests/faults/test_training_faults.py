@@ -35,6 +35,7 @@ from adaponder.shape import shape_of
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
 from adaponder.training.checkpoint import newest_complete, step_folder, verify_checkpoint
+from adaponder.training.finished import recipe_changes
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 from adaponder.training.telemetry import Telemetry
@@ -995,6 +996,34 @@ def test_other_data_under_the_same_name_is_listed(recipe, whole, tmp_path):
     with pytest.raises(TrainingError) as caught:
         train(recipe, out=out, resume="auto", quiet=True)
     assert differing(caught.value) == ["the data itself"]
+
+
+def test_a_run_from_before_records_named_the_embedding_scale_resumes(recipe, whole, tmp_path):
+    out = stopped_after(whole, 4, tmp_path / "run")
+    reseal(step_folder(out, 4), lambda state: state["recipe"]["model"].update(embedding_scale=None))
+    train(recipe, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize(
+    ("method", "was", "now", "told"),
+    [
+        ("adaponder", None, None, []),
+        ("ponder", None, "sqrt(d)", []),
+        ("loop", None, None, []),
+        ("ponder", "sqrt(d)", "4.0", []),
+        ("loop", 4.0, None, ["model.embedding_scale: 4.0 → sqrt(2.5 d)"]),
+        ("vanilla", None, "1.0", []),
+        *((method, None, None, ["model.embedding_scale: 1.0 → sqrt(d)"]) for method in ("vanilla", "mor", "ouro")),
+        ("vanilla", None, "sqrt(2.5 d)", ["model.embedding_scale: 1.0 → sqrt(2.5 d)"]),
+    ],
+)
+def test_embedding_scales_are_compared_as_the_numbers_they_mean(shards, method, was, now, told):
+    scale = [] if now is None else [f"model.embedding_scale={now}"]
+    recipe = small(shards, *scale, method=method)
+    before = json.loads(json.dumps(recipe.as_dict()))
+    before["model"]["embedding_scale"] = was
+    assert recipe_changes(before, recipe) == told
 
 
 def test_what_decides_nothing_may_change_without_asking(shards, whole, tmp_path):

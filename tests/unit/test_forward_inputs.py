@@ -195,6 +195,10 @@ def test_automodel_predicts_nothing_and_says_so(folder, tmp_path):
         body(ids(), labels=ids())
     with pytest.raises(AdaPonderError, match=r"generate: .*AutoModelForCausalLM"):
         body.generate(ids(), **GREEDY)
+    for name in ("output_logits", "output_iteration_logits"):
+        with pytest.raises(AdaPonderError, match=rf"{name}: .*AutoModelForCausalLM"):
+            body(ids(), **{name: True})
+        assert torch.equal(body(ids(), **{name: False}).last_hidden_state, body(ids()).last_hidden_state)
     body.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(ids()).logits, AutoModelForCausalLM.from_pretrained(folder)(ids()).logits)

@@ -73,6 +73,41 @@ def test_gates_stay_as_they_were_until_they_are_to_learn(tmp_path):
     assert moved == [False, False, True, True], "a third into stage 1"
 
 
+@pytest.mark.parametrize("method", ["mor", "ouro"])
+@pytest.mark.parametrize(("start", "expected"), [(None, [True, True]), (1, [False, True])])
+def test_what_no_ponder_term_presses_on_learns_at_once_or_when_told(tmp_path, method, start, expected):
+    model, moved = tiny(method, dtype=torch.float32), []
+    before = [parameter.detach().clone() for parameter in model.method.parameters()]
+
+    class Watch(PonderCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            pairs = zip(model.method.parameters(), before, strict=True)
+            moved.append(any(not torch.equal(now, then) for now, then in pairs))
+
+    trainer(model, tmp_path, steps=2, callbacks=[Watch(ponder_start=6, ponder_full=6, gate_start=start)]).train()
+    assert moved == expected
+
+
+def test_what_a_training_that_raised_left_behind_is_gone_when_the_next_begins(tmp_path):
+    class Raises(PonderCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    model, left = tiny(dtype=torch.float32), []
+
+    class Looks(PonderCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            super().on_train_begin(args, state, control, **kwargs)
+            left.append((model.training_objective, model.training_policy))
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(model, tmp_path, steps=1, callbacks=[Raises(**SCHEDULE)]).train()
+    assert model.training_objective is not None
+    assert model.training_policy is not None
+    trainer(model, tmp_path, steps=1, callbacks=[Looks(**SCHEDULE)]).train()
+    assert left == [(None, None)]
+
+
 def test_evaluation_sees_nothing_of_the_training_objective():
     model = tiny()
     expected = model(ids(), labels=ids()).loss

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from adaponder.losses import scorer
 from adaponder.methods.base import Trajectory
@@ -320,3 +321,21 @@ def test_a_scorers_mean_is_the_same_with_logits_and_without(items):
     )
     for found in others:
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(expected, found, strict=True))
+
+
+class WithoutDoubles(TorchFunctionMode):
+    """Tensors say that they are on MPS, which has no float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.double:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return torch.device("mps") if func == torch.Tensor.device.__get__ else func(*args, **kwargs or {})
+
+
+def test_a_share_needs_no_float64_where_the_device_has_none():
+    hidden, weight, targets, bias = inputs(dtype=torch.float32)
+    real = torch.ones_like(targets, dtype=torch.bool)
+    with WithoutDoubles():
+        share = scorer(Trajectory(hidden), None, targets, real, (weight, bias), torch.tensor(20)).share
+    assert share.dtype == torch.float32
+    assert share.item() == pytest.approx((targets != -100).sum().item() / 20)

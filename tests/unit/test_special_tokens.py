@@ -84,8 +84,51 @@ def test_a_token_that_ends_and_pads_is_trained_after_reloading(tmp_path):
     ids = torch.tensor([[0, 5, 7, 0, 3]])
     again(ids, labels=ids).loss.backward()
     assert again.get_input_embeddings().weight.grad[0].abs().sum() > 0
-    own = AdaPonderConfig(backbone_config=LlamaConfig(**FAMILIES["llama"].to_dict() | {"pad_token_id": 9}))
-    assert AdaPonderForCausalLM(own).get_input_embeddings().padding_idx == 9
+
+
+def test_padding_trains_nothing_of_a_padding_token_of_its_own():
+    shape = LlamaConfig(**FAMILIES["llama"].to_dict() | {"pad_token_id": 9, "tie_word_embeddings": False})
+    model = AdaPonderForCausalLM(AdaPonderConfig(backbone_config=shape, method="loop", iterations=2)).train()
+    ids, mask = torch.tensor([[9, 9, 5, 7, 3]]), torch.tensor([[0, 0, 1, 1, 1]])
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+    moved = model.get_input_embeddings().weight.grad.abs().sum(-1) > 0
+    assert moved.nonzero().flatten().tolist() == [5, 7]
+
+
+def olmo2_from_scratch(folder):
+    """What pads in its config, 0, is the data's end, which its own end and beginning are not."""
+    return ["model.backbone.model_type=olmo2", "model.backbone.pad_token_id=0"]
+
+
+def llama_checkpoint(folder, *, end=0, pads=(0, 0)):
+    """A stock model that was trained without padding and pads with its end token since."""
+    ids = {"pad_token_id": None, "eos_token_id": end, "bos_token_id": None, "vocab_size": 384}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**FAMILIES["llama"].to_dict() | ids))
+    model.config.pad_token_id, model.generation_config.pad_token_id = pads
+    model.save_pretrained(folder / "stock")
+    small_tokenizer().save_pretrained(folder / "stock")
+    return [f"model.backbone={folder / 'stock'}"]
+
+
+def llama_checkpoint_of_two_minds(folder):
+    """A stock model that ends elsewhere, and whose configs pad with the data's end and with another word."""
+    return llama_checkpoint(folder, end=2, pads=(0, 41))
+
+
+@pytest.mark.parametrize("begin", [olmo2_from_scratch, llama_checkpoint, llama_checkpoint_of_two_minds])
+def test_a_resumed_run_trains_the_embeddings_that_an_unbroken_one_trains(tmp_path, begin):
+    short = ("train.steps=4", "train.ponder_start=1", "train.ponder_full=2")
+    recipe = small(corpus(tmp_path), *begin(tmp_path), *short, method="loop")
+    whole = train(recipe, out=tmp_path / "whole", quiet=True)
+    half = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    resumed = train(recipe, out=tmp_path / "resumed", resume=str(half), quiet=True)
+    expected = whole.trainer.model.state_dict()
+    found = resumed.trainer.model.state_dict()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    end = "backbone.model.embed_tokens.weight"
+    before = AdaPonderForCausalLM.from_pretrained(half).state_dict()[end][0]
+    assert (before != expected[end][0]).all()
+    assert before.abs().sum() > 0
 
 
 def test_a_conversion_keeps_the_stock_models_own_ids_and_can_pad(tmp_path):

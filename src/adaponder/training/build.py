@@ -55,10 +55,14 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
         )
     _refuse_unknown(backbone)
     try:
-        return AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
+        config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
     except ConfigError as error:
         # What the config calls backbone_config is model.backbone to whoever wrote the recipe.
         raise ConfigError(str(error).replace("backbone_config", "model.backbone")) from None
+    # The data's end token pads (see align), and the family's own padding token is a word here like any other: some
+    # families would begin its embedding with zeros.
+    config.pad_token_id = None
+    return config
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.recipe import FREE_TRAIN, Recipe
+from adaponder.settings import scale_from_scratch, scale_of
 from adaponder.terminal import console, line
 from adaponder.training.checkpoint import newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
+from adaponder.training.grid import config_of
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
@@ -51,11 +53,29 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
 def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
     """Each field that decides the result and differs from the recipe a checkpoint holds, as ``field: was → is``."""
     now = json.loads(json.dumps(recipe.as_dict()))
-    found = []
+    was = was | {"model": was["model"] | {"embedding_scale": _scale_meant(was["model"])}}
+    config, found = config_of(recipe), []
     for section in ("model", "data", "train"):
         for name in sorted(set(was[section]) | set(now[section])):
             free = section == "train" and name in FREE_TRAIN
             before, after = was[section].get(name), now[section].get(name)
+            said = f"{section}.{name}: {before} → {after}"
+            if name == "embedding_scale" and config is not None:  # sqrt(d) and the number it comes to are the same
+                before, after = (
+                    scale_of(scale, config.hidden_size) if isinstance(scale, str) else scale
+                    for scale in (before, after)
+                )
             if before != after and not free:
-                found.append(f"{section}.{name}: {before} → {after}")
+                found.append(said)
     return found
+
+
+def _scale_meant(model: dict[str, Any]) -> Any:
+    """The embedding scale in a recorded recipe's ``model``; one left open is what training from scratch used then.
+
+    Records have named it since every method begins with ``scale_from_scratch``; before, only these three did.
+    """
+    scale = model.get("embedding_scale")
+    if scale is not None or isinstance(model["backbone"], str):
+        return scale
+    return scale_from_scratch(model["method"]) if model["method"] in ("adaponder", "ponder", "loop") else 1.0
