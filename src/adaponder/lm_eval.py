@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from adaponder.errors import AdaPonderError, ConfigError, InputError
 from adaponder.terminal import errors
@@ -23,10 +26,20 @@ def main() -> None:
             raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
         from lm_eval.__main__ import cli_evaluate
 
+        from adaponder.checkpoints import refuse_code
+
+        for folder in _folders(sys.argv[1:]):
+            refuse_code(folder)  # lm-eval's own models would refuse code too, in a page of traceback
         cli_evaluate()
     except AdaPonderError as error:
         errors.print(f"error: {error}", soft_wrap=True)
         sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
+
+
+def _folders(words: Sequence[str]) -> list[Path]:
+    """The local folders that ``--model_args`` names as ``pretrained`` or ``tokenizer``."""
+    named = re.findall(r"""(?:pretrained|tokenizer)["']?\s*[=:]\s*["']?([^,"'}]+)""", " ".join(words))
+    return [folder for folder in (Path(name.split()[0]) for name in named if name.strip()) if folder.is_dir()]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -18,6 +19,8 @@ from lm_eval.tasks import TaskManager
 import adaponder
 from adaponder import FixedDepth
 from adaponder.commands import tasks
+from adaponder.commands.lm_eval_model import AdaPonderLM
+from adaponder.errors import InputError
 from adaponder.evaluation.profiles import store
 from harness_support import reader, words, write_records
 
@@ -136,6 +139,31 @@ def test_wrong_model_arguments_are_one_line(asked, said, command_line, checkpoin
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     assert said in lines[0]
+
+
+@pytest.mark.parametrize("model", ["hf", "adaponder"])
+@pytest.mark.parametrize("given", ["pretrained={0}", "pretrained={1},tokenizer={0}", '{{"pretrained": "{0}"}}'])
+def test_code_in_a_checkpoint_is_refused_in_one_line(given, model, command_line, checkpoint, tmp_path, capsys):
+    hostile, canary = tmp_path / "hostile", tmp_path / "canary"
+    shutil.copytree(checkpoint, hostile)
+    settings = json.loads((hostile / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (hostile / "tokenizer_config.json").write_text(json.dumps(settings))
+    (hostile / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
+    with pytest.raises(SystemExit) as exit:
+        command_line("--model", model, "--model_args", given.format(hostile, checkpoint))
+    assert exit.value.code == 1
+    assert "auto_map" in capsys.readouterr().err
+    assert not canary.exists()
+
+
+def test_a_machine_without_a_gpu_reads_on_its_cpu_and_says_so(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = AdaPonderLM(str(checkpoint), device="cuda:0")  # what lm-eval says unless told
+    assert model.model.device.type == "cpu"
+    assert "reading on the CPU" in capsys.readouterr().err
+    with pytest.raises(InputError, match="--device cuda:1"):
+        AdaPonderLM(str(checkpoint), device="cuda:1")
 
 
 def test_the_entry_point_that_lm_eval_looks_for_names_the_registered_class():

@@ -16,6 +16,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.harness import HarnessLM
 from adaponder.evaluation.scoring import Reading
 from adaponder.policies import parse_policy
+from adaponder.terminal import errors
 
 
 @register_model("adaponder")
@@ -57,8 +58,7 @@ class AdaPonderLM(HarnessLM):
         # lm-eval adds arguments of its own, e.g. trust_remote_code; what is off asks for nothing.
         if foreign := [name for name, value in others.items() if value not in (None, False)]:
             raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=device)
+        model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=_device(device))
         rule = None if policy is None else parse_policy(str(policy))
         rule = choose_policy(folder, policy=rule, tau=tau, profile=profile)
         super().__init__(
@@ -81,6 +81,15 @@ class AdaPonderLM(HarnessLM):
             "model_num_parameters": self.model.num_parameters(),
             "model_cost": {task: meter.spent().as_dict() for task, meter in self.meters.items()},
         }
+
+
+def _device(asked: str | None) -> str:
+    """The device to read on. lm-eval says ``cuda:0`` unless told; without a GPU that means the CPU, as for ``hf``."""
+    if torch.cuda.is_available():
+        return asked or "cuda"
+    if asked == "cuda:0":
+        errors.print("no GPU is here: reading on the CPU", style="yellow")
+    return "cpu" if asked in (None, "cuda:0") else asked
 
 
 def _rows(batch_size: int | str) -> int:
