@@ -51,7 +51,7 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
 
 
 def masked_attention() -> AbstractContextManager[object]:
-    """Inside, torch's attention runs by any backend but cuDNN's.
+    """A context in which torch's attention runs by any backend but cuDNN's.
 
     Given a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
     issue 196678, docs/design.md), and torch prefers cuDNN there. Without a mask it is right, and the fastest.

@@ -1,6 +1,6 @@
 """One changed byte in tokens, document tables or tokenizer is found when they are opened, and its file named.
 
-The cost: each file is read once per start and hashed by several threads, about 1.5 GB per second and core.
+The cost: each file is read once per start and hashed by several threads, about 1.2 GB per second and core.
 ``ADAPONDER_VERIFY=0`` leaves checksums of tokens and tables out, for data whose reading takes too long; sizes, types
 and counts are checked all the same.
 """
