@@ -19,7 +19,7 @@ from adaponder.version import __version__
 
 if TYPE_CHECKING:
     from adaponder.config import AdaPonderConfig
-    from adaponder.ledger import Ledger
+    from adaponder.execution.ledger import Ledger
     from adaponder.methods import Iteration, Objective
     from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
     from adaponder.policies import (
@@ -68,10 +68,10 @@ _HOMES = {
     "AdaPonderForCausalLM": "modeling",
     "AdaPonderOutput": "modeling",
     "Iteration": "methods",
-    "Ledger": "ledger",
+    "Ledger": "execution.ledger",
     "Objective": "methods",
 }
-_MODULES = ("config", "ledger", "methods", "modeling", "policies")
+_MODULES = ("config", "methods", "modeling", "policies")
 _AUTO = "transformers.models.auto.configuration_auto"
 
 
@@ -94,7 +94,7 @@ def __dir__() -> list[str]:
 class _ConfigOnDemand:
     """Stands for AdaPonderConfig in the table of the Auto classes until it is asked for something.
 
-    Then ``adaponder.modeling`` is imported, which puts config and model there themselves.
+    Then ``adaponder.modeling.model`` is imported, which puts config and model there themselves.
     """
 
     __name__ = "AdaPonderConfig"

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adaponder.errors import InputError
-from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import TrainRecipe
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.recipes.recipe import TrainRecipe
 from adaponder.training.schedule import objective_at, policy_at
 
 

@@ -26,7 +26,7 @@ def main() -> None:
             raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
         from lm_eval.__main__ import cli_evaluate
 
-        from adaponder.checkpoints import refuse_code
+        from adaponder.checkpoints.loading import refuse_code
 
         for folder in _folders(sys.argv[1:]):
             refuse_code(folder)  # lm-eval's own models would refuse code too, in a page of traceback

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from adaponder import AdaPonderError, AdaPonderForCausalLM, Random
-from adaponder.backbone import Backbone
+from adaponder.backbones.wrapper import Backbone
 from adaponder.errors import BackboneError
 from laws import assert_close, assert_one_function, make_case
 from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny, widen_norms

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from adaponder import AdaPonderForCausalLM
-from adaponder.checkpoints import tokenizer_of
+from adaponder.checkpoints.loading import tokenizer_of
+from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from adaponder.commands import checkup
-from adaponder.convert import convert, describe, load
+from adaponder.conversion.convert import convert, describe, load
 from adaponder.errors import CheckpointError
-from adaponder.evaluation import profiles
-from adaponder.manifest import MANIFEST, read_manifest, write_manifest
+from adaponder.evaluation.lab import profiles
 from adaponder.training.run import train
 from support import stock, tiny
 from training_support import corpus, small

@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from adaponder.checkpoints.manifest import sealed
 from adaponder.data import DataError, Sampler, Shards, verify
 from adaponder.data.encoding import Encoder
 from adaponder.data.manifest import Manifest
 from adaponder.data.prepare import prepare
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import AdaPonderError, InputError
-from adaponder.manifest import sealed
 
 TOKENS, DOCS = "train/tokens-00001.bin", "train/docs-00001.parquet"
 
@@ -190,7 +190,7 @@ def test_15_the_processes_of_a_machine_share_the_hashing_and_miss_nothing(copy, 
 
 
 def test_15_a_process_that_torchrun_started_hashes_its_part_of_a_runs_data(copy, monkeypatch):
-    from adaponder.recipe import load_recipe
+    from adaponder.recipes.recipe import load_recipe
     from adaponder.training.distributed import World
     from adaponder.training.run import open_data
 

@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adaponder import AdaPonderForCausalLM, cli, config
-from adaponder.checkpoints import refuse_unsafe
-from adaponder.convert import convert
+from adaponder.checkpoints.loading import refuse_unsafe
+from adaponder.conversion.convert import convert
 from adaponder.errors import CheckpointError
-from adaponder.recipe import load_recipe
+from adaponder.recipes.recipe import load_recipe
 from adaponder.training.build import build_model
 from support import stock
 from word_support import small_tokenizer

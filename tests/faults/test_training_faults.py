@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 
 import adaponder.training
 from adaponder import AdaPonderError, AdaPonderForCausalLM
+from adaponder.backbones.shape import shape_of
+from adaponder.checkpoints.manifest import write_manifest
 from adaponder.data import Sampler, Shards
 from adaponder.errors import CheckpointError, InputError, TrainingError
-from adaponder.manifest import write_manifest
 from adaponder.ops.vocab_expectation import torch as vocabulary_op
-from adaponder.recipe import Recipe
-from adaponder.shape import shape_of
+from adaponder.recipes.recipe import Recipe
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
 from adaponder.training.checkpoint import newest_complete, step_folder, verify_checkpoint

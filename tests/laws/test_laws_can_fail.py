@@ -5,10 +5,10 @@ import torch
 from test_against_the_paper import test_values_and_gradients_equal_the_plain_reference as against_the_paper
 from test_work import test_compact_prefill_computes_exactly_the_sum_of_depths as prefill_work
 
-from adaponder import runs
-from adaponder.ledger import Ledger
+from adaponder.backbones.views import DenseView, GridView
+from adaponder.execution import runs
+from adaponder.execution.ledger import Ledger
 from adaponder.methods.adaponder import AdaPonder
-from adaponder.views import DenseView, GridView
 from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import tiny
 

@@ -54,7 +54,7 @@ def test_learned_gates_decide_alike_however_the_model_is_run(family, drawn, chun
 def test_an_attention_that_is_not_ours_gives_the_same_function(family, drawn, chunks):
     """Rows are then not packed into one lane: sequences with equally many share a rectangle."""
     iterations, case = drawn
-    with patch("adaponder.backbone.Backbone.packs", return_value=False):
+    with patch("adaponder.backbones.wrapper.Backbone.packs", return_value=False):
         assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
 
 

@@ -9,13 +9,13 @@ from functools import reduce
 
 import numpy as np
 
-from adaponder.compute import Cost
 from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import Spent
 from adaponder.evaluation.scoring import Reading, Scores, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.methods.cost import Cost
+from adaponder.modeling.model import AdaPonderForCausalLM
 
 # Batches of a portion: long enough that saving it costs nothing beside reading it.
 BATCHES = 32

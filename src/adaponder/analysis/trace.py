@@ -17,7 +17,7 @@ import torch
 
 from adaponder.analysis.portions import read
 from adaponder.analysis.spelling import token_texts
-from adaponder.compute import cost_of
+from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import Spent, deciding_flops
@@ -25,9 +25,9 @@ from adaponder.evaluation.scoring import Reading, Scores
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.files import open_plain, parse_json
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.methods.cost import cost_of
+from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
-from adaponder.shape import shape_of
 
 NAME = "trace.parquet"
 _KEY = b"adaponder.trace"

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.backbone import relative_difference, rounding_bound
+from adaponder.backbones.wrapper import relative_difference, rounding_bound
 from adaponder.bench.models import autocast, batches, build_ours, precision
 from adaponder.bench.timing import forget
 from adaponder.errors import EvaluationError, InputError
 from adaponder.methods import Iteration
 from adaponder.policies import ForcedDepths
-from adaponder.recipe import Recipe
+from adaponder.recipes.recipe import Recipe
 
 METHOD = "adaponder"
 

@@ -15,8 +15,8 @@ from adaponder.bench.record import checkout
 from adaponder.config import AdaPonderConfig
 from adaponder.data.tokenizers import TRAIN
 from adaponder.errors import InputError
-from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import Recipe
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.recipes.recipe import Recipe
 from adaponder.training.build import build_model
 
 PLAIN = "plain"

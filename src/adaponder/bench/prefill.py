@@ -12,10 +12,10 @@ from torch import Tensor
 from adaponder.bench.depths import METHOD
 from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
-from adaponder.compute import cost_of
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.methods.cost import cost_of
+from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from adaponder.recipe import Recipe
+from adaponder.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from adaponder.checkpoints import fetch
+from adaponder.checkpoints.loading import fetch
 from adaponder.commands.keeping import keeping
 from adaponder.commands.policies import about, described, load_result, watching
 from adaponder.commands.subject import open_subject
 from adaponder.errors import InputError
-from adaponder.evaluation import profiles
-from adaponder.evaluation.calibration import Calibration, budgets_between, calibrate
-from adaponder.evaluation.calibration import frontier as frontier_rows
 from adaponder.evaluation.halves import halve
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
-from adaponder.evaluation.lab import Lab, Row, check_budget, require_halting
+from adaponder.evaluation.lab import profiles
+from adaponder.evaluation.lab.calibration import Calibration, budgets_between, calibrate
+from adaponder.evaluation.lab.calibration import frontier as frontier_rows
+from adaponder.evaluation.lab.lab import Lab, Row, check_budget, require_halting
 from adaponder.evaluation.summary import Interval
 from adaponder.terminal import console, line, table, write_json
 from adaponder.version import __version__

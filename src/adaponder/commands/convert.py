@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from adaponder.convert import Conversion, convert
+from adaponder.conversion.convert import Conversion, convert
 from adaponder.errors import InputError
 from adaponder.files import read_bytes
 from adaponder.terminal import console, line, table, write_json

@@ -12,9 +12,9 @@ from adaponder.commands.generate import generate, show
 from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
-from adaponder.recipe import Recipe, load_recipe
+from adaponder.recipes.recipe import Recipe, load_recipe
 from adaponder.terminal import console, line, table, write_json
 from adaponder.training.loop import Trainer
 from adaponder.training.run import open_finished, train

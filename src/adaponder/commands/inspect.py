@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaponder.compute import per_depth
-from adaponder.convert import describe
+from adaponder.backbones.shape import parameters_of, shape_of
+from adaponder.conversion.convert import describe
 from adaponder.errors import InputError
-from adaponder.shape import parameters_of, shape_of
+from adaponder.methods.cost import per_depth
 from adaponder.terminal import console, table, write_json
 
 

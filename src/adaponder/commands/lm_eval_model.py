@@ -11,10 +11,10 @@ import torch
 from lm_eval.api.registry import register_model
 
 from adaponder.commands.subject import choose_policy, open_tokenizer
-from adaponder.convert import load
+from adaponder.conversion.convert import load
 from adaponder.errors import InputError
-from adaponder.evaluation.harness import HarnessLM
 from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.tasks.harness import HarnessLM
 from adaponder.policies import parse_policy
 from adaponder.terminal import errors
 

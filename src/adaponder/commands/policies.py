@@ -14,7 +14,7 @@ from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
-from adaponder.evaluation.lab import RATES, Lab, Row, check_budget, require_halting
+from adaponder.evaluation.lab.lab import RATES, Lab, Row, check_budget, require_halting
 from adaponder.evaluation.summary import FEW
 from adaponder.files import read_json
 from adaponder.terminal import console, line, progress_bars, table, write_json

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from adaponder.checkpoints import has_tokenizer, tokenizer_of
-from adaponder.convert import load
+from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
+from adaponder.conversion.convert import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Reading, default_length
 from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate, Policy
 from adaponder.terminal import console
 
@@ -115,7 +115,7 @@ def choose_policy(
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} both say who halts: give one")
     if profile is not None:
-        from adaponder.evaluation.profiles import policy_of
+        from adaponder.evaluation.lab.profiles import policy_of
 
         return policy_of(folder, profile, option=f"--profile{side}")
     return LearnedGate(tau) if tau is not None else policy

@@ -22,8 +22,8 @@ from adaponder.analysis.style import save
 from adaponder.errors import InputError
 from adaponder.files import write_whole
 from adaponder.terminal import console, line, table, write_json
-from adaponder.training.grid import Run, config_of, plan
-from adaponder.training.sweep import FAILED, FINISHED, PENDING, STOPPED, Record, carry_out, examine, pending
+from adaponder.training.sweeps.grid import Run, config_of, plan
+from adaponder.training.sweeps.sweep import FAILED, FINISHED, PENDING, STOPPED, Record, carry_out, examine, pending
 from adaponder.version import __version__
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
-from adaponder.convert import load
+from adaponder.conversion.convert import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import Reading
-from adaponder.evaluation.suites import Comparison, Reference, Suite, suite_of
-from adaponder.evaluation.task_data import TaskData
+from adaponder.evaluation.tasks.suites import Comparison, Reference, Suite, suite_of
+from adaponder.evaluation.tasks.task_data import TaskData
 from adaponder.policies import Policy
 from adaponder.terminal import console, counting, table, write_json
 
 if TYPE_CHECKING:
-    from adaponder.evaluation.lm_tasks import TaskScore
+    from adaponder.evaluation.tasks.lm_tasks import TaskScore
 
 HEAD = ("task", "shots", "split", "items", "metric", "value")
 
@@ -45,8 +45,8 @@ def run(
     """Runs each task at each number of examples. A suite brings its own; naming some of them runs those alone."""
     if find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval, which is not installed: pip install 'adaponder[eval]'")
-    from adaponder.evaluation.harness import HarnessLM
-    from adaponder.evaluation.lm_tasks import quiet
+    from adaponder.evaluation.tasks.harness import HarnessLM
+    from adaponder.evaluation.tasks.lm_tasks import quiet
 
     chosen = None if suite is None else suite_of(suite)
     tasks, fewshot = plan(tasks, fewshot, chosen)
@@ -105,7 +105,7 @@ def scored(
     harness: Any, tasks: list[str], fewshot: list[int], data: TaskData | None, *, limit: int | None, seed: int
 ) -> Iterator[TaskScore]:
     """Each task at each number of examples; all are opened before one is run: a missing file is told at once."""
-    from adaponder.evaluation.lm_tasks import find_tasks, open_task, run_task
+    from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, run_task
 
     with console.status("looking up tasks …"):
         manager = find_tasks(tasks)

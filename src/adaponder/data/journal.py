@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adaponder.checkpoints.manifest import sealed
 from adaponder.data.manifest import (
     FORMAT,
     JOURNAL,
@@ -26,7 +27,6 @@ from adaponder.data.verify import sums_of, verify_sums
 from adaponder.data.writer import leftovers
 from adaponder.errors import InputError
 from adaponder.files import write_whole
-from adaponder.manifest import sealed
 
 
 @dataclass

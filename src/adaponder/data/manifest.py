@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from adaponder.checkpoints.manifest import sealed
 from adaponder.errors import AdaPonderError
 from adaponder.files import parse_json, read_bytes
-from adaponder.manifest import sealed
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -191,7 +191,7 @@ def _shards_of(split: dict[str, Any]) -> tuple[Shard, ...]:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """The content of a :func:`adaponder.manifest.sealed` file, if it is byte for byte what that wrote."""
+    """The content of a :func:`adaponder.checkpoints.manifest.sealed` file, if it is byte for byte what that wrote."""
     raw = read_bytes(path, DataError)
     content = parse_json(raw, path, DataError)
     if content.get("format") != FORMAT:

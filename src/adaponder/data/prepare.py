@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from adaponder.checkpoints.manifest import sealed
 from adaponder.data import sources
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
 from adaponder.data.journal import Journal, claimed, finished, owned
@@ -25,7 +26,6 @@ from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, voc
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
 from adaponder.files import sha256_of, write_whole
-from adaponder.manifest import sealed
 from adaponder.terminal import errors
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20

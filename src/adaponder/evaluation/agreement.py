@@ -15,7 +15,7 @@ import torch
 from adaponder.evaluation.scoring import OWN, Reading, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
 
 # Of a mean loss, by precision; lower ones are judged by their flips.

@@ -8,9 +8,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from adaponder.compute import cost_of
 from adaponder.config import AdaPonderConfig
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.methods.cost import cost_of
+from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from adaponder.settings import METHODS
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from adaponder.backbones.shape import Shape
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Reading, Scores, score
 from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.shape import Shape
+from adaponder.modeling.model import AdaPonderForCausalLM
 
 _ENOUGH_DOCUMENTS = 2 * FEW
 _UNEQUAL = 0.1

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.compute import HALTING, Cost, cost_of
+from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
-from adaponder.modeling import PolicyLike
+from adaponder.methods.cost import HALTING, Cost, cost_of
+from adaponder.modeling.model import PolicyLike
 from adaponder.policies import as_policy
-from adaponder.shape import Shape, shape_of
 
 COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s")
 
@@ -137,7 +137,7 @@ class Meter:
         dense: bool = False,
         policy: PolicyLike | None = None,
     ) -> None:
-        """Counts one forward over tokens of these depths (see :func:`adaponder.compute.cost_of`).
+        """Counts one forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
 
         ``dense`` execution skips nothing: its FLOPs are those of full depth, while iterations stay what they are. The
         logits that a ``policy`` computes only to decide are counted with the gates.

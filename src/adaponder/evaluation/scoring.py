@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adaponder.backbones.shape import Shape
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.meter import Meter, Spent
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Batch, Windows
 from adaponder.methods import Iteration
-from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
+from adaponder.modeling.model import AdaPonderForCausalLM, PolicyLike
 from adaponder.policies import ForcedDepths
-from adaponder.shape import Shape
 
 # Bounds the float32 copy of logits: about 200 MB.
 _CHUNK = 50_000_000

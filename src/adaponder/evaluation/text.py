@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from adaponder.checkpoints import refuse_code, tokenizer_of
+from adaponder.checkpoints.loading import refuse_code, tokenizer_of
 from adaponder.data import Shards, sources
 from adaponder.data.encoding import Encoder, Item
 from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of

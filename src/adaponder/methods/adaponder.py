@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.execution.runs import Run
 from adaponder.halting import Gate, gate_probability, ponder_pool, pondered, read_gate
 from adaponder.methods.base import (
     Ask,
@@ -22,7 +23,6 @@ from adaponder.methods.base import (
 )
 from adaponder.methods.ponder import expected_embedding
 from adaponder.policies import LearnedGate, Policy
-from adaponder.runs import Run
 
 
 class AdaPonder(Method):

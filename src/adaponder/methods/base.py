@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.execution.runs import Run
+from adaponder.execution.tokens import Tokens
 from adaponder.halting import bottom_k_mean
 from adaponder.policies import FixedDepth, Policy
-from adaponder.runs import Run
 from adaponder.settings import check_fields, limited
-from adaponder.tokens import Tokens
 
 
 class Iteration(NamedTuple):
@@ -147,7 +147,7 @@ class Method(nn.Module, ABC):
         """Initialises what is the method's own."""
 
     def reuse(self) -> str:
-        """What others see of a halted token (see :class:`adaponder.runs.Run`)."""
+        """What others see of a halted token (see :class:`adaponder.execution.runs.Run`)."""
         return "state"
 
     def needs_stream(self, iterations: int) -> bool:

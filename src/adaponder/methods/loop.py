@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from adaponder.execution.runs import Run
 from adaponder.methods.base import Ask, Iteration, Method, Trajectory
-from adaponder.runs import Run
 
 
 class Loop(Method):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.execution.runs import Run
 from adaponder.halting import gate_probability
 from adaponder.methods.base import (
     Ask,
@@ -23,7 +24,6 @@ from adaponder.methods.base import (
     with_term,
 )
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
-from adaponder.runs import Run
 
 
 class Router(nn.Linear):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
+from adaponder.execution.runs import Run
 from adaponder.methods.base import Ask, Iteration, Losses, Method, Objective, Scorer, Trajectory
 from adaponder.policies import ExitThreshold, FixedDepth, Policy
-from adaponder.runs import Run
 
 
 class Ouro(Method):

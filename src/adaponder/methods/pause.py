@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.execution.runs import Run
+from adaponder.execution.tokens import Tokens
 from adaponder.methods.base import Ask, Iteration, Method, Trajectory
-from adaponder.runs import Run
-from adaponder.tokens import Tokens
 
 
 class Pause(Method):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaponder.backbone import Backbone
+from adaponder.backbones.wrapper import Backbone
+from adaponder.execution.runs import Run
 from adaponder.methods.base import Ask, Iteration, Method, Trajectory
 from adaponder.ops.vocab_expectation import vocab_expectation
-from adaponder.runs import Run
 
 
 def expected_embedding(backbone: Backbone, hidden: Tensor, method: Method) -> Tensor:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
 
+from adaponder.backbones.initialisation import depth_scaled_
 from adaponder.config import AdaPonderConfig
-from adaponder.convert import open_source
+from adaponder.conversion.convert import open_source
 from adaponder.errors import ConfigError
-from adaponder.initialisation import depth_scaled_
-from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import Recipe
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.recipes.recipe import Recipe
 from adaponder.settings import Recurrence
 
 

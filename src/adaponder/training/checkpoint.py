@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from adaponder.errors import CheckpointError
 from adaponder.files import flush, read_json
-from adaponder.manifest import MANIFEST, read_manifest, verify_files, write_manifest
-from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.modeling.model import AdaPonderForCausalLM
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 _PARTIAL = ".partial-"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adaponder.convert import as_device
+from adaponder.conversion.convert import as_device
 from adaponder.errors import ConfigError
 from adaponder.halting import bottom_k_mean, pool_count
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.errors import CheckpointError, InputError, TrainingError
-from adaponder.recipe import FREE_TRAIN, Recipe
+from adaponder.recipes.recipe import FREE_TRAIN, Recipe
 from adaponder.settings import scale_from_scratch, scale_of
 from adaponder.terminal import console, line
 from adaponder.training.checkpoint import newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
-from adaponder.training.grid import config_of
+from adaponder.training.sweeps.grid import config_of
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adaponder.backbones.shape import Shape, shape_of
+from adaponder.checkpoints.special_tokens import with_padding
 from adaponder.data import Batch, Sampler, Shards
 from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
-from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
-from adaponder.recipe import Recipe
-from adaponder.shape import Shape, shape_of
-from adaponder.special_tokens import with_padding
+from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderOutput
+from adaponder.recipes.recipe import Recipe
 from adaponder.training.checkpoint import (
     load_optimizer,
     optimizer_state,

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from adaponder.checkpoints.special_tokens import align
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.files import write_whole
-from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipe import Recipe, TrainRecipe
-from adaponder.special_tokens import align
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.recipes.recipe import Recipe, TrainRecipe
 from adaponder.terminal import console, line
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World, join, local_share
 from adaponder.training.files import room_on_disk, room_to_write
 from adaponder.training.finished import is_finished, recipe_changes
-from adaponder.training.grid import config_of
 from adaponder.training.loop import Trainer, data_hash
+from adaponder.training.sweeps.grid import config_of
 from adaponder.training.telemetry import Telemetry
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.compute import cost_of
+from adaponder.backbones.shape import Shape
 from adaponder.config import AdaPonderConfig
-from adaponder.modeling import AdaPonderOutput
-from adaponder.recipe import TrainRecipe
-from adaponder.shape import Shape
+from adaponder.methods.cost import cost_of
+from adaponder.modeling.model import AdaPonderOutput
+from adaponder.recipes.recipe import TrainRecipe
 from adaponder.training.distributed import World
 
 # Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.

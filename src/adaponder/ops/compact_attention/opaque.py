@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.masks import Places
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention.choice import kernels_for
 from adaponder.ops.compact_attention.torch import Rows
+from adaponder.ops.masks import Places
 
 
 def compact_attention(

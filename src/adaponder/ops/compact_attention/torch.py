@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from adaponder.masks import Places, masked_attention, visible
+from adaponder.ops.masks import Places, masked_attention, visible
 
 
 @dataclass(frozen=True)

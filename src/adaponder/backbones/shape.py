@@ -1,0 +1,162 @@
+"""What a decoder's shapes say it costs to read, and how many parameters a model has: nothing is allocated for it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from adaponder.backbones.families import layer_windows
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import BackboneError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decoder costs to read, as multiply-adds and elements; see :func:`shape_of`.
+
+    Attributes:
+        hidden: hidden size, d.
+        vocabulary: V, rows of the head and of the embedding table.
+        parameters: of the stock model, tied ones counted once.
+        body: multiply-adds of one row in the matrices of all layers; no embedding, no head.
+        expansion: multiply-adds that a pass spends on each key slot before it attends: 0, except where the cache holds
+            compressed keys and values (multi-head latent attention).
+        attention: per layer, multiply-adds of one query with one key: heads x (key size + value size).
+        windows: per layer, how many tokens a query sees at most; ``None`` for all.
+        kv: elements of keys and values that one row leaves, summed over layers.
+    """
+
+    hidden: int
+    vocabulary: int
+    parameters: int
+    body: int
+    expansion: int
+    attention: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    kv: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention)
+
+
+class Parameters(NamedTuple):
+    """How many parameters the stock decoder has, and how many the method adds to it."""
+
+    backbone: int
+    added: int
+
+    @property
+    def total(self) -> int:
+        return self.backbone + self.added
+
+
+@torch.no_grad()
+def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
+    """The shape of a decoder, read off a twin on the meta device: nothing is allocated, no weight is looked at.
+
+    ``source`` is a decoder, stock or wrapped, or its config. Raises where a matrix product would go uncounted.
+    """
+    # A wrapped decoder's text config is its backbone's.
+    config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
+    with torch.device("meta"):
+        # Eager: any other attention may refuse this device, and none has other shapes.
+        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
+        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    _refuse_uncounted(twin)
+    rows, cache = _watch(twin)
+    kept = [(x.keys, x.values) for x in cache.layers if x.keys is not None and x.values is not None]
+    if len(kept) != config.num_hidden_layers:
+        raise _uncountable(config, f"{len(kept)} of its {config.num_hidden_layers} layers keep keys and values")
+    return Shape(
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        parameters=sum(parameter.numel() for parameter in twin.parameters()),
+        body=sum(linear.weight.numel() for linear, count in rows.items() if count == 1),
+        expansion=sum(linear.weight.numel() for linear, count in rows.items() if count == 2),
+        attention=tuple(_pair(config, keys, values) for keys, values in kept),
+        windows=tuple(layer_windows(config)),
+        kv=sum(part.shape[1] * part.shape[3] for keys_values in kept for part in keys_values),
+    )
+
+
+def parameters_of(config: AdaPonderConfig, *, shape: Shape | None = None) -> Parameters:
+    """The stock decoder's parameters, and the method's: gates, routers, exit or pause vector, biases included."""
+    d, inner = config.hidden_size, config.gate_width * config.hidden_size
+    gate = inner * d + inner + inner + 1 if inner else d + 1
+    gates = min(1, config.gates()) if config.shared_gate else config.gates()
+    added = {
+        "adaponder": gates * gate,
+        "mor": config.gates() * d,
+        "ouro": d + 1,
+        "pause": d if config.pause_token_id is None else 0,
+    }
+    return Parameters((shape or shape_of(config)).parameters, added.get(config.method, 0))
+
+
+def _refuse_uncounted(twin: PreTrainedModel) -> None:
+    """Raises on matrices outside linear layers: stacks of experts, convolutions, parameters multiplied by hand."""
+    for owner, module in twin.base_model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1:
+                raise _uncountable(
+                    twin.config,
+                    f"{owner}.{name} {tuple(parameter.shape)} is multiplied outside a linear layer, "
+                    "and how often depends on more than the number of rows",
+                )
+
+
+def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
+    """Reads one token, then a second one: (how many rows each linear layer met for the second, the cache of both).
+
+    A layer of the body meets 1 row, the new one; a layer that unfolds cached rows meets both.
+    """
+    rows: Counter[nn.Module] = Counter()
+
+    def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows[module] += args[0].shape[:-1].numel()
+
+    linears = {
+        name: module for name, module in twin.base_model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    for linear in linears.values():
+        linear.register_forward_pre_hook(count)
+    modules: Iterator[Any] = twin.modules()
+    for module in modules:
+        # Rotary angles that stretch with the text compare lengths, which this device has not; shapes stay the same.
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
+    cache = DynamicCache()
+    token = torch.empty(1, 1, twin.config.hidden_size, dtype=twin.dtype, device="meta")
+    for held in (1, 2):
+        rows.clear()
+        try:
+            twin.base_model(inputs_embeds=token, past_key_values=cache, use_cache=True)
+        except RuntimeError as error:
+            raise _uncountable(twin.config, f"its work depends on more than shapes ({error})") from error
+        for name, linear in linears.items():
+            if rows[linear] not in (1, held):
+                raise _uncountable(twin.config, f"{name} met {rows[linear]} rows while one token was read")
+    return rows, cache
+
+
+def _pair(config: PreTrainedConfig, keys: Tensor, values: Tensor) -> int:
+    """Multiply-adds of one query with one key and its value, over all heads of a layer."""
+    # Latent attention caches less than it attends with, and says so by these two names.
+    key_size = getattr(config, "qk_head_dim", None) or keys.shape[3]
+    value_size = getattr(config, "v_head_dim", None) or values.shape[3]
+    return config.num_attention_heads * (key_size + value_size)
+
+
+def _uncountable(config: PreTrainedConfig, reason: str) -> BackboneError:
+    return BackboneError(f"the FLOPs of {config.model_type} cannot be counted: {reason}")

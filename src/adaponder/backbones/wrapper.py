@@ -1,0 +1,362 @@
+"""What a backbone must offer, and the wrapper that gets it from any Hugging Face decoder, unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from adaponder.backbones import attention, compiling
+from adaponder.backbones.attention import Lane
+from adaponder.backbones.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
+from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues
+from adaponder.errors import BackboneError
+from adaponder.ops import gelu, rotary
+from adaponder.ops.compact_attention import Rows
+from adaponder.ops.masks import Places, masked_attention, visible
+
+_FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
+
+
+class Reading(NamedTuple):
+    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it."""
+
+    hidden: Tensor
+    stream: Tensor
+    rows: list[KeysValues]
+
+
+class Backbone:
+    """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
+
+    Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
+    compiled, the functions behind its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py; ops/joined.py only
+    speaks to the compiler). What cannot be seen that way is refused by name when wrapping (structure) and by
+    :meth:`verify` (numbers on random input, against the stock model's own forward).
+    """
+
+    def __init__(self, stock: PreTrainedModel):
+        refuse_by_name(stock)
+        self.stock = stock
+        self.body: PreTrainedModel = stock.base_model
+        self.norm = _final_norm(self.body)
+        self.layers: int = stock.config.num_hidden_layers
+        self.windows = windows_of(stock.config)
+        self.layer_windows = layer_windows(stock.config)
+        self.unfolds = unfolds(stock.config)
+        self.compile_options: dict[str, Any] | None = None
+        self._compiled: Callable[..., Reading] | None = None
+        self._between: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._packs: bool | None = None
+
+    def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
+        """Compiles a layer or a pass, for all iterations: the first one and those that reuse rows are two graphs.
+
+        A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
+        in attention, or with a ledger, it stays as it is. So does the rest of a forward but for what methods hand to
+        :meth:`compiled`: the products over the vocabulary are kernels already, and the ponder term's size changes at
+        every step of its warm-up.
+        ``memory_budget`` is the share of a pass's activations that may be kept; the compiler chooses what is cheapest
+        to compute again.
+        """
+        compiling.check(by, memory_budget)
+        attention.use(self.stock)
+        gelu.use(self.stock)
+        rotary.use(self.stock)
+        self.compile_options = {"by": by, "memory_budget": memory_budget} | options
+        self._compiled, self._between = None, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A compiled pass is bound to this very body: a copy compiles its own.
+        return self.__dict__ | {"_compiled": None, "_between": {}}
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A small function between passes: compiled if passes are, so that it reads and writes what it needs once."""
+        if self.compile_options is None:
+            return function
+        if function not in self._between:
+            _, _, options = self._compile_how()
+            # It keeps little for backward: no budget is needed.
+            self._between[function] = compiling.compiled(function, 1.0, options)
+        return self._between[function]
+
+    def _compiles(self, view: type[IterationView], lane: Lane | None) -> bool:
+        """Whether a pass runs compiled: if that was asked for, dense ones and those over plain packed rows."""
+        if self.compile_options is None or view not in (DenseView, GridView):
+            return False
+        if lane is None:
+            return True
+        plain = lane.rows.query.document is None and set(lane.windows) == {None}
+        return plain and not (self.body.training and drops_attention(self.stock.config))
+
+    def _compiled_pass(self) -> Callable[..., Reading]:
+        if self._compiled is None:
+            by, memory_budget, options = self._compile_how()
+            if by == "pass":
+                self._compiled = compiling.compiled(self._one_pass, memory_budget, options)
+            else:
+                layers = compiling.Layers(self.body, self.layer_windows, memory_budget, options)
+
+                def layer_by_layer(*arguments: Any) -> Reading:
+                    with layers.in_place():
+                        return self._one_pass(*arguments)
+
+                self._compiled = layer_by_layer
+        return self._compiled
+
+    def _compile_how(self) -> tuple[str, float, dict[str, Any]]:
+        options = dict(self.compile_options or {})
+        return options.pop("by"), options.pop("memory_budget"), options
+
+    def packs(self) -> bool:
+        """Whether rows of several sequences can be packed into one lane: asked of the decoder once, with one token."""
+        if not attention.use(self.stock):
+            return False
+        if self._packs is None:
+            weight = self._head().weight
+            if weight.device.type == "meta":
+                return False
+            here = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+            lane = Lane(Rows(here[0], Places(here, here), Places(here, here)), self.layer_windows, [])
+            x = torch.zeros(1, 1, self.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
+            with torch.no_grad(), _evaluating(self.stock):
+                try:
+                    self.read(x, position=here, mask=None, view=_Passing, lane=lane, stream=False)
+                    self._packs = True
+                except BackboneError:
+                    self._packs = False
+        return self._packs
+
+    # --- embedding and head -------------------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.stock.get_input_embeddings()(ids)
+
+    def table(self) -> Tensor:
+        """The effective embedding table: ``embed(ids) == table()[ids]``."""
+        embedding: Any = self.stock.get_input_embeddings()
+        scale = getattr(embedding, "embed_scale", None)
+        if type(embedding) is not nn.Embedding and scale is None:
+            raise BackboneError(
+                f"the embedding is a {type(embedding).__name__} now: an adapter there is no part of the table that is "
+                "mixed; adapt other modules, or merge it first"
+            )
+        weight = _present(embedding.weight)
+        return weight if scale is None else weight * scale.to(weight.dtype)
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        """The head as (W, bias): ``logits == hidden @ W.T + bias``."""
+        linear = self._head()
+        return _present(linear.weight), linear.bias
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head()(hidden)
+
+    def _head(self) -> nn.Linear:
+        head = self.stock.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise BackboneError(
+                f"the head is a {type(head).__name__} now: an adapter there is no part of the expectation over the "
+                "vocabulary; adapt other modules, or merge it first"
+            )
+        return head
+
+    def final_norm(self, stream: Tensor) -> Tensor:
+        return stream if self.norm is None else self.norm(stream)
+
+    # --- the body -----------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        x: Tensor,
+        *,
+        position: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        view: type[IterationView],
+        holding: dict[str, Any] | None = None,
+        lane: Lane | None = None,
+        replay: bool = False,
+        stream: bool = True,
+    ) -> Reading:
+        """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that a ``view`` answers.
+
+        With a ``lane`` the queries are rows of several sequences, packed, and there is no ``mask``.
+
+        ``replay`` keeps no activations of the pass and computes them again in backward (non-reentrant
+        checkpointing). A fresh view is made of what it is ``holding`` each time, so that the replay sees what the pass
+        saw. Without ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the
+        hidden state.
+        """
+        compiles, holding = self._compiles(view, lane), holding or {}
+        one_pass = self._compiled_pass() if compiles else self._one_pass
+        if mask is not None:
+            one_pass = partial(_under_mask, one_pass)
+        if lane is not None:
+            if compiles:
+                _vary(x, position, lane, holding)
+            # Any mask that is there already keeps the decoder from building one of rows by rows.
+            nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
+            mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
+        arguments = (x, position, mask, view, holding, stream, lane)
+        return checkpoint(one_pass, *arguments, use_reentrant=False) if replay else one_pass(*arguments)
+
+    def _one_pass(
+        self,
+        x: Tensor,
+        position: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        view: type[IterationView],
+        holding: dict[str, Any],
+        stream: bool,
+        lane: Lane | None,
+    ) -> Reading:
+        answers = view(self.layers, **holding)
+        if lane is not None:
+            lane.arrived.clear()
+        seen: list[Tensor] = []
+        hook = None
+        if stream and self.norm is not None:
+            hook = self.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        try:
+            out = self.body(
+                inputs_embeds=x,
+                position_ids=position,
+                attention_mask=mask,
+                past_key_values=answers,
+                use_cache=True,
+                **({} if lane is None else {"lane": lane}),
+            )
+        finally:
+            if hook is not None:
+                hook.remove()
+        if lane is not None and len(lane.arrived) != self.layers:
+            raise BackboneError(
+                f"{self.stock.config.model_type}: {len(lane.arrived)} of {self.layers} layers were told whose rows they"
+                " read: it does not hand keyword arguments on to its attention"
+            )
+        hidden = out.last_hidden_state
+        return Reading(hidden, seen[0] if seen else hidden, answers.rows())
+
+    def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """The explicit attention mask, in the form this decoder takes it."""
+        if self.stock.config.model_type in READ_WHOLE:
+            raise BackboneError(
+                f"{self.stock.config.model_type} takes no mask of ours: it can be read only whole, without padding, "
+                "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
+            )
+        attention.refuse_attention(self.stock.config._attn_implementation)  # the user may have set it on the backbone
+        masks = {kind: self._as_attention(visible(query, key, window=w), dtype) for kind, w in self.windows.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _as_attention(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.stock.config._attn_implementation != "eager":
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+    # --- the contract -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Checks embedding table, body, final norm and head on random input against the stock model's forward."""
+        weight = self._head().weight
+        if weight.device.type == "meta":
+            return
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.stock.config.vocab_size, (2, 7), generator=generator, device="cpu").to(weight.device)
+        with _evaluating(self.stock):
+            expected = self.stock(input_ids=ids, use_cache=False)
+            _require_numbers(self.stock, expected.logits)
+            position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+            embedded = self.embed(ids)
+            _agree(self.stock, "the embedding table", self.table()[ids], embedded)
+            reading = self.read(embedded, position=position, mask=None, view=_Passing)
+            _agree(self.stock, "the final norm", self.final_norm(reading.stream), reading.hidden)
+            head, bias = self.head()
+            logits = nn.functional.linear(reading.hidden, head, bias)
+            _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
+            _agree(self.stock, "the body with embeddings fed in", self.logits(reading.hidden), expected.logits)
+        self.packs()  # asked now, so that no forward pays for the question
+
+
+@contextmanager
+def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
+    """In evaluation mode for a moment, each module back in its own after."""
+    training = {module: module.training for module in stock.modules()}
+    stock.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+def _under_mask(one_pass: Callable[..., Reading], *arguments: Any) -> Reading:
+    """The pass, its attention by a backend that can be trusted with a mask: when it is replayed, too."""
+    with masked_attention():
+        return one_pass(*arguments)
+
+
+def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:
+    """Tells the compiler that every pass over packed rows has another number of them."""
+    compiling.vary([x, position, lane.rows.query.slot, lane.rows.query.order], 1)
+    compiling.vary([lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]], 0)
+
+
+class _Passing(IterationView):
+    """A view that reuses nothing: one plain pass."""
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        self.written[layer] = (keys, values)
+        return keys, values
+
+
+def _final_norm(body: nn.Module) -> nn.Module | None:
+    for owner in (body, getattr(body, "decoder", None)):
+        for name in _FINAL_NORMS:
+            if isinstance(norm := getattr(owner, name, None), nn.Module):
+                return norm
+    return None
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    ours, theirs = ours.double(), theirs.double()
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+
+
+def rounding_bound(dtype: torch.dtype) -> float:
+    """How far the same forward may differ by rounding alone: far below any scale or cap that one could forget."""
+    return min(200 * torch.finfo(dtype).eps, 0.02)
+
+
+def _present(weight: Tensor) -> Tensor:
+    if weight.device.type == "meta":
+        raise BackboneError("the embedding or the head is offloaded: both are needed on a device in every iteration")
+    return weight
+
+
+def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
+    """Raises where a model's logits are not numbers, and says which weight is not, if one is."""
+    if not bool(logits.isnan().any()):
+        return
+    family, precision = stock.config.model_type, str(logits.dtype).removeprefix("torch.")
+    for name, value in stock.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            held = "NaN" if bool(value.isnan().any()) else "an infinity"
+            raise BackboneError(f"{family}: weights hold {held}: {name}; the model was damaged or diverged in training")
+    raise BackboneError(f"{family}: its logits are NaN although its weights are finite: it overflows in {precision}")
+
+
+def _agree(stock: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:
+    error = relative_difference(ours, theirs)
+    if not error <= rounding_bound(theirs.dtype):
+        raise BackboneError(
+            f"{stock.config.model_type} cannot be a backbone: {what} does not reproduce the stock model "
+            f"(relative difference {error:.1e}); something between embedding and logits is not modelled here"
+        )

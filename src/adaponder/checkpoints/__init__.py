@@ -1,0 +1,1 @@
+"""A checkpoint folder on disk: read safely, verified by checksums, with one end token."""

@@ -1,0 +1,289 @@
+"""Loading weights never executes code, never guesses a key, and says what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from adaponder.checkpoints.manifest import verify_files
+from adaponder.config import AdaPonderConfig, is_our_auto_map
+from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
+from adaponder.files import checksums_wanted, open_plain, read_json
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
+# What loading may need of a hub repository: no pickle, no source file.
+NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model", "*.jinja")
+_OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetensors")
+# What a manifest may list and loading does without: it need not be there.
+NOT_NEEDED = ("README.md", "optimizer.safetensors")
+_TRIFLE = 2**24  # numbers: 64 MiB, which may be allocated in vain
+_JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# What a config that asks for nonsense, or a file that holds it, makes the loaders of Hugging Face raise.
+_LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
+_LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError, StrictDataclassError)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The model folder meant by a model folder, a step folder, or a run folder (its final, else its newest step)."""
+    if (folder / "config.json").is_file():
+        return folder
+    if (folder / "final" / "config.json").is_file():
+        return folder / "final"
+    steps = sorted(path.parent for path in folder.glob("checkpoints/step-*/config.json"))
+    if not steps:
+        raise CheckpointError(f"{folder}: neither a model folder (config.json) nor a run folder (final/, checkpoints/)")
+    return steps[-1]
+
+
+def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
+    """The model folder of a checkpoint: found here, or a hub repository's snapshot without anything that could execute.
+
+    ``hub`` goes to the hub's client: revision, cache_dir, token, local_files_only.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return find_checkpoint(folder)
+    name = str(name)
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name}: not a checkpoint folder")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"{name}: not a folder here, and the hub did not give it ({error})") from error
+
+
+def refuse_unsafe(folder: Path) -> None:
+    """Refuses a checkpoint folder that could execute code or reach outside itself; reads nothing but its metadata."""
+    read_json(folder / "config.json")
+    refuse_code(folder)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        cure = f"; {', '.join(pickles)} would execute code when loaded: convert to safetensors" if pickles else ""
+        raise CheckpointError(f"{folder}: no .safetensors file{cure}")
+    for index in folder.glob("*.safetensors.index.json"):
+        _check_index(index)
+    for path in weights:
+        _require_safetensors(path)
+
+
+def refuse_code(folder: Path) -> None:
+    """Refuses a folder whose settings ask for code, or whose files are no plain files of its own."""
+    for pattern in NEEDED:
+        for path in sorted(folder.glob(pattern)):
+            _require_own(path)
+    for path in sorted(folder.glob("*config*.json")):
+        _refuse_code_in(path, read_json(path))
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise CheckpointError(f"{folder}/adapter_config.json: an adapter names another model to load; merge it first")
+
+
+def _require_own(path: Path) -> None:
+    """Refuses what is no ordinary file, and a link out of the folder unless the hub's cache made it (to its blobs)."""
+    if path.is_symlink():
+        folder, leads_to = path.parent.resolve(), path.resolve()
+        blobs = folder.parent.parent / "blobs"
+        of_the_hub = folder.parent.name == "snapshots" and leads_to.is_relative_to(blobs)
+        if not of_the_hub and not leads_to.is_relative_to(folder):
+            raise CheckpointError(f"{path} is a link out of the checkpoint folder: put the file itself there")
+    open_plain(path).close()
+
+
+def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
+    """Refuses settings, at any depth of ``settings``, that would make a library run or fetch code."""
+    parts: list[Any] = [settings]
+    for part in parts:  # grows while it is walked
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        parts += [
+            item for value in part.values() if isinstance(value, list) for item in value if isinstance(item, dict)
+        ]
+        if "auto_map" in part and not is_our_auto_map(part["auto_map"]):
+            raise CheckpointError(f"{path}: auto_map asks to run code from the checkpoint; remove it")
+        for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+            if part.get(key) not in (None, "eager", "sdpa"):
+                raise CheckpointError(f"{path}: {key}={part[key]!r} could load a kernel from elsewhere; remove it")
+        if isinstance(part.get("custom_generate"), str):
+            raise CheckpointError(f"{path}: custom_generate asks to run code from the checkpoint; remove it")
+        weights = part.get("transformers_weights")
+        if weights is not None and not _is_own_weights(weights):
+            raise CheckpointError(
+                f"{path}: transformers_weights={weights!r} lies outside the checkpoint folder or is not safetensors"
+            )
+
+
+def _is_own_weights(name: Any) -> bool:
+    """Whether ``name`` can only mean a safetensors file, or an index of such, in the checkpoint's own folder."""
+    return (
+        isinstance(name, str)
+        and Path(name).name == name
+        and "\0" not in name
+        and name.endswith((".safetensors", ".safetensors.index.json"))
+    )
+
+
+def _check_index(index: Path) -> None:
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{index}: weight_map must name a shard for each tensor")
+    for name in sorted(set(shards.values())):
+        if not _is_own_weights(name):
+            raise CheckpointError(
+                f"{index}: shard {name!r} lies outside the checkpoint folder or is not a .safetensors file"
+            )
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index}: shard {name!r} is missing")
+
+
+def _require_safetensors(path: Path) -> None:
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as error:
+        with open_plain(path) as file:
+            claimed = int.from_bytes(file.read(8), "little")
+        raise CheckpointError(
+            f"{path}: truncated or not a safetensors file: its header claims {claimed} bytes of "
+            f"{path.stat().st_size} ({error})"
+        ) from error
+
+
+def require_room(folder: Path, config: PreTrainedConfig) -> None:
+    """Refuses sizes that the weights cannot fill, before anything of those sizes is allocated.
+
+    Every layer has a tensor, so there cannot be more layers than tensors. What is too large by less than a factor of
+    two is left to the comparison of keys and shapes, which lists all of it.
+    """
+    tensors = numbers = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                tensors += 1
+                numbers += math.prod(file.get_slice(key).get_shape())
+    text = config.get_text_config()
+    if text.num_hidden_layers > tensors:
+        raise CheckpointError(
+            f"{folder}: config.json says num_hidden_layers={text.num_hidden_layers}, the weights hold {tensors} tensors"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        return  # several numbers are packed into one
+    needed = _numbers_of(text)
+    if needed > 2 * numbers + _TRIFLE:
+        names = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+        sizes = ", ".join(f"{name}={getattr(text, name)}" for name in names if hasattr(text, name))
+        raise CheckpointError(
+            f"{folder}: a model as config.json says ({sizes}, …) has {needed:,} numbers, the weights hold {numbers:,}"
+        )
+
+
+def _numbers_of(config: PreTrainedConfig) -> int:
+    """How many numbers a decoder's parameters and buffers hold; nothing is allocated for it."""
+    from transformers import AutoModelForCausalLM  # here, since importing it imports adaponder.modeling.model
+
+    with torch.device("meta"):
+        # Eager: any other attention may refuse this device, and none has other shapes.
+        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
+        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    return sum(tensor.numel() for tensor in (*twin.parameters(), *twin.buffers()))
+
+
+def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises at the first tensor with a NaN or an infinity in it."""
+    for name, value in tensors:
+        if value.is_meta or value.dtype not in _JUDGED or bool(value.isfinite().all()):
+            continue
+        held = "NaN" if bool(value.isnan().any()) else f"an infinity (as {value.dtype})"
+        raise CheckpointError(f"{where}: weights hold {held}: {name}; the model was damaged or diverged in training")
+
+
+@contextmanager
+def in_our_words(folder: Path | str) -> Iterator[None]:
+    """What Hugging Face's loaders raise inside becomes one line that names the checkpoint."""
+    try:
+        yield
+    except AdaPonderError:
+        raise
+    except _LOADER_ERRORS as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {in_one_line(error)}") from error
+
+
+def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, of a folder that holds only one, or of a hub name; it never runs code."""
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = fetch(name, _OF_A_TOKENIZER)
+    elif not has_tokenizer(folder):
+        folder = find_checkpoint(folder)
+    refuse_code(folder)
+    verify = checksums_wanted() if verify is None else verify
+    if verify and (folder / "config.json").is_file():  # prepared data has another kind of manifest
+        verify_files(folder, skip=".safetensors", may_be_missing=NOT_NEEDED)
+    if os.path.lexists(folder / "tokenizer.json"):
+        read_json(folder / "tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception for anything it cannot read
+        raise InputError(
+            f"--tokenizer: {name} has no tokenizer that can be read ({in_one_line(error)}); name a folder or hub model "
+            "that has"
+        ) from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def require_exact_keys(where: str, info: dict[str, Any]) -> None:
+    """Raises unless every parameter was found and every tensor used: ``info`` is Hugging Face's loading report."""
+    problems = []
+    for kind in ("missing", "unexpected", "mismatched"):
+        if keys := info.get(f"{kind}_keys"):
+            listed = [key if isinstance(key, str) else _mismatch(key) for key in keys]
+            problems.append(f"{kind}: " + ", ".join(sorted(listed)))
+    if problems:
+        raise CheckpointError(f"{where} does not fit the model; " + "; ".join(problems))
+
+
+def _mismatch(key: Any) -> str:
+    name, found, wanted = key
+    return f"{name} is {tuple(found)}, the model has {tuple(wanted)}"
+
+
+def model_card(config: AdaPonderConfig, parameters: int, added: int) -> str:
+    """The README of a saved checkpoint."""
+    backbone = config.backbone_config
+    return f"""---
+library_name: transformers
+tags: [adaponder, {config.method}, adaptive-computation]
+pipeline_tag: text-generation
+---
+# A {backbone.model_type} backbone read up to {config.iterations} times per token ({config.method})
+
+| | |
+|---|---|
+| backbone | {backbone.model_type}, {backbone.num_hidden_layers} layers, hidden size {backbone.hidden_size} |
+| vocabulary | {backbone.vocab_size} |
+| method | {config.method} |
+| iterations (K) | {config.iterations} |
+| parameters | {parameters:,} (of which the method adds {added:,}) |
+
+```python
+import adaponder  # registers the Auto classes
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+output = model(input_ids)
+output.depth  # how often each token was read
+```
+"""

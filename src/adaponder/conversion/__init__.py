@@ -1,0 +1,1 @@
+"""Checkpoints of other formats opened and converted, with an equality check."""

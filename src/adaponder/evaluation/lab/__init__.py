@@ -1,0 +1,1 @@
+"""The policy lab: policies compared at equal cost, thresholds calibrated, profiles stored."""

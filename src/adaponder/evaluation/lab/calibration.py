@@ -1,0 +1,197 @@
+"""The budget dial: the thresholds at which a checkpoint reads a text so often on average, and at what loss.
+
+One tau for all gates is found first. A tau for each iteration can spend the same depth elsewhere: losses of one
+full-depth run propose how, and it is chosen where real runs on the tuning half tell its loss apart from one tau's. The
+held-out half has no say: it verifies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaponder.errors import InputError
+from adaponder.evaluation.kept import Kept
+from adaponder.evaluation.lab import dials
+from adaponder.evaluation.lab.dials import Dial, Trace, scaled_shares, threshold_at
+from adaponder.evaluation.lab.lab import Lab, Row, check_budget
+from adaponder.evaluation.lab.tuning import Tuned
+from adaponder.evaluation.summary import paired_difference
+from adaponder.evaluation.text import Text
+from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresholds_for
+
+ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "every token equally often"
+PROPOSALS = 2
+# Losses of so many tokens are enough to propose from.
+_SAMPLE = 20_000
+
+RULES = {
+    "uniform": dials.uniform_dial,
+    "geometric": dials.geometric_dial,
+    "entropy": dials.entropy_dial,
+    "kl": dials.divergence_dial,
+    "change": dials.change_dial,
+    "random": dials.random_dial,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to meet the budget: on the tuning half, where ways are chosen, and as measured on the held-out half."""
+
+    row: Row
+    tuning_loss: float | None
+    chosen: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.row.as_dict() | {"tuning_loss": self.tuning_loss, "chosen": self.chosen}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The budget, every way tried, the chosen one first."""
+
+    budget: float
+    choices: tuple[Choice, ...]
+
+    @property
+    def chosen(self) -> Row:
+        return self.choices[0].row
+
+    @property
+    def policy(self) -> Policy:
+        assert self.chosen.spec is not None  # calibrate chooses among policies that can be written down
+        return parse_policy(self.chosen.spec)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"budget": self.budget, "choices": [choice.as_dict() for choice in self.choices]}
+
+
+def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
+    """Meets ``budget`` on the tuning half in one or several ways, chooses there, and measures each way held out."""
+    ways = meet(lab, budget, rule=rule)
+    if ways[0].missed is not None:
+        raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text: {ways[0].missed}")
+    choices = []
+    for way in ways:
+        assert way.scores is not None  # only a rule that cannot is not run, and it has no second way
+        choices.append(Choice(lab.held_out(way)[0], way.scores.loss, way is ways[0]))
+    return Calibration(budget, tuple(choices))
+
+
+def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
+    """The ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
+    check_budget(budget, lab.iterations, "--budget")
+    ways = [lab.tune(dial, budget) for dial in _dials(lab.seen, budget, rule)]
+    return ordered(ways, lab.halves.tuning.book, seed=lab.seed)
+
+
+def ordered(ways: Sequence[Tuned], book: Text, *, seed: int = 0) -> list[Tuned]:
+    """Those that reach the budget first. Among them the first way, the simplest, gives place only to a loss that is
+    lower and told apart from its own; the rest follow by their loss."""
+    simplest = ways[0]
+
+    def merit(way: Tuned) -> tuple[bool, int, float]:
+        if way.scores is None:
+            return True, 2, math.inf
+        rank = 1 if way is simplest else 2
+        if simplest.scores is not None and way is not simplest:
+            gain = paired_difference(book, simplest.scores.nll, way.scores.nll, seed=seed)
+            rank = 0 if gain.told_apart and gain.mean < 0 else 2
+        return way.missed is not None, rank, way.scores.loss
+
+    return sorted(ways, key=merit)
+
+
+def _dials(seen: Trace, budget: float, rule: str) -> list[Dial]:
+    if rule == "gate":
+        return [dials.gate_dial(seen, ONE), *(dials.shares_dial(seen, shape, EACH) for shape in propose(seen, budget))]
+    if rule not in RULES:
+        raise InputError(f"--rule {rule}: one of gate, {', '.join(RULES)}")
+    return [RULES[rule](seen)]
+
+
+def propose(seen: Trace, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:
+    """Shares of tokens to read at iteration 2 … K that cost ``budget`` and promise the least loss on this trace.
+
+    The promise is read off the full-depth run: a token that halts after d readings has the loss it had there. From
+    several beginnings, depth is moved between iterations as long as that promises less. What one tau for all gates
+    does anyway is not proposed.
+    """
+    gates = seen.iterations - 1
+    if gates < 2 or not 1.0 < budget < seen.iterations:
+        return []  # with one gate, or nothing to choose, a tau per iteration is one tau
+    few = Trace(seen.nll[:_SAMPLE], {"gate": seen.signals["gate"][:_SAMPLE]})
+    starts = [tuple(rate**i for i in range(gates)) for rate in (1.0, 0.7, 0.3)]
+    ends = [_climb(few, scaled_shares(start, budget - 1.0)) for start in starts]
+    ends.sort(key=lambda end: end[1])
+    gate = few.signals["gate"]
+    kept = np.logical_and.accumulate(gate >= threshold_at(gate, budget), axis=1).mean(0)
+    chosen = [tuple(kept.tolist())]
+    for shares, _ in ends:
+        if all(max(abs(a - b) for a, b in zip(shares, other, strict=True)) > 0.02 for other in chosen):
+            chosen.append(shares)
+    return chosen[1 : 1 + count]
+
+
+def promised_loss(seen: Trace, shares: tuple[float, ...]) -> float:
+    """The mean loss that a full-depth run had at the depths which these shares give its tokens."""
+    thresholds = torch.tensor(thresholds_for(Shares(shares=shares), seen.gates), dtype=torch.float32)
+    depth = 1 + (seen.gates >= thresholds).long().cumprod(1).sum(1)
+    return float(np.take_along_axis(seen.nll, depth.numpy()[:, None] - 1, axis=1).mean())
+
+
+def _climb(seen: Trace, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
+    """Moves ever smaller shares from one iteration to another while the promised loss falls."""
+    loss = promised_loss(seen, shares)
+    for step in (0.2, 0.1, 0.05, 0.02):
+        better = True
+        while better:
+            better = False
+            for moved in _moves(shares, step):
+                if (promise := promised_loss(seen, moved)) < loss - 1e-6:
+                    shares, loss, better = moved, promise, True
+                    break
+    return shares, loss
+
+
+def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]]:
+    for source, target in itertools.permutations(range(len(shares)), 2):
+        moved = list(shares)
+        moved[source] -= step
+        moved[target] += step
+        # Who has halted does not come back: shares never rise from one iteration to the next.
+        if moved[0] <= 1.0 and moved[-1] >= 0.0 and all(a >= b for a, b in itertools.pairwise(moved)):
+            yield tuple(moved)
+
+
+def frontier(lab: Lab, budgets: Sequence[float], *, kept: Kept | None = None) -> Iterator[Row]:
+    """A row for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth, to compare.
+
+    Rows are saved in ``kept`` as they come, and those that it has already are not measured again.
+    """
+    measures: dict[str, Callable[[], Row]] = {
+        f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
+    }
+    for depth in range(1, lab.iterations + 1):
+        measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
+    for name, measure in measures.items():
+        found = None if kept is None else kept.load(name)
+        row = measure() if found is None else Row.from_dict(found.facts)
+        if kept is not None and found is None:
+            kept.save(name, row.as_dict())
+        yield row
+
+
+def budgets_between(iterations: int, step: float) -> list[float]:
+    """1, 1 + step, … K."""
+    if not 0.0 < step <= iterations - 1:
+        raise InputError(f"--step {step:g}: above 0, at most {iterations - 1}")
+    found = [round(1.0 + i * step, 6) for i in range(int((iterations - 1) / step + 1e-9) + 1)]
+    return found if found[-1] == iterations else [*found, float(iterations)]

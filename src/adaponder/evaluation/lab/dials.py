@@ -1,0 +1,282 @@
+"""A dial turns one policy through every mean depth: where it points is a quantile of one run at full depth.
+
+Depth is a mean of ``1 + [signal 0 is high enough] + [signals 0 and 1 are] + …``. So the threshold that gives a depth
+on recorded signals is an order statistic of their running minima, exactly, however crowded they are near 0 or 1.
+Halting changes what later tokens see, so a real run lands close by; :func:`adaponder.evaluation.lab.tuning.tune`
+goes on from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaponder.evaluation.halves import Half
+from adaponder.evaluation.scoring import Reading
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.policies import (
+    Change,
+    Divergence,
+    Entropy,
+    Geometric,
+    LearnedGate,
+    Policy,
+    PolicyInput,
+    Random,
+    Ranked,
+    Schedule,
+    Shares,
+    Uniform,
+    spec_of,
+    thresholds_for,
+)
+from adaponder.policies.rules import change, divergence, entropy, unit_hash
+
+_SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
+    "gate": lambda seen: seen.gate.float(),
+    "entropy": entropy,
+    "kl": divergence,
+    "change": change,
+    "random": lambda seen: -unit_hash(seen.position, seen.seed, seen.iteration),
+}
+
+
+class Trace(NamedTuple):
+    """One run of a half at full depth: losses ``[n, K]``, and what each signal said ``[n, K-1]``, by name."""
+
+    nll: np.ndarray
+    signals: dict[str, np.ndarray]
+
+    @property
+    def iterations(self) -> int:
+        return self.nll.shape[1]
+
+    @property
+    def gates(self) -> Tensor:
+        return torch.from_numpy(self.signals["gate"])
+
+
+@dataclass(frozen=True)
+class _Recorder(Policy):
+    """Everybody reads on; what policies would have looked at is kept, batch by batch and iteration by iteration."""
+
+    kept: list[dict[str, np.ndarray]]
+
+    def __call__(self, seen: PolicyInput) -> Tensor:
+        self.kept.append({name: signal(seen).flatten().cpu().numpy() for name, signal in _SIGNALS.items()})
+        return torch.ones_like(seen.active)
+
+
+def trace(
+    model: AdaPonderForCausalLM,
+    half: Half,
+    *,
+    batch_size: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda predictions: None,
+) -> Trace:
+    """Reads every token of ``half`` K times and records what each policy would have seen of it."""
+    kept: list[dict[str, np.ndarray]] = []
+    how = Reading(policy=_Recorder(kept), seed=seed)
+    scores = half.score(model, how, batch_size=batch_size, detail=True, advance=advance)
+    assert scores.nll_by_iteration is not None  # detail asks for it
+    gates = scores.nll_by_iteration.shape[1] - 1
+    fresh = [batch.fresh.flatten() for batch in half.windows.batches(half.text, batch_size)]
+    signals = {}
+    for name in _SIGNALS:
+        # Nobody halts and nothing is padded, so every call saw its batch whole, row by row.
+        batches = [np.stack([call[name] for call in kept[i : i + gates]], -1) for i in range(0, len(kept), gates)]
+        signals[name] = np.concatenate([values[new] for values, new in zip(batches, fresh, strict=True)])
+    return Trace(scores.nll_by_iteration, signals)
+
+
+class Setting(NamedTuple):
+    """A dial where it points: in words, as a policy (``None`` for an oracle, which must be shown the losses)."""
+
+    words: str
+    policy: Policy | None
+    price: float = 0.0
+
+    @property
+    def spec(self) -> str | None:
+        return None if self.policy is None else spec_of(self.policy)
+
+    def reading(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> Reading:
+        """How to read ``half`` so; ``losses`` are its own at full depth, needed by the oracle alone."""
+        if self.policy is not None:
+            return Reading(policy=self.policy, seed=seed)
+        assert losses is not None
+        return Reading(depths=half.everywhere(priced_depths(losses, self.price), iterations), seed=seed)
+
+
+@dataclass(frozen=True)
+class Dial:
+    """One rule, to be turned. ``at(depth)`` is its setting that has this mean depth on the recorded signals.
+
+    Attributes:
+        name: in tables and legends.
+        shallowest: the least mean depth it can be turned to; at that depth and at K its real depth is exact.
+    """
+
+    name: str
+    at: Callable[[float], Setting]
+    causal: bool = True
+    shallowest: float = 1.0
+
+
+def gate_dial(seen: Trace, name: str = "learned gate") -> Dial:
+    return _threshold_dial(name, seen.signals["gate"], LearnedGate, "tau", lowest=0.0)
+
+
+def entropy_dial(seen: Trace) -> Dial:
+    return _threshold_dial("entropy", seen.signals["entropy"], Entropy, "nats")
+
+
+def divergence_dial(seen: Trace) -> Dial:
+    return _threshold_dial("KL between iterations", seen.signals["kl"], Divergence, "nats", shallowest=2.0)
+
+
+def change_dial(seen: Trace) -> Dial:
+    return _threshold_dial("hidden-state change", seen.signals["change"], Change, "relative", shallowest=2.0)
+
+
+def random_dial(seen: Trace) -> Dial:
+    def at(depth: float) -> Setting:
+        # A token reads on where its number is below ``keep``: the least such ``keep`` is one step of the hash above.
+        highest = -threshold_at(seen.signals["random"], depth)
+        keep = min(1.0, max(0.0, highest + 2.0**-24))
+        return Setting(f"keep {keep:.4f}", Random(keep))
+
+    return Dial("random", at)
+
+
+def uniform_dial(seen: Trace, *, ranked: bool = False) -> Dial:
+    """After every iteration the same share reads on (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
+    gates = seen.iterations - 1
+
+    def at(depth: float) -> Setting:
+        keep = min(1.0, max(0.0, (depth - 1.0) / gates))
+        return Setting(f"keep {keep:.4f}", _scheduled(Uniform(keep=keep), seen, ranked))
+
+    return Dial(f"uniform, {_manner(ranked)}", at, causal=not ranked)
+
+
+def geometric_dial(seen: Trace, *, ranked: bool = False) -> Dial:
+    """The share that reads on decays by its own rate, ``r, r^2, …``; the depth decides the rate."""
+    powers = np.arange(1, seen.iterations)
+
+    def at(depth: float) -> Setting:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            rate = (low + high) / 2
+            low, high = (rate, high) if (rate**powers).sum() < depth - 1.0 else (low, rate)
+        return Setting(f"rate {high:.4f}", _scheduled(Geometric(rate=high), seen, ranked))
+
+    return Dial(f"geometric, {_manner(ranked)}", at, causal=not ranked)
+
+
+def decaying_dial(seen: Trace, rate: float, *, ranked: bool = False) -> Dial:
+    """The share that reads on decays by a given rate, ``c, c r, c r^2, …``; the depth decides the first share."""
+    decay = tuple(float(rate**i) for i in range(seen.iterations - 1))
+
+    def at(depth: float) -> Setting:
+        shares = scaled_shares(decay, depth - 1.0)
+        return Setting(f"first share {shares[0]:.4f}", _scheduled(Shares(shares=shares), seen, ranked))
+
+    return Dial(f"geometric at {rate:g}, {_manner(ranked)}", at, causal=not ranked)
+
+
+def shares_dial(seen: Trace, shape: tuple[float, ...], name: str = "learned gate, tau per iteration") -> Dial:
+    """The learned gate with a tau for each iteration, such that survivors are in these proportions."""
+
+    def at(depth: float) -> Setting:
+        taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), seen.gates)
+        return Setting("tau " + " ".join(f"{tau:.4g}" for tau in taus), LearnedGate(taus))
+
+    return Dial(name, at)
+
+
+def oracle_dial(seen: Trace) -> Dial:
+    """Each token is read as often as is best for its own loss at a price per reading; it knows what comes next."""
+
+    def at(depth: float) -> Setting:
+        low, high = -100.0, 100.0
+        for _ in range(60):
+            price = (low + high) / 2
+            low, high = (price, high) if priced_depths(seen.nll, price).mean() > depth else (low, price)
+        return Setting(f"{high:.2g} nats a reading", None, price=high)
+
+    return Dial("oracle by NLL", at, causal=False)
+
+
+def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
+    """Equals ``argmin over d of nll[d - 1] + price * (d - 1)``, the shallowest of equals."""
+    return 1 + (nll + price * np.arange(nll.shape[1])).argmin(1)
+
+
+def threshold_at(signal: np.ndarray, depth: float) -> float:
+    """The threshold at which tokens of these signals ``[n, gates]`` have this mean depth, reading on while ``>=``.
+
+    Where several are equal it keeps all of them, so the depth may be a little above the one asked for.
+    """
+    lowest = np.minimum.accumulate(signal, axis=1).ravel()
+    count = round((depth - 1.0) * len(signal))
+    if count <= 0:
+        return math.inf
+    if count >= lowest.size:
+        return -math.inf
+    return float(-np.partition(-lowest, count - 1)[count - 1])
+
+
+def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
+    """Equals ``min(1, c * shape)`` with the ``c`` for which they add up to ``total``; a falling shape stays falling."""
+    found = np.array(shape)
+    if total >= len(found) or not found.any():
+        return tuple([1.0] * len(found) if total > 0 else [0.0] * len(found))
+    low, high = 0.0, 1.0
+    # What is zero in the shape stays zero only as long as the others can carry the total.
+    found = np.maximum(found, 1e-9 * found.max())
+    while np.minimum(1.0, high * found).sum() < total:
+        high *= 2
+    for _ in range(80):
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.minimum(1.0, scale * found).sum() < total else (low, scale)
+    return tuple(float(share) for share in np.minimum(1.0, high * found))
+
+
+def _threshold_dial(
+    name: str,
+    signal: np.ndarray,
+    make: Callable[[float], Policy],
+    unit: str,
+    *,
+    shallowest: float = 1.0,
+    lowest: float = -math.inf,
+) -> Dial:
+    def at(depth: float) -> Setting:
+        threshold = max(lowest, threshold_at(signal, depth))
+        return Setting(f"{unit} {threshold:.4g}", make(threshold))
+
+    return Dial(name, at, shallowest=shallowest)
+
+
+def _scheduled(schedule: Schedule, seen: Trace, ranked: bool) -> Policy:
+    if ranked:
+        return Ranked(schedule)
+    thresholds = thresholds_for(schedule, seen.gates)
+    if isinstance(schedule, Uniform):
+        return Uniform(thresholds, keep=schedule.keep)
+    if isinstance(schedule, Geometric):
+        return Geometric(thresholds, rate=schedule.rate)
+    assert isinstance(schedule, Shares)
+    return Shares(thresholds, shares=schedule.shares)
+
+
+def _manner(ranked: bool) -> str:
+    return "ranked" if ranked else "thresholds"

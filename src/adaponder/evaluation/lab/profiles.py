@@ -1,0 +1,103 @@
+"""A budget by name: thresholds stored beside the weights they were found for, and refused for any others.
+
+``profiles.json`` lies outside the checkpoint's manifest and carries its own checksum: what was cut short or edited by
+hand is not trusted. It is written beside its place and renamed, so it is whole or as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from adaponder.checkpoints.manifest import is_sealed, sealed
+from adaponder.errors import AdaPonderError, CheckpointError, InputError
+from adaponder.files import read_json
+from adaponder.policies import Policy, parse_policy
+
+FILE, FORMAT = "profiles.json", 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# Weights up to this size are hashed whole; of larger ones so many evenly spaced blocks, which any training step moves.
+_WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
+
+
+def policy_of(folder: Path, name: str, *, option: str = "--profile") -> Policy:
+    """The policy that profile ``name`` of the model in ``folder`` stands for; ``option`` is who asked."""
+    found = stored(folder)
+    if name not in found:
+        cure = f"there are {', '.join(found)}" if found else "there are none"
+        raise InputError(f"{option} {name}: {folder} has no such profile, {cure}; adaponder calibrate makes them")
+    try:
+        return parse_policy(found[name]["policy"])
+    except (KeyError, TypeError, AttributeError, AdaPonderError) as error:
+        raise CheckpointError(f"{folder / FILE}: profile {name} has no policy that can be read ({error})") from None
+
+
+def stored(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every profile of the model in ``folder``, by name, if they are as they were written and of these weights."""
+    path = folder / FILE
+    if not os.path.lexists(path):
+        return {}
+    content = read_json(path)
+    cure = f"remove {path.name} and calibrate again"
+    profiles = content.get("profiles")
+    if content.get("format") != FORMAT or not isinstance(profiles, dict):
+        raise CheckpointError(f"{path}: not profiles of format {FORMAT}; {cure}")
+    if not is_sealed(content):
+        raise CheckpointError(f"{path}: its checksum differs, so it was damaged or edited by hand; {cure}")
+    if content.get("weights") != identity(folder):
+        raise CheckpointError(f"{path}: its profiles were calibrated for other weights or another config; {cure}")
+    return profiles
+
+
+def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
+    """Adds or replaces one profile; ``profile["policy"]`` is a line that :func:`parse_policy` reads."""
+    check_name(name)
+    parse_policy(profile["policy"])
+    profiles = stored(folder) | {name: profile}
+    content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
+    path = folder / FILE
+    fresh = path.with_name(f".{FILE}.{os.getpid()}")
+    try:
+        with fresh.open("w") as file:
+            file.write(sealed(content))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}; earlier profiles are untouched") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
+
+
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InputError(f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 64 of them")
+
+
+def identity(folder: Path) -> str:
+    """A hash of the config and the weights in ``folder``; of large weights, of blocks spread over each file."""
+    seen = hashlib.sha256()
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        if path.name == "optimizer.safetensors":
+            continue  # a step folder's moments are not part of the model
+        size = path.stat().st_size
+        seen.update(f"{path.name} {size}\n".encode())
+        for block in _blocks(path, size):
+            seen.update(block)
+    return seen.hexdigest()
+
+
+def _blocks(path: Path, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            while block := file.read(_BLOCK):
+                yield block
+            return
+        for index in range(_BLOCKS):
+            file.seek(index * (size - _BLOCK) // (_BLOCKS - 1))
+            yield file.read(_BLOCK)

@@ -1,0 +1,327 @@
+"""A member of the family as lm-eval sees it: an answer depends on its request alone, never on its batch or its order.
+
+Requests are encoded, cut and scored as lm-eval's own ``hf`` model does it, so a vanilla checkpoint gets the same
+scores, item by item. Tokens are read at adaptive depth with real skipping, and what that cost is kept for each task.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import postprocess_generated_text, resolve_max_length
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
+
+from adaponder.errors import InputError
+from adaponder.evaluation.meter import Meter
+from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.stopping import Until, Wanted, wanted
+from adaponder.modeling.model import AdaPonderForCausalLM
+
+Answer = tuple[float, bool]
+Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+class HarnessLM(TemplateLM):
+    """lm-eval's model interface over a checkpoint: log-likelihood, rolling log-likelihood, generation.
+
+    Args:
+        model: in evaluation mode, where it shall run.
+        tokenizer: its own.
+        batch_size: texts read at once; changes speed and rounding, nothing else.
+        how: who decides depth, how often a token is read at most, the seed of what is drawn.
+        counting: ``with counting(task, texts) as advance`` sees the work go on; :func:`adaponder.terminal.counting`.
+
+    Attributes:
+        meters: what was read so far by task name: every real token, prompts included. Padding does not count, nor does
+            what a row that has stopped generates until its batch is done.
+    """
+
+    def __init__(
+        self,
+        model: AdaPonderForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int = 8,
+        how: Reading | None = None,
+        counting: Counting = lambda task, texts: nullcontext(lambda some: None),
+    ):
+        super().__init__()
+        if batch_size < 1:
+            raise InputError(f"--batch-size {batch_size}: at least 1")
+        if len(tokenizer) > model.config.vocab_size:
+            raise InputError(
+                f"--tokenizer: it has {len(tokenizer)} tokens, the model {model.config.vocab_size}: "
+                "name the one that the checkpoint was trained with"
+            )
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise InputError("--tokenizer: it has neither a start nor an end token, and one must stand before a text")
+        self.model, self.batch_size, self.how = model, batch_size, how or Reading()
+        model.check_policy(self.how.policy)
+        self.tokenizer: Any = tokenizer
+        self.meters: dict[str, Meter] = {}
+        self._counting, self._task = counting, ""
+        self._blank = Meter(model.config, dtype=model.dtype, device=model.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context is conditioned on: the start token, else the end token."""
+        start = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if start is None else start
+
+    @property
+    def max_length(self) -> int:
+        return resolve_max_length(self.model.config.backbone_config, self.tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The tokens of a text; one that spells its start token gets no second one."""
+        if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
+            add_special_tokens = False
+        return self.tokenizer.encode(string, **_special(add_special_tokens))
+
+    # --- log-likelihood -----------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        encode_and_score = super().loglikelihood
+        return self._by_task(requests, lambda some: encode_and_score(some, disable_tqdm=True))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return self._by_task(requests, self._roll)
+
+    def _roll(self, requests: list[Instance]) -> list[float]:
+        """Each text's log-likelihood: disjoint windows, each conditioned on the one token before it."""
+        windows, owners = [], []
+        for owner, request in enumerate(requests):
+            parts = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for part in parts:
+                windows.append((None, *make_disjoint_window(part)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (total, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += total
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[Answer]:
+        """Scores ``(key, context, continuation)``; requests that differ in the last token alone share one reading."""
+        texts: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise InputError(
+                    f"{self._task}: a continuation of {len(continuation)} tokens cannot be scored by a model of "
+                    f"{self.max_length} positions"
+                )
+            # What is too long loses its beginning; the last token is predicted, not read.
+            texts.setdefault(tuple((context + continuation[:-1])[-self.max_length :]), []).append(index)
+        answers: list[Answer] = [(0.0, False)] * len(requests)
+        for batch in self._batches(texts, key=lambda text: (-len(text), text)):
+            rows = [row for row, text in enumerate(batch) for _ in texts[text]]
+            found = [index for text in batch for index in texts[text]]
+            scored = self._score(batch, rows, [requests[index][2] for index in found])
+            for index, answer in zip(found, scored, strict=True):
+                answers[index] = answer
+                if requests[index][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+        return answers
+
+    @torch.no_grad()
+    def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
+        """Log-likelihood, and whether greedy decoding would say it, of each continuation at the end of its row."""
+        ids, mask = self._padded(texts)
+        scored = [0] * len(texts)
+        for row, continuation in zip(rows, continuations, strict=True):
+            scored[row] = max(scored[row], len(continuation))
+        # Padding on the left lines the ends up, so that only the last positions need logits.
+        kept = max(scored)
+        with self._meter as meter:
+            output = self.model(
+                ids, attention_mask=mask, logits_to_keep=kept, output_gates=False, **self.how.arguments()
+            )
+        meter.add(output.depth, max_iterations=self.how.max_iterations, logits=sum(scored), policy=self.how.policy)
+        logits = output.logits
+        log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        target, real = _left_padded(continuations, 0, self.device)
+        target, real = _widened(target, kept), _widened(real, kept).bool()
+        row = torch.tensor(rows, device=self.device)
+        chosen = log_p[row[:, None], torch.arange(kept, device=self.device), target]
+        total = torch.where(real, chosen, 0).double().sum(1)
+        greedy = ((log_p.argmax(-1)[row] == target) | ~real).all(1)
+        return list(zip(total.tolist(), greedy.tolist(), strict=True))
+
+    # --- generation ---------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return self._by_task(requests, self._generate_all)
+
+    def _generate_all(self, requests: list[Any]) -> list[str]:
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
+        answers = [""] * len(requests)
+        for group in groups.values():
+            settings = wanted(requests[group[0]].args[1], self.tokenizer)
+            if settings.max_new_tokens >= self.max_length:
+                raise InputError(
+                    f"{self._task}: {settings.max_new_tokens} tokens are to be generated, and the model's "
+                    f"{self.max_length} positions leave no room for a prompt"
+                )
+            prompts = {index: self._prompt(requests[index].args[0], settings) for index in group}
+            said = self._sampled if settings.sampled else self._greedy
+            for index, text in said(prompts, settings):
+                answers[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+        return answers
+
+    def _prompt(self, text: str, settings: Wanted) -> tuple[int, ...]:
+        """The prompt's tokens; what leaves no room for the answer loses its beginning."""
+        start = self.tokenizer.bos_token
+        spelled = isinstance(start, str) and text.startswith(start)
+        tokens = self.tokenizer.encode(text, **_special(False if spelled else None)) or [self.prefix_token_id]
+        return tuple(tokens[-(self.max_length - settings.max_new_tokens) :])
+
+    def _greedy(self, prompts: dict[int, tuple[int, ...]], settings: Wanted) -> Iterator[tuple[int, str]]:
+        for batch in self._batches(prompts, key=lambda index: (-len(prompts[index]), prompts[index])):
+            yield from zip(batch, self._generate([prompts[index] for index in batch], settings), strict=True)
+
+    def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: Wanted) -> Iterator[tuple[int, str]]:
+        """One at a time, each with its own draw: a neighbour would use up random numbers."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self._counting(self._task, len(prompts)) as advance:
+            for index, prompt in prompts.items():
+                seen[prompt] += 1
+                draw = hashlib.sha256(f"{self.how.seed} {seen[prompt]} {prompt}".encode()).digest()
+                with torch.random.fork_rng(devices):
+                    torch.manual_seed(int.from_bytes(draw[:7], "big"))
+                    yield index, self._generate([prompt], settings)[0]
+                advance(1)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], settings: Wanted) -> list[str]:
+        ids, mask = self._padded(prompts)
+        width = ids.shape[1]
+        stop = Until(self.tokenizer, settings.until, width=width, rows=len(prompts))
+        with self._meter:
+            result = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=settings.max_new_tokens,
+                do_sample=settings.sampled,
+                stopping_criteria=StoppingCriteriaList([stop]),
+                eos_token_id=self.eot_token_id,
+                pad_token_id=self._filler,
+                return_dict_in_generate=True,
+                **settings.others,
+                **{name: value for name, value in self.how.arguments().items() if value is not None},
+            )
+        new = result.sequences[:, width:].tolist()
+        lengths = [length or len(tokens) for length, tokens in zip(stop.lengths, new, strict=True)]
+        self._count_decoding(result.past_key_values.depth.cpu(), width, lengths)
+        return [
+            postprocess_generated_text(
+                str(self.tokenizer.decode(tokens[:length], skip_special_tokens=True)), settings.until, None
+            )
+            for tokens, length in zip(new, lengths, strict=True)
+        ]
+
+    # --- what it costs ------------------------------------------------------------------------------------------
+
+    def _by_task(self, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]) -> list[Any]:
+        """Answers in the order of ``requests``, worked out task by task, so that every cost has its owner."""
+        tasks: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            tasks.setdefault(request.task_name or "", []).append(index)
+        answers: list[Any] = [None] * len(requests)
+        for self._task, indices in tasks.items():
+            for index, found in zip(indices, answer([requests[index] for index in indices]), strict=True):
+                answers[index] = found
+        return answers
+
+    @property
+    def _meter(self) -> Meter:
+        """Of the task at work. A copy of the blank one shares its shape, and nothing that is added up."""
+        return self.meters.setdefault(self._task, copy.copy(self._blank))
+
+    def _count_decoding(self, depth: Tensor, width: int, lengths: list[int]) -> None:
+        """Counts a prefill of ``width`` slots, then a token at a time until each row has its ``lengths`` new ones."""
+        # The last new token of a row is said, never read.
+        read = torch.arange(depth.shape[1]) < width - 1 + torch.tensor(lengths)[:, None]
+        depth = torch.where(read, depth, 0)
+        most = self.how.max_iterations
+        self._meter.add(depth[:, :width], max_iterations=most, logits=len(lengths), policy=self.how.policy)
+        for slot in range(width, depth.shape[1]):
+            step = depth[:, slot : slot + 1]
+            self._meter.add(
+                step,
+                past=depth[:, :slot],
+                max_iterations=most,
+                logits=int((step > 0).sum()),
+                policy=self.how.policy,
+            )
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def _batches(self, things: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
+        """Sorted by ``key``, the longest first, so that what needs most memory comes at once."""
+        ordered = iter(sorted(things, key=key))
+        with self._counting(self._task, len(things)) as advance:
+            while batch := list(islice(ordered, self.batch_size)):
+                yield batch
+                advance(len(batch))
+
+    @property
+    def _filler(self) -> int:
+        """Stands where nothing is read."""
+        pad = self.tokenizer.pad_token_id
+        return self.prefix_token_id if pad is None else pad
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        return _left_padded(texts, self._filler, self.device)
+
+
+def _special(add: bool | None) -> dict[str, bool]:
+    """``None`` leaves start and end tokens to the tokenizer's own habit."""
+    return {} if add is None else {"add_special_tokens": add}
+
+
+def _left_padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[rows, longest]`` with what is missing on the left, and a mask that is 0 there."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
+    return ids.to(device), mask.to(device)
+
+
+def _widened(grid: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(grid, (width - grid.shape[1], 0))

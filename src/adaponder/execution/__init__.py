@@ -1,0 +1,1 @@
+"""How the rows of a recurrence are computed and kept: all of them with masks, or only the active ones."""

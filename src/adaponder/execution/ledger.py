@@ -1,0 +1,230 @@
+"""The ledger: the K/V rows of a batch of sequences, one for each time a token was read, and which row is read when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from adaponder.backbones.views import KeysValues
+from adaponder.errors import CacheError
+
+
+class RowStore:
+    """The rows of one layer: ``[rows, heads, size]`` keys and values, appended to.
+
+    Without gradients rows go into a buffer that doubles when full, so appending costs what it writes; with gradients
+    each append is a new tensor, because autograd keeps the old ones.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.count = keys.shape[0]
+        self._keys, self._values = keys, values
+
+    def tensors(self) -> KeysValues:
+        return self._keys[: self.count], self._values[: self.count]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        total = self.count + keys.shape[0]
+        old_keys, old_values = self.tensors()
+        if keys.requires_grad or old_keys.requires_grad:
+            self._keys, self._values = torch.cat([old_keys, keys]), torch.cat([old_values, values])
+        else:
+            self._keys = self._write(self._keys, keys, total)
+            self._values = self._write(self._values, values, total)
+        self.count = total
+
+    def _write(self, buffer: Tensor, rows: Tensor, total: int) -> Tensor:
+        if total > buffer.shape[0]:
+            grown = buffer.new_empty(2 * total, *buffer.shape[1:])
+            grown[: self.count] = buffer[: self.count]
+            buffer = grown
+        buffer[self.count : total] = rows
+        return buffer
+
+    def select(self, rows: Tensor) -> None:
+        keys, values = self.tensors()
+        self.count = rows.shape[0]
+        self._keys, self._values = keys[rows], values[rows]
+
+
+class Ledger(Cache):
+    """The K/V rows of a batch of sequences: as many as the tokens' depths add up to, and no more.
+
+    ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: its own row up to its depth,
+    its last row after (``min(iteration, depth - 1)``; law 3), or none (-1) where the method lets a halted token
+    vanish. Nothing is copied when a token halts. Beams share the rows of their common past.
+
+    ``identity`` says what its rows belong to: two ledgers of equal identity can be gone on from alike.
+    """
+
+    def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
+        super().__init__(layers=[])
+        counts = {"layers": layers, "max_iterations": iterations, "slots_per_token": slots_per_token}
+        self.identity: dict[str, Any] = counts | identity
+        self.layers_count = layers
+        self.iterations = iterations
+        self.slots_per_token = slots_per_token
+        self.stores: list[RowStore | None] = [None] * layers
+        self.table: Tensor | None = None
+        self.slot_depth: Tensor | None = None
+
+    @property
+    def depth(self) -> Tensor:
+        """How often each token of the batch was read, ``[batch, tokens]``; 0 for padding."""
+        return self._books()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
+
+    @property
+    def rows(self) -> int:
+        """Rows held per layer."""
+        return 0 if self.stores[0] is None else self.stores[0].count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values held (spare capacity of the buffers not counted)."""
+        held = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.table is None else self.table.shape[1]
+
+    def extend(self, batch: int, slots: int, device: torch.device) -> None:
+        """Makes room in the books for ``slots`` new slots of each sequence; none has a row yet."""
+        table = torch.full((batch, slots, self.iterations), -1, dtype=torch.long, device=device)
+        depth = torch.zeros(batch, slots, dtype=torch.long, device=device)
+        if self.table is None or self.slot_depth is None:
+            self.table, self.slot_depth = table, depth
+            return
+        if self.table.shape[0] != batch:
+            raise CacheError(f"the cache holds {self.table.shape[0]} sequences, the batch has {batch}: they must agree")
+        self.table = torch.cat([self.table, table], 1)
+        self.slot_depth = torch.cat([self.slot_depth, depth], 1)
+
+    def carry_over(self, past: int, iteration: int) -> None:
+        """At ``iteration`` the slots from ``past`` on read what they read before, unless a new row is written."""
+        table, _ = self._books()
+        table[:, past:, iteration] = table[:, past:, iteration - 1]
+
+    def write(self, sequence: Tensor, slot: Tensor, lanes: Tensor, iteration: int) -> Tensor:
+        """Books the rows that a pass over ``lanes`` is about to append for these tokens, in this order.
+
+        Returns ``[lanes, slots]``, the row behind each slot at this iteration; -1 for none.
+        """
+        table, _ = self._books()
+        table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
+        return table[lanes, :, iteration]
+
+    def record_depth(self, past: int, depth: Tensor) -> None:
+        self._books()[1][:, past:] = depth
+
+    def places(self, lanes: Tensor) -> tuple[Tensor, Tensor]:
+        """(slot, order among real tokens) of every slot of these sequences, ``[lanes, slots]`` each."""
+        table, _ = self._books()
+        slot = torch.arange(self.slots, device=table.device).expand(len(lanes), -1)
+        return slot, (table[lanes, :, 0] >= 0).cumsum(1) - 1
+
+    def _books(self) -> tuple[Tensor, Tensor]:
+        if self.table is None or self.slot_depth is None:
+            raise CacheError("the cache is empty: no token has been read yet")
+        return self.table, self.slot_depth
+
+    def snapshot(self) -> list[KeysValues | None]:
+        """The rows of this moment, per layer: appending later does not change them."""
+        return [None if store is None else store.tensors() for store in self.stores]
+
+    def append(self, rows: list[KeysValues]) -> None:
+        for layer, (keys, values) in enumerate(rows):
+            store = self.stores[layer]
+            if store is None:
+                self.stores[layer] = RowStore(keys, values)
+            else:
+                store.append(keys, values)
+
+    # What generate() asks of a cache.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.slots // self.slots_per_token
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def __len__(self) -> int:
+        return self.layers_count
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.table is None else self.table.shape[0]
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.table is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * self.layers_count
+
+    def update(self, *args, **kwargs) -> KeysValues:
+        raise CacheError("a Ledger is read through AdaPonderForCausalLM, not handed to a backbone")
+
+    def reset(self) -> None:
+        self.stores = [None] * self.layers_count
+        self.table = self.slot_depth = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens (Hugging Face counts them negatively); their rows are freed."""
+        if tokens_to_remove > 0:
+            raise CacheError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        self.forget(self.slots + tokens_to_remove * self.slots_per_token)
+
+    def forget(self, slots: int) -> None:
+        """Keeps the first ``slots`` slots of every sequence; rows that nobody reads any more are freed."""
+        if self.table is None or self.slot_depth is None or slots >= self.slots:
+            return
+        if slots <= 0:
+            self.reset()
+            return
+        self.table, self.slot_depth = self.table[:, :slots], self.slot_depth[:, :slots]
+        self._sweep(spare=0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        # Beams come and go every step: their dead rows are swept out once they outnumber the living.
+        self._take(beam_idx, spare=self.rows // 2)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._take(indices, spare=0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.table is not None and self.slot_depth is not None:
+            self.table = self.table.repeat_interleave(repeats, 0)
+            self.slot_depth = self.slot_depth.repeat_interleave(repeats, 0)
+
+    def _take(self, sequences: Tensor, *, spare: int) -> None:
+        if self.table is not None and self.slot_depth is not None:
+            self.table = self.table[sequences.to(self.table.device)]
+            self.slot_depth = self.slot_depth[sequences.to(self.slot_depth.device)]
+            self._sweep(spare=spare)
+
+    def _sweep(self, *, spare: int) -> None:
+        """Drops rows that no token reads any more, if there are more than ``spare`` of them."""
+        if self.table is None:
+            return
+        living, place = self.table.unique(return_inverse=True)
+        dead_entry = int(living.numel() > 0 and living[0] < 0)
+        if self.rows - (living.numel() - dead_entry) <= spare:
+            return
+        self.table = place - dead_entry
+        for store in self.stores:
+            if store is not None:
+                store.select(living[dead_entry:])

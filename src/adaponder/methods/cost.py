@@ -1,0 +1,263 @@
+"""What reading costs: iterations, FLOPs and K/V bytes of every method, from shapes and depths alone.
+
+A FLOP count here is 2 per multiply-add of the matrix products of one forward. Norms, softmax, activations and rotary
+angles are left out, and so is what a policy computes for itself (the logits that an entropy rule looks at).
+
+Attention has two honest counts. ``causal`` counts the keys that a query may see: what the method needs, what a kernel
+that skips masked blocks comes near to, and what the table "True cost of 4x" counts. ``square`` counts every query row
+against every key slot: what a dense masked kernel does and what torch's flop counter reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.backbones.shape import Shape, shape_of
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import InputError
+
+Attention = Literal["causal", "square"]
+
+HALTING = ("adaponder", "mor", "ouro")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a batch cost, in sums over its tokens: costs of several batches, or of a prefill and its decode, add up.
+
+    Cut into prefill and decode, a text costs the same, except where each pass unfolds compressed keys anew.
+
+    Attributes:
+        tokens: real tokens, padding not counted.
+        reads: their depths added up.
+        rows: rows that the body computed; more than ``reads`` where halted tokens are computed again.
+        body: FLOPs of the layers' matrices.
+        attention: FLOPs of queries with keys and of weights with values.
+        head: FLOPs of the logits that were asked for.
+        expectation: FLOPs of expected embeddings.
+        gates: FLOPs of gates, routers and exits.
+        kv_bytes: bytes of the keys and values that these tokens leave behind.
+        vanilla: FLOPs of the stock decoder on the same tokens, logits and attention count.
+    """
+
+    tokens: int
+    reads: int
+    rows: int
+    body: int
+    attention: int
+    head: int
+    expectation: int
+    gates: int
+    kv_bytes: int
+    vanilla: int
+
+    @property
+    def iterations(self) -> float:
+        """Mean depth of real tokens: the paper's x."""
+        return self.reads / max(1, self.tokens)
+
+    @property
+    def flops(self) -> int:
+        return self.body + self.attention + self.head + self.expectation + self.gates
+
+    @property
+    def ratio(self) -> float:
+        """The true x: FLOPs relative to the stock decoder on the same tokens."""
+        return self.flops / max(1, self.vanilla)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+def cost_of(
+    depth: Tensor,
+    config: AdaPonderConfig,
+    *,
+    shape: Shape | None = None,
+    past: int | Tensor = 0,
+    max_iterations: int | None = None,
+    logits: int | None = None,
+    every_gate: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    attention: Attention = "causal",
+) -> Cost:
+    """What one forward costs that reads each token as often as ``depth [batch, time]`` says, skipping what it can.
+
+    Dense execution skips nothing: it costs what full depth costs, for padding too.
+
+    Args:
+        depth: how often each token is read; 0 for padding. A forward returns it.
+        config: the method and its settings.
+        shape: of the backbone; read off ``config`` when absent (a fraction of a second: keep it for many batches).
+        past: tokens already in the ledger: their depths ``[batch, past]``, or how many there are, read to the full.
+            Only mor looks at the depths: there a halted token is out of sight.
+        max_iterations: the forward's ``max_iterations``: no gate is asked after the last iteration.
+        logits: how many tokens get logits; by default every real one.
+        every_gate: gates of halted tokens are evaluated too, as a forward does for ``output_gates`` or ``labels``.
+        dtype: of keys and values.
+        attention: ``causal`` or ``square``, see the top of this module. Packed documents count as one.
+    """
+    iterations = config.iterations if max_iterations is None else max_iterations
+    depth, past = _checked(depth, past, config, iterations)
+    if attention not in get_args(Attention):
+        raise InputError(f"attention={attention!r}: causal or square")
+    shape = shape or shape_of(config)
+    layout = _layout(config, iterations)
+    active = [int((depth > i).sum()) for i in range(iterations)]
+    tokens, reads = active[0], sum(active)
+    asked = tokens if logits is None else logits
+    rows, attended = _reading(depth, past, shape, layout, attention)
+    once = _reading(depth.clamp(max=1), past.clamp(max=1), shape, _Layout(), attention)
+    head = 2 * shape.vocabulary * shape.hidden * asked
+    # Ponder and adaponder prepare the next reading of those, and only those, who will have one.
+    mixed = sum(active[1:]) if config.method in ("adaponder", "ponder") else 0
+    return Cost(
+        tokens=tokens,
+        reads=reads,
+        rows=rows,
+        body=2 * shape.body * rows,
+        attention=attended,
+        head=head,
+        expectation=mixed * expectation_flops(config, shape),
+        gates=_decisions(active, config, every_gate=every_gate) * gate_flops(config),
+        kv_bytes=(iterations * tokens if layout.stores_all else reads) * shape.kv * dtype.itemsize,
+        vanilla=2 * shape.body * once.rows + once.attention + head,
+    )
+
+
+def per_depth(
+    config: AdaPonderConfig,
+    *,
+    context: int = 0,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    attention: Attention = "causal",
+) -> list[Cost]:
+    """What decoding one token costs at depth 1 … K, with ``context`` tokens before it.
+
+    A method that cannot halt gets depth n from ``max_iterations=n``.
+    """
+    shape = shape or shape_of(config)
+    return [
+        cost_of(
+            torch.tensor([[depth]]),
+            config,
+            shape=shape,
+            past=context,
+            max_iterations=None if config.method in HALTING else depth,
+            dtype=dtype,
+            attention=attention,
+        )
+        for depth in range(1, config.iterations + 1)
+    ]
+
+
+def expectation_flops(config: AdaPonderConfig, shape: Shape) -> int:
+    """One expected embedding: logits over V, then a mixture of V embeddings.
+
+    ``expectation_top_k`` changes which of them count, not what is multiplied: the others get probability 0.
+    """
+    return 4 * shape.vocabulary * shape.hidden
+
+
+def gate_flops(config: AdaPonderConfig) -> int:
+    """One decision: ``W2 gelu(W1 h)`` for adaponder; a router, an exit, a gate of width 0 is one row of weights."""
+    d, inner = config.hidden_size, config.gate_width * config.hidden_size
+    return 2 * (d * inner + inner) if config.method == "adaponder" and inner else 2 * d
+
+
+def _decisions(active: list[int], config: AdaPonderConfig, *, every_gate: bool) -> int:
+    """How many gates are evaluated, if ``active[i]`` tokens are read at iteration i."""
+    asked = [active[0]] * len(active) if every_gate else active
+    if config.method == "ouro":
+        return sum(asked)  # its exit speaks after the last loop too, though nothing is left to decide
+    return sum(asked[:-1]) if config.method in ("adaponder", "mor") else 0
+
+
+class _Layout(NamedTuple):
+    """How a method lays rows out; by default like the stock decoder.
+
+    ``passes`` of the body over ``slots`` per token; in iterations after it halted a token is ``absent``, or is computed
+    all the same (``computes_all``), or even leaves rows (``stores_all``).
+    """
+
+    passes: int = 1
+    slots: int = 1
+    absent: bool = False
+    computes_all: bool = False
+    stores_all: bool = False
+
+
+def _layout(config: AdaPonderConfig, iterations: int) -> _Layout:
+    if config.method == "pause":
+        return _Layout(slots=iterations)
+    reuse = config.reuse if config.method == "adaponder" else "state"
+    return _Layout(iterations, 1, config.method == "mor", reuse in ("kv", "none"), reuse == "none")
+
+
+class _Reading(NamedTuple):
+    """All passes together: rows through the body, FLOPs of attention."""
+
+    rows: int
+    attention: int
+
+
+def _reading(depth: Tensor, past: Tensor, shape: Shape, layout: _Layout, attention: Attention) -> _Reading:
+    grid = torch.cat([past, depth], dim=1).repeat_interleave(layout.slots, dim=1)
+    order = (grid > 0).cumsum(1)
+    before = past.shape[1] * layout.slots
+    rows = attended = 0
+    for i in range(layout.passes):
+        query = grid > (0 if layout.computes_all else i)
+        query[:, :before] = False
+        if attention == "square":
+            key = torch.ones_like(query)
+            pairs = {window: int(query.sum()) * grid.shape[1] for window in set(shape.windows)}
+        else:
+            key = grid > (i if layout.absent else 0)
+            pairs = {window: _pairs(query, key, order, window) for window in set(shape.windows)}
+        rows += int(query.sum())
+        attended += sum(width * pairs[window] for width, window in zip(shape.attention, shape.windows, strict=True))
+        # Cached rows are unfolded anew in each pass, for every sequence that still has something to read.
+        attended += shape.expansion * int(key[query.any(1)].sum())
+    return _Reading(rows, 2 * attended)
+
+
+def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int:
+    """How many (query, key) pairs a causal mask lets through.
+
+    All are ``[batch, slots]``; ``order`` is the rank among real tokens, which is what a window counts in.
+    """
+    seen = key.cumsum(1)
+    if window is not None:
+        # The keys up to the newest one that has left the window, by rank.
+        gone = torch.searchsorted(order, order - window, right=True)
+        seen = seen - nn.functional.pad(seen, (1, 0)).gather(1, gone)
+    return int(seen[query].sum())
+
+
+def _checked(depth: Tensor, past: int | Tensor, config: AdaPonderConfig, iterations: int) -> tuple[Tensor, Tensor]:
+    """The depths of new and of past tokens, on the CPU, after checking that this method can have had them."""
+    if not 1 <= iterations <= config.iterations:
+        raise InputError(f"max_iterations={iterations}: from 1 to {config.iterations}, the model's iterations")
+    if depth.ndim != 2 or depth.is_floating_point():
+        raise InputError(f"depth is {depth.dtype} {tuple(depth.shape)}: whole numbers [batch, time] are needed")
+    depth = depth.detach().cpu().long()
+    if isinstance(past, int):
+        past = torch.full((depth.shape[0], past), iterations)
+    past = past.detach().cpu().long()
+    if past.ndim != 2 or past.shape[0] != depth.shape[0]:
+        raise InputError(f"past has shape {tuple(past.shape)}: [{depth.shape[0]}, tokens] is needed")
+    halts = config.method in HALTING
+    possible = range(iterations + 1) if halts else (0, iterations)
+    strange = [value for value in torch.cat([past, depth], dim=1).unique().tolist() if value not in possible]
+    if strange:
+        times = f"1 to {iterations}" if halts else f"{iterations}"
+        raise InputError(
+            f"depth={strange}: {config.method} reads a token {times} times (0: padding); for fewer, say max_iterations"
+        )
+    return depth, past

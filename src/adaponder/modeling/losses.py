@@ -1,0 +1,79 @@
+"""What counts as a prediction, and how its loss is averaged: padding and strangers excluded, parts adding up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.errors import InputError
+from adaponder.execution.tokens import check_ids
+from adaponder.methods.base import Scorer, Trajectory
+from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
+
+
+def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int) -> Tensor | None:
+    """What each token should predict: the given targets, or labels moved one to the left."""
+    for name, given in (("labels", labels), ("targets", targets)):
+        if given is not None and given.shape != ids.shape:
+            raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+        if given is not None:
+            check_ids(name, given, vocabulary)
+    if labels is None:
+        return None if targets is None else targets.to(ids.device, torch.long)
+    if targets is not None:
+        raise InputError("labels and targets: give one")
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device, torch.long)
+
+
+def within_documents(targets: Tensor, document: Tensor) -> Tensor:
+    """Without what follows a document's last token: it belongs to a stranger, and nothing there could predict it."""
+    strangers = nn.functional.pad(document[:, 1:] != document[:, :-1], (0, 1))
+    return targets.masked_fill(strangers, -100)
+
+
+def _finely(count: Tensor) -> Tensor:
+    """The count in float64, so that shares add up; as it is on a device that has none (MPS)."""
+    return count if count.device.type == "mps" else count.double()
+
+
+def scorer(
+    seen: Trajectory,
+    logits: Tensor | None,
+    targets: Tensor,
+    real: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    items: Tensor | int | None,
+) -> Scorer:
+    """How a method's loss sees the targets; ``items`` is the count to average over, if it is more than this batch.
+
+    ``items`` is rounded once, to the precision of what it divides.
+
+    ``logits`` are those of the last hidden state where they exist anyway; any others are never held whole.
+    """
+    # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
+    counted = (targets != -100) & real
+    share: Tensor | float = 1.0
+    if items is None:
+        items = counted.sum().clamp_min(1)
+    else:
+        share = _finely(counted.sum()) / items
+
+    def per_item(total: Tensor) -> Tensor:
+        return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)
+
+    def nll(hidden: Tensor) -> Tensor:
+        if logits is None or hidden is not seen.hidden:
+            return linear_cross_entropy(hidden, head[0], targets, bias=head[1])
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+        return flat.view(targets.shape)
+
+    def mean(values: Tensor) -> Tensor:
+        return per_item((values * counted).sum())
+
+    def mean_nll(hidden: Tensor) -> Tensor:
+        if logits is None or hidden is not seen.hidden:
+            return per_item(linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]))
+        return mean(nll(hidden))
+
+    return Scorer(nll, mean, mean_nll, share)

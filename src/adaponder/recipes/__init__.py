@@ -1,0 +1,1 @@
+"""Recipes: one complete run as data, and the recipes that ship."""

@@ -1,0 +1,149 @@
+"""Compiling one layer for all: the same numbers for every family and method, graphs that do not grow with depth."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.backbones.views import DenseView
+from adaponder.errors import BackboneError, ConfigError
+from adaponder.methods import Objective
+from packed_support import PADDED, packed_results
+from support import METHODS, ids, stir, tiny
+
+ASKED = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+
+
+def deep(layers, **recurrence):
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 61}
+    torch.manual_seed(0)
+    stock = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=layers, **shape)).double()
+    return stir(AdaPonderForCausalLM.from_backbone(stock, method="adaponder", iterations=4, tau=0.5, **recurrence))
+
+
+def compile_layers(model, **options):
+    torch._dynamo.reset()
+    counters.clear()
+    model.compile_passes(by="layer", **{"backend": "aot_eager", "fullgraph": True} | options)
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = model(ids(2, 9), **ASKED).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for found, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [*((method, "gpt_neox") for method in METHODS), *(("adaponder", family) for family in ("llama", "gemma3", "gpt2"))],
+)
+def test_a_layer_compiled_for_all_changes_nothing(method, family):
+    model = tiny(method, family, iterations=4).train()
+    expected = gradients(model)
+    compile_layers(model)
+    assert_same(gradients(model), expected)
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_a_compiled_layer_that_asks_the_cache_twice_is_counted():
+    """A layer is handed its own part of a view, and what that counted is handed back."""
+    view, rows = DenseView(2, previous=None, active=None), torch.zeros(1, 2, 3, 4)
+    for layer, times in enumerate((1, 2)):
+        part = view.of_layer(layer)
+        for _ in range(times):
+            part.update(rows, rows, layer)
+        view.take(layer, part)
+    with pytest.raises(BackboneError, match=r"layers \[1\] called the cache \[2\] times"):
+        view.rows()
+
+
+def test_graphs_do_not_grow_with_layers_and_iterations():
+    made = []
+    for layers in (2, 7):
+        model = deep(layers).train()
+        expected = gradients(model)
+        compile_layers(model)
+        assert_same(gradients(model), expected)
+        assert_same(gradients(model), expected)
+        made.append(counters["stats"]["unique_graphs"])
+    assert made == [5, 5], "a layer without and with rows to reuse; a gate, eq. 9, frozen states"
+
+
+def test_the_compiler_has_room_for_every_kind_of_layer():
+    """Gemma's layers are of two kinds, with graphs of their own; past its limit the compiler would go eager."""
+    model = tiny("adaponder", "gemma3", iterations=2)
+    compile_layers(model, backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        model.train()(ids(2, 9), targets=ids(2, 9, seed=1)).loss.backward()
+        with torch.no_grad():
+            model.eval()(ids(2, 9), execution="dense")
+    assert counters["stats"]["unique_graphs"] > torch._dynamo.config.recompile_limit
+
+
+@pytest.mark.parametrize(
+    ("trains", "given"), [(False, {}), (True, {"attention_mask": PADDED})], ids=["reads-whole", "trains-padded"]
+)
+def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
+    model = deep(4).train(trains)
+
+    expected = packed_results(model, given, trains)
+    compile_layers(model)
+    assert_same(packed_results(model, given, trains), expected)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 3
+
+
+def test_it_is_replayed_when_checkpointed():
+    model = deep(3).train()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable()
+    compile_layers(model)
+    assert_same(gradients(model), expected)
+
+
+def test_a_memory_budget_holds_for_each_layer():
+    model, kept, found = deep(3).train(), [], []
+    for budget in (1.0, 0.2):
+        compile_layers(model, backend="aot_eager_decomp_partition", memory_budget=budget)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: (saved.append(x.numel()), x)[1], lambda x: x
+        ):
+            loss = model(ids(2, 9), **ASKED).loss
+        kept.append(sum(saved))
+        found.append(loss.detach())
+    assert kept[1] < 0.8 * kept[0]
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_layers_are_left_as_they_were_also_after_an_error():
+    model = deep(3).train()
+    before = [dict(layer.__dict__) for layer in model.backbone.base_model.layers]
+
+    def fails(graph, inputs):
+        raise RuntimeError("the compiler fell")
+
+    compile_layers(model, backend=fails)
+    with pytest.raises(Exception, match="the compiler fell"):
+        gradients(model)
+    assert [dict(layer.__dict__).keys() for layer in model.backbone.base_model.layers] == [b.keys() for b in before]
+    compile_layers(model)
+    gradients(model)
+    assert all("forward" not in layer.__dict__ for layer in model.backbone.base_model.layers)
+
+
+def test_what_cannot_be_compiled_so_is_named():
+    model = deep(2).train()
+    with pytest.raises(ConfigError, match="by='module': layer or pass"):
+        model.compile_passes(by="module")
+    compile_layers(model)
+    model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
+    with pytest.raises(BackboneError, match="by='pass'"):
+        gradients(model)

@@ -1,0 +1,67 @@
+"""Every command that takes ``--tokenizer`` refuses one that is not the checkpoint's: its ids would mean other words."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from adaponder.commands import generate
+from adaponder.commands.subject import open_subject, open_tokenizer
+from adaponder.conversion.convert import load
+from adaponder.data.tokenizers import END, train_bpe
+from adaponder.errors import InputError
+from harness_support import VOCABULARY, reader, words
+
+
+def another(entries: int, text: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=train_bpe(entries, [text]), eos_token=END)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint with its tokenizer, and tokenizers: the same again, one of other words, one of too many."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    (root / "bare").mkdir()
+    for name in ("own", "bare"):
+        reader().save_pretrained(root / name)
+    for name in ("own", "same"):
+        words().save_pretrained(root / name)
+    another(VOCABULARY, "zzz yyy xxx " * 9).save_pretrained(root / "other")
+    letters = [chr(a) + chr(b) for a in range(97, 123) for b in range(97, 123)]
+    another(VOCABULARY + 99, " ".join(letters * 2)).save_pretrained(root / "large")
+    return root
+
+
+def doors(folder, tokenizer):
+    """Every way a command opens a checkpoint's tokenizer."""
+    model, found = load(str(folder))
+    yield lambda: open_tokenizer(model, found, tokenizer)
+    yield lambda: open_subject(str(folder), tokenizer=tokenizer)
+    yield lambda: generate.run(str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True)
+
+
+@pytest.mark.parametrize(("name", "said"), [("other", "not the checkpoint's own"), ("large", "its ids go up to")])
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_another_tokenizer_is_refused(folders, name, said, kind):
+    tokenizer = str(folders / name / ("tokenizer.json" if kind == "file" else ""))
+    for door in doors(folders / "own", tokenizer):
+        with pytest.raises(InputError, match=f"--tokenizer .*{name}.*{said}") as error:
+            door()
+        assert "\n" not in str(error.value)
+
+
+def test_the_same_tokenizer_from_elsewhere_is_taken_and_so_is_one_where_there_is_none(folders):
+    for door in doors(folders / "own", str(folders / "same")):
+        assert door() is not None
+    model, folder = load(str(folders / "bare"))
+    assert open_tokenizer(model, folder, str(folders / "same")).get_vocab() == words().get_vocab()
+    with pytest.raises(InputError, match="its ids go up to"):
+        open_tokenizer(model, folder, str(folders / "large"))
+    with pytest.raises(InputError, match="has no tokenizer"):
+        open_tokenizer(model, folder, None)
+
+
+def test_a_checkpoint_smaller_than_its_own_tokenizer_is_refused(folders, tmp_path):
+    reader().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folders / "large" / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes((folders / "large" / "tokenizer_config.json").read_bytes())
+    with pytest.raises(InputError, match="its ids go up to"):
+        open_subject(str(tmp_path))

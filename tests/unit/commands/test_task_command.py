@@ -1,0 +1,149 @@
+"""adaponder eval --tasks: what it prints and writes, the paper's suite beside its Pythia, and refusals before work."""
+
+import json
+
+import pytest
+from transformers import GPTNeoXConfig, LlamaConfig
+
+from adaponder import AdaPonderConfig
+from adaponder.commands import tasks
+from adaponder.errors import InputError
+from adaponder.evaluation.tasks.suites import PAPER
+from adaponder.policies import FixedDepth
+from harness_support import reader, words, write_records
+
+SHAPES = {"Pythia-410M": (1024, 24, 16), "Pythia-1.4B": (2048, 24, 16), "Pythia-2.8B": (2560, 32, 32)}
+
+
+def family(cls, hidden, layers, heads):
+    return AdaPonderConfig(
+        backbone_config=cls(
+            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * hidden
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    reader().save_pretrained(folder)
+    words().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return write_records(tmp_path_factory.mktemp("records"))
+
+
+def test_a_run_prints_scores_with_their_split_depth_and_cost(checkpoint, records, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    found = tasks.run(
+        checkpoint, tasks=["arc_easy", "lambada_openai"], fewshot=[0], task_data=records, dtype="float64", json=out
+    )
+    shown = capsys.readouterr().out
+    assert "arc_easy, 0-shot: split test of" in shown
+    for word in ("acc_norm", "perplexity", "±", "iterations", "MFLOP/token", "x vanilla"):
+        assert word in shown
+    assert found == json.loads(out.read_text())
+    for one in found["tasks"]:
+        assert one["split"] == "test"
+        assert 1 < one["cost"]["iterations"] < 3
+        assert one["cost"]["flops_ratio"] > 1
+    arc, lambada = found["tasks"]
+    assert arc["items"] == 4
+    assert arc["metrics"]["acc"]["stderr"] > 0
+    assert lambada["metrics"]["perplexity"]["stderr"] > 0
+
+
+def test_a_limit_and_a_policy_are_kept(checkpoint, records, capsys):
+    found = tasks.run(checkpoint, tasks=["arc_easy"], fewshot=[], task_data=records, limit=2, policy=FixedDepth(2))
+    assert found["tasks"][0]["items"] == 2
+    assert found["tasks"][0]["shots"] == 0
+    assert found["tasks"][0]["cost"]["iterations"] == 2
+    assert "the first 2 items" in capsys.readouterr().out
+
+
+def test_the_suite_averages_and_gives_no_difference_to_a_stranger(checkpoint, records, capsys):
+    found = tasks.run(
+        checkpoint, tasks=["arc_easy", "lambada_openai"], fewshot=[0], suite="paper", task_data=records, limit=2
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "No Pythia of the paper's table has this backbone's shape" in shown
+    (result,) = found["suite"]["results"]
+    scores = [one["metrics"]["acc"]["value"] * 100 for one in found["tasks"]]
+    assert result["average"] == pytest.approx(sum(scores) / 2)
+    assert result["difference"] is None
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_matched_pythia_is_the_one_of_the_same_shape(name, capsys):
+    matched = PAPER.matched(family(GPTNeoXConfig, *SHAPES[name]))
+    assert matched is not None
+    assert matched.name == name
+    compared = PAPER.compare(dict.fromkeys(PAPER.tasks, 60.0), 5, matched)
+    assert compared.difference == pytest.approx(60 - sum(matched.scores[5]) / 9)
+    tasks.show_suite(PAPER, [compared], matched)
+    shown = capsys.readouterr().out
+    assert name in shown
+    assert f"{compared.difference:+.1f}" in shown
+
+
+def test_another_family_or_another_shape_has_no_pythia():
+    assert PAPER.matched(family(LlamaConfig, *SHAPES["Pythia-410M"])) is None
+    assert PAPER.matched(family(GPTNeoXConfig, 512, 6, 8)) is None
+
+
+def test_the_references_add_up_to_the_averages_the_paper_prints():
+    printed = {
+        "Pythia-410M": (47.6, 47.6),
+        "Pythia-1.4B": (54.1, 54.1),
+        "Pythia-2.8B": (57.3, 57.6),
+        "Pythia-6.9B": (59.1, 60.1),
+    }
+    for row in PAPER.references:
+        for shots, average in zip((0, 5), printed[row.name], strict=True):
+            assert len(row.scores[shots]) == len(PAPER.tasks) == 9
+            assert sum(row.scores[shots]) / 9 == pytest.approx(average, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tasks": []}, "--tasks: name at least one task"),
+        ({"tasks": ["mmlu"], "suite": "paper"}, "mmlu: not in --suite paper"),
+        ({"suite": "glue"}, "--suite glue: one of paper"),
+        ({"fewshot": [-1]}, "--fewshot -1"),
+        ({"fewshot": [5]}, r"arc_easy/train\.jsonl"),
+        ({"limit": 0}, "--limit 0"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"tau": 0.1, "policy": FixedDepth(1)}, "both say who halts"),
+        ({"tasks": ["piqa"]}, r"no records of piqa; looked for .*piqa/validation\.jsonl"),
+        ({"max_iterations": 9}, "--max-iterations 9: from 1 to 3"),
+    ],
+)
+def test_wrong_use_is_told_by_its_option(asked, message, checkpoint, records):
+    with pytest.raises(InputError, match=message):
+        tasks.run(checkpoint, **({"tasks": ["arc_easy"], "fewshot": [0], "task_data": records} | asked))
+
+
+def test_without_lm_eval_the_extra_is_named(checkpoint, monkeypatch):
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'adaponder\[eval\]'"):
+        tasks.run(checkpoint, tasks=["arc_easy"], fewshot=[0])
+
+
+def test_a_record_that_is_no_item_is_named(checkpoint, records, tmp_path):
+    from harness_support import ARC
+
+    write_records(tmp_path, {"arc_easy": [ARC[0], ARC[1] | {"answerKey": "Z"}]})
+    with pytest.raises(InputError, match=r"test\.jsonl: record 2 is no item of arc_easy"):
+        tasks.run(checkpoint, tasks=["arc_easy"], fewshot=[0], task_data=tmp_path)
+
+
+def test_a_tokenizer_file_serves_as_well(checkpoint, records, tmp_path):
+    words().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    asked = {"tasks": ["lambada_openai"], "fewshot": [0], "task_data": records, "limit": 2}
+    own = tasks.run(checkpoint, **asked)
+    other = tasks.run(checkpoint, tokenizer=str(tmp_path / "tokenizer.json"), **asked)
+    assert own["tasks"][0]["metrics"] == other["tasks"][0]["metrics"]

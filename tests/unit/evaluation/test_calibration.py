@@ -1,0 +1,324 @@
+"""The budget dial: the depth asked for comes out, the better way is chosen, and a name stands for it ever after."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import support
+from adaponder import AdaPonderError, AdaPonderForCausalLM, LearnedGate
+from adaponder.commands import calibrate as command
+from adaponder.commands import policies as policies_command
+from adaponder.evaluation.halves import halve
+from adaponder.evaluation.lab.calibration import (
+    EACH,
+    FIXED,
+    ONE,
+    RULES,
+    budgets_between,
+    calibrate,
+    frontier,
+    meet,
+    ordered,
+    promised_loss,
+    propose,
+)
+from adaponder.evaluation.lab.dials import Dial, Setting, Trace
+from adaponder.evaluation.lab.lab import Lab
+from adaponder.evaluation.lab.profiles import FILE, policy_of
+from adaponder.evaluation.lab.tuning import REACHED, Tuned
+from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.text import open_text, open_vocabulary
+from adaponder.evaluation.windows import Windows
+from adaponder.policies import spec_of
+from adaponder.terminal import console
+from lab_support import K, made_up, opinionated, saved, written
+
+
+@pytest.fixture(scope="module")
+def lab():
+    return Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
+
+
+def made_up_trace(*, late: bool, tokens: int = 400) -> Trace:
+    """Losses that only the last iteration improves (``late``) or only the second, for tokens of high gates."""
+    generator = np.random.default_rng(0)
+    gates = generator.random((tokens, K - 1)).astype(np.float32)
+    nll = np.full((tokens, K), 3.0)
+    nll[:, -1 if late else 1 :] = 2.0
+    return Trace(nll, {"gate": gates})
+
+
+# --- proposals ----------------------------------------------------------------------------------------------------
+
+
+def test_the_promise_is_the_loss_of_the_trace_at_those_depths():
+    seen = made_up_trace(late=True)
+    assert promised_loss(seen, (1.0, 1.0, 1.0)) == 2.0
+    assert promised_loss(seen, (1.0, 1.0, 0.0)) == 3.0
+    assert promised_loss(seen, (0.5, 0.5, 0.25)) == pytest.approx(2.75)
+
+
+@pytest.mark.parametrize(("late", "best"), [(True, (0.5, 0.5, 0.5)), (False, (1.0, 0.5, 0.0))])
+def test_depth_is_proposed_where_it_pays(late, best):
+    shares = propose(made_up_trace(late=late), 2.5)[0]
+    assert sum(shares) == pytest.approx(1.5, abs=1e-6)
+    promise = promised_loss(made_up_trace(late=late), shares)
+    assert promise == pytest.approx(promised_loss(made_up_trace(late=late), best), abs=0.03)
+
+
+@given(seed=st.integers(0, 50), budget=st.floats(1.1, K - 0.1))
+def test_proposals_cost_the_budget_and_never_rise(seed, budget):
+    generator = np.random.default_rng(seed)
+    gates = generator.random((60, K - 1)).astype(np.float32)
+    for shares in propose(Trace(generator.random((60, K)), {"gate": gates}), budget):
+        assert sum(shares) == pytest.approx(budget - 1.0, abs=1e-5)
+        assert all(1.0 + 1e-9 >= a >= b >= -1e-9 for a, b in itertools.pairwise(shares))
+
+
+def test_one_gate_or_nothing_to_choose_needs_no_proposal():
+    seen = made_up_trace(late=True)
+    assert propose(seen, 1.0) == propose(seen, float(K)) == []
+    assert propose(Trace(seen.nll[:, :2], {"gate": seen.signals["gate"][:, :1]}), 1.5) == []
+
+
+# --- calibration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1.0, 1.5, 2.5, 3.5, 4.0])
+def test_the_budget_is_met_on_the_half_it_was_tuned_on(lab, budget):
+    ways = meet(lab, budget)
+    assert ways[0].missed is None
+    assert ways[0].depth == pytest.approx(budget, abs=REACHED)
+
+
+def test_every_way_is_measured_on_text_it_has_not_seen(lab):
+    found = calibrate(lab, 2.5)
+    assert [choice.chosen for choice in found.choices] == [True] + [False] * (len(found.choices) - 1)
+    assert {choice.row.policy for choice in found.choices} == {ONE, EACH}
+    half = lab.halves.held_out
+    for choice in found.choices:
+        assert choice.row.depth_interval.low <= choice.row.depth <= choice.row.depth_interval.high
+    scores = score(lab.model, half.text, half.windows, how=Reading(policy=found.policy))
+    assert scores.loss == pytest.approx(found.chosen.loss)
+    assert scores.depth.mean() == found.chosen.depth
+    assert spec_of(found.policy) == found.chosen.spec
+    json.dumps(found.as_dict())
+
+
+def way(gain: float, *, noise: float = 0.0, missed: str | None = None, run: bool = True) -> Tuned:
+    """One way to meet a budget, whose loss is lower by ``gain`` on 400 tokens of ten documents."""
+    nll = np.full(400, 3.0 - gain) + noise * np.random.default_rng(0).standard_normal(400)
+    scores = type("Fake", (), {"nll": nll, "loss": float(nll.mean())})() if run else None
+    return Tuned(Dial("it", lambda depth: Setting("so", None)), 2.0, Setting("so", None), scores, 1, missed)
+
+
+def test_one_tau_gives_place_only_to_a_loss_told_apart_from_its_own():
+    book = made_up([40] * 10)
+    one, better, lucky, worse = way(0.0), way(0.02), way(0.001, noise=0.3), way(-0.1)
+    assert ordered([one, worse, better], book) == [better, one, worse]
+    assert lucky.scores.loss < one.scores.loss
+    assert ordered([one, lucky], book) == [one, lucky]
+    # Nothing is better than reaching the budget.
+    off = way(0.5, missed="nearest depth 1")
+    assert ordered([off, worse], book) == [worse, off]
+    assert ordered([way(0.0, run=False, missed="cannot"), worse], book)[0] is worse
+
+
+def test_gates_crowded_near_one_are_resolved(lab):
+    model = opinionated()
+    for gate in model.method.gates:
+        gate.out.bias.add_(9.0)
+    crowded = Lab(model, lab.halves)
+    assert np.quantile(crowded.seen.signals["gate"], 0.25) > 0.999
+    assert meet(crowded, 2.5)[0].depth == pytest.approx(2.5, abs=REACHED)
+
+
+def test_equal_gates_cannot_be_calibrated_and_that_is_said(lab):
+    model = opinionated()
+    for gate in model.method.gates:
+        gate.out.weight.zero_()
+    equal = Lab(model, lab.halves)
+    with pytest.raises(AdaPonderError, match=r"--budget 2\.5: gate cannot meet it.*nearest depth"):
+        calibrate(equal, 2.5)
+    row = next(iter(frontier(equal, [2.5])))
+    assert "nearest depth" in row.missed
+    assert abs(row.depth - 2.5) > REACHED
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_other_rules_can_be_calibrated_too(lab, rule):
+    budget = 2.5
+    if rule == "random":
+        # Its numbers depend on the position alone, of which a window of 64 has few.
+        budget = lab.tune(RULES[rule](lab.seen), 2.5).depth
+    way = meet(lab, budget, rule=rule)[0]
+    assert way.depth == pytest.approx(budget, abs=REACHED)
+    assert way.setting.policy.causal
+
+
+@pytest.mark.parametrize("method", ["mor", "ouro"])
+def test_every_method_that_halts_has_a_dial(method):
+    lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), Windows(64)))
+    assert meet(lab, 1.7)[0].depth == pytest.approx(1.7, abs=REACHED)
+
+
+def test_what_cannot_be_is_refused_by_name(lab):
+    for budget in (0.9, 4.1, math.nan):
+        with pytest.raises(AdaPonderError, match="--budget"):
+            meet(lab, budget)
+    with pytest.raises(AdaPonderError, match=r"--rule fast.*gate.*entropy"):
+        meet(lab, 2.0, rule="fast")
+    with pytest.raises(AdaPonderError, match=r"--budget 1\.5: kl cannot.*at least 2"):
+        calibrate(lab, 1.5, rule="kl")
+
+
+# --- the frontier -------------------------------------------------------------------------------------------------
+
+
+def test_budgets_go_from_one_to_all():
+    assert budgets_between(4, 1.0) == [1.0, 2.0, 3.0, 4.0]
+    assert budgets_between(2, 0.25) == [1.0, 1.25, 1.5, 1.75, 2.0]
+    assert budgets_between(3, 0.8) == [1.0, 1.8, 2.6, 3.0]
+    for step in (0.0, -1.0, 5.0, math.nan):
+        with pytest.raises(AdaPonderError, match="--step"):
+            budgets_between(4, step)
+
+
+def test_the_frontier_ends_where_every_token_is_read_equally_often(lab):
+    rows = list(frontier(lab, [1.0, 2.5, float(K)]))
+    met, fixed = rows[:3], rows[3:]
+    assert [row.policy for row in fixed] == [FIXED] * K
+    assert [row.depth for row in fixed] == [1.0, 2.0, 3.0, 4.0]
+    assert met[0].loss == pytest.approx(fixed[0].loss, abs=1e-6)
+    assert met[-1].loss == pytest.approx(fixed[-1].loss, abs=1e-6)
+    assert 1.0 < met[1].depth < K
+    assert met[0].mflops < met[1].mflops < met[2].mflops
+
+
+# --- the commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("calibration") / "ada", opinionated())
+
+
+@pytest.fixture(scope="module")
+def data(checkpoint):
+    return written(checkpoint.parent / "text.jsonl")
+
+
+def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, data, tmp_path):
+    asked = {"data": str(data), "window": 64, "out": tmp_path / "out", "json": tmp_path / "result.json"}
+    result = command.run(str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked)
+    chosen = result["calibration"]["choices"][0]
+    assert chosen["tuning_depth"] == pytest.approx(2.2, abs=REACHED)
+    policy = policy_of(checkpoint, "budget-2.2")
+    assert isinstance(policy, LearnedGate)
+    model = AdaPonderForCausalLM.from_pretrained(checkpoint).eval()
+    text = open_text(str(data), open_vocabulary(str(checkpoint)), whose="it")
+    half = halve(text, Windows(64)).held_out
+    assert score(model, half.text, half.windows, how=Reading(policy=policy)).depth.mean() == chosen["depth"]
+    stored = command.list_profiles(str(checkpoint))["budget-2.2"]
+    assert stored["depth"] == chosen["depth"]
+    assert stored["depth_interval"] == list(chosen["depth_interval"])
+    assert json.loads((tmp_path / "result.json").read_text())["name"] == "budget-2.2"
+    assert len(json.loads((tmp_path / "out" / "frontier.json").read_text())["rows"]) == 2 + 4
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert set(before) == {f"frontier.{kind}" for kind in ("json", "csv", "parquet", "png", "svg")}
+    command.redraw(tmp_path / "out" / "frontier.json", out=tmp_path / "again")
+    assert (tmp_path / "again" / "frontier.svg").read_bytes() == before["frontier.svg"]
+
+
+def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
+    asked = {"data": str(data), "window": 64, "budget": 2.5, "name": "mine"}
+    command.run(str(checkpoint), **asked)
+    before = command.list_profiles(str(checkpoint))["mine"]
+    monkeypatch.setattr(command, "Lab", None)  # refused before the work
+    with pytest.raises(AdaPonderError, match=r"--name mine: there is a profile .* --replace"):
+        command.run(str(checkpoint), **asked | {"budget": 3.0})
+    monkeypatch.undo()
+    assert command.list_profiles(str(checkpoint))["mine"] == before
+    command.run(str(checkpoint), **asked | {"budget": 3.0}, replace=True)
+    assert command.list_profiles(str(checkpoint))["mine"]["budget"] == 3.0
+
+
+def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data, tmp_path, monkeypatch, capsys):
+    asked = {"data": str(data), "window": 64, "budget": 2.6, "frontier": True, "step": 3.0, "out": tmp_path / "out"}
+    seen = []
+
+    def three(*args, **options):
+        for row in frontier(*args, **options):
+            seen.append(row.as_dict())
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(command, "frontier_rows", three)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(str(checkpoint), **asked)
+    monkeypatch.undo()
+    assert "3 finished rows are kept in" in capsys.readouterr().err
+    assert "budget-2.6" in command.list_profiles(str(checkpoint))
+    untuned, measured = Lab.untuned, []
+    monkeypatch.setattr(Lab, "untuned", lambda *args, **options: measured.append(1) or untuned(*args, **options))
+    assert command.run(str(checkpoint), **asked)["rows"][:3] == seen
+    assert len(measured) == 4 - 1  # two rows by budget and one by depth were there
+    assert not (tmp_path / "out" / "unfinished").exists()
+
+
+def test_a_broken_profile_file_is_refused_before_the_work(checkpoint, data):
+    path = checkpoint / FILE
+    before = path.read_bytes() if path.exists() else None
+    path.write_text("{")
+    try:
+        with pytest.raises(AdaPonderError, match=r"profiles\.json"):
+            command.run(str(checkpoint), data=str(data), window=64, budget=2.0)
+    finally:
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def test_a_checkpoint_without_gates_and_wrong_options_are_refused(checkpoint, data, tmp_path):
+    plain = saved(tmp_path / "plain", support.tiny("vanilla", dtype=torch.float32))
+    with pytest.raises(AdaPonderError, match="vanilla reads every token equally often"):
+        command.run(str(plain), data=str(data), budget=2.0)
+    with pytest.raises(AdaPonderError, match="vanilla reads every token equally often"):
+        policies_command.run(str(plain), data=str(data))
+    with pytest.raises(AdaPonderError, match="--budget"):
+        command.run(str(checkpoint), data=str(data))
+    with pytest.raises(AdaPonderError, match="--name"):
+        command.run(str(checkpoint), data=str(data), frontier=True, name="x")
+    with pytest.raises(AdaPonderError, match="--name"):
+        command.run(str(checkpoint), data=str(data), budget=2.0, name="no name")
+    with pytest.raises(AdaPonderError, match=r"--budget 4\.5"):
+        command.run(str(checkpoint), data=str(data), budget=4.5)
+
+
+def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
+    checkpoint, data, tmp_path, capsys, monkeypatch
+):
+    whole = Lab.dials
+    monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in whole(lab, rates) if dial.name in SHOWN])
+    monkeypatch.setattr(console, "width", 200)
+    result = policies_command.run(
+        str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
+    )
+    shown = capsys.readouterr().out
+    for words in ("Mean depth 2.200", "dealt out whole", *SHOWN):
+        assert words in shown
+    assert json.loads((tmp_path / "lab.json").read_text())["rows"] == json.loads(json.dumps(result["rows"]))
+    assert [row["policy"] for row in result["rows"][1:]] == list(SHOWN)
+    assert torch.isfinite(torch.tensor([row["loss"] for row in result["rows"]])).all()
+
+
+SHOWN = ("learned gate", "uniform, ranked", "oracle by NLL")

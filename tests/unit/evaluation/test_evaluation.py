@@ -1,0 +1,496 @@
+"""Scoring a text: every token once, the same loss whatever the batch, window or execution, and honest costs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from adaponder import Divergence, Entropy, FixedDepth, LearnedGate, cli
+from adaponder.conversion.convert import convert
+from adaponder.data import DataError
+from adaponder.data.prepare import prepare
+from adaponder.errors import InputError
+from adaponder.evaluation import agreement as agreement_module
+from adaponder.evaluation.agreement import agreement
+from adaponder.evaluation.flops import check_all
+from adaponder.evaluation.meter import Meter
+from adaponder.evaluation.scoring import Reading, default_length, score
+from adaponder.evaluation.summary import bootstrap, by_source, paired_difference, summarise
+from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
+from adaponder.evaluation.windows import Windows
+from adaponder.methods.cost import cost_of
+from stock_support import make_stock
+from support import HALTING, METHODS, VOCABULARY, tiny
+
+RECORDS = [("the cat sat", "books"), ("def f(x): return x", "code"), ("", "books"), ("naïve café 猫", "books")]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation") / "stock"
+    make_stock(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ada(stock):
+    convert(str(stock), stock.parent / "ada", method="adaponder", iterations=3, tau=0.982)
+    return stock.parent / "ada"
+
+
+@pytest.fixture(scope="module")
+def records(stock):
+    path = stock.parent / "records.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text, "source": source}) for text, source in RECORDS))
+    return path
+
+
+def made_up(lengths=(30, 1, 89, 80), *, seed: int = 0) -> Text:
+    """Random tokens in documents of these lengths, from two sources."""
+    stream = np.random.default_rng(seed).integers(0, VOCABULARY, sum(lengths) + 1)
+    starts = np.cumsum(lengths) - lengths
+    names = tuple("ab"[i % 2] for i in range(len(lengths)))
+    return Text(stream, starts, names, np.array(lengths) * 3, Vocabulary(Tokenizer.from_str(_NO_WORDS), 0))
+
+
+def part(text: Text, first: int, last: int) -> Text:
+    """Documents ``first … last - 1`` alone."""
+    ends = np.append(text.starts, text.predictions)
+    begin, stop = int(ends[first]), int(ends[last])
+    chosen = slice(first, last)
+    stream, starts = text.stream[begin : stop + 1], text.starts[chosen] - begin
+    return Text(stream, starts, text.sources[chosen], text.utf8_bytes[chosen], text.vocabulary)
+
+
+_NO_WORDS = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}})
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_document_is_predicted_whole_from_the_end_token_before_it(stock, records):
+    words = open_vocabulary(str(stock))
+    text = open_text(str(records), words, whose="stock")
+    kept = [(content, source) for content, source in RECORDS if content]
+    assert text.sources == tuple(source for _, source in kept)
+    assert text.utf8_bytes.tolist() == [len(content.encode()) for content, _ in kept]
+    assert text.stream[0] == words.end_id
+    for index, (content, _) in enumerate(kept):
+        targets = text.stream[1:][text.document == index]
+        assert words.tokenizer.decode(targets[:-1].tolist()) == content
+        assert targets[-1] == words.end_id
+        assert text.position[text.document == index].tolist() == list(range(len(targets)))
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_text_that_had_to_be_mended_is_remarked(stock, tmp_path, capsys, limit):
+    (tmp_path / "[red]latin.txt").write_bytes("café\n".encode("latin-1") * 9)
+    open_text(str(tmp_path / "[red]latin.txt"), open_vocabulary(str(stock)), whose="stock", max_tokens=limit)
+    said = "".join(capsys.readouterr().err.split())
+    assert "[red]latin.txt:documentswithinvalidUTF-8,mendedwithU+FFFD:1" in said
+
+
+def test_prepared_shards_and_the_text_itself_are_the_same_stream(stock, records, tmp_path):
+    prepare([str(records)], out=tmp_path / "shards", tokenizer=str(stock), validation=0.0, workers=1)
+    words = open_vocabulary(str(stock))
+    one = open_text(str(records), words, whose="stock")
+    two = open_text(str(tmp_path / "shards"), words, whose="stock", split="train")
+    assert one.stream.tolist() == two.stream.tolist()
+    assert one.starts.tolist() == two.starts.tolist()
+    assert one.sources == two.sources
+    assert one.utf8_bytes.tolist() == two.utf8_bytes.tolist()
+
+
+def test_a_cut_text_has_the_bytes_of_what_is_left(stock, records):
+    words = open_vocabulary(str(stock))
+    whole = open_text(str(records), words, whose="stock")
+    cut = open_text(str(records), words, whose="stock", max_tokens=int(whole.starts[1]) + 3)
+    assert cut.predictions == whole.starts[1] + 3
+    left = words.tokenizer.decode(cut.stream[-3:].tolist())
+    assert cut.utf8_bytes.tolist() == [whole.utf8_bytes[0], len(left.encode())]
+    assert whole.first(cut.predictions).stream.tolist() == cut.stream.tolist()
+
+
+def test_parts_of_a_text_are_its_documents(stock, records):
+    text = open_text(str(records), open_vocabulary(str(stock)), whose="stock")
+    middle = part(text, 1, 2)
+    assert middle.stream[1:].tolist() == text.stream[1:][text.document == 1].tolist()
+    assert middle.sources == (text.sources[1],)
+
+
+def test_foreign_tokens_and_empty_texts_are_refused(stock, records, tmp_path):
+    words = open_vocabulary(str(stock))
+    prepare([str(records)], out=tmp_path / "shards", tokenizer="train-bpe:300", validation=0.0, workers=1)
+    with pytest.raises(DataError, match="was tokenised with tokenizer"):
+        open_text(str(tmp_path / "shards"), words, whose="stock", split="train")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(InputError, match=r"--data .*empty.txt: there is no text in it"):
+        open_text(str(tmp_path / "empty.txt"), words, whose="stock")
+    with pytest.raises(InputError, match="--max-tokens 0"):
+        open_text(str(records), words, whose="stock", max_tokens=0)
+    with pytest.raises(InputError, match="no such file"):
+        open_text(str(tmp_path / "nowhere"), words, whose="stock")
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 70), st.integers(1, 20), st.data())
+def test_every_prediction_is_scored_exactly_once(predictions, length, data):
+    stride = data.draw(st.none() | st.integers(1, length))
+    size = data.draw(st.integers(1, 5))
+    text = made_up((predictions,))
+    seen = np.zeros(predictions, int)
+    windows = Windows(length, stride)
+    for batch in windows.batches(text, size):
+        place = batch.first[:, None] + np.arange(batch.input_ids.shape[1])
+        assert batch.input_ids.numpy().tolist() == text.stream[place].tolist()
+        assert batch.targets.numpy().tolist() == text.stream[place + 1].tolist()
+        np.add.at(seen, place[batch.fresh], 1)
+        if stride is not None:
+            # What is scored late in the text has at least length - stride tokens before it, itself read included.
+            context = np.arange(batch.input_ids.shape[1])[None].repeat(len(place), 0)[batch.fresh] + 1
+            assert (context >= np.minimum(place[batch.fresh] + 1, length - stride + 1)).all()
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("predictions", [17, 20, 21, 64, 99])
+def test_sliding_windows_are_all_full(predictions):
+    """So every prediction beyond the first window has at least ``length - stride`` tokens before it."""
+    starts = Windows(16, 5).starts(predictions)
+    assert starts[0] == 0
+    assert starts[-1] + 16 == predictions
+    assert ((np.diff(starts) > 0) & (np.diff(starts) <= 5)).all()
+
+
+def test_windows_say_what_they_are_and_refuse_nonsense():
+    assert str(Windows(256)) == "disjoint windows of 256"
+    assert str(Windows(256, 64)) == "sliding by 64 windows of 256"
+    assert str(Windows(256, across_documents=False)) == "disjoint windows of 256, each document alone"
+    with pytest.raises(InputError, match="--stride 9: from 1 to 8"):
+        Windows(8, 9)
+    with pytest.raises(InputError, match="--window 0"):
+        Windows(0)
+
+
+# --- scoring ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_score_is_what_the_model_says_of_each_window(method):
+    model, text = tiny(method), made_up()
+    scores = score(model, text, Windows(16), batch_size=3)
+    with torch.no_grad():
+        for first in (0, 16, 192):
+            ids = torch.from_numpy(text.stream[first : first + 17])[None]
+            output = model(ids[:, :-1])
+            plain = torch.nn.functional.cross_entropy(output.logits[0], ids[0, 1:], reduction="none")
+            place = slice(first, first + ids.shape[1] - 1)
+            assert np.abs(scores.nll[place] - plain.numpy()).max() < 1e-12
+            assert scores.depth[place].tolist() == output.depth[0].tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("windows", [Windows(16), Windows(16, 5), Windows(20, across_documents=False)], ids=str)
+def test_scores_depend_neither_on_the_batch_nor_on_looking_closer(method, windows):
+    model, text = tiny(method), made_up()
+    one, many = (score(model, text, windows, batch_size=size) for size in (1, 7))
+    close = score(model, text, windows, batch_size=4, detail=True)
+    for other in (many, close):
+        assert np.abs(one.nll - other.nll).max() < 1e-12
+        assert one.depth.tolist() == other.depth.tolist()
+    assert close.nll_by_iteration is not None
+    last = np.minimum(close.depth, close.nll_by_iteration.shape[1]) - 1
+    assert np.abs(close.nll_by_iteration[np.arange(len(last)), last] - close.nll).max() < 1e-12
+    if method in HALTING:
+        assert len(set(one.depth.tolist())) > 1
+
+
+def test_half_precision_logits_are_scored_in_float32():
+    model, text = tiny(dtype=torch.bfloat16), made_up((16,))
+    scores = score(model, text, Windows(16), detail=True)
+    ids = torch.from_numpy(text.stream[:17])[None]
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits[0]
+    assert logits.dtype == torch.bfloat16
+    log_p = logits.double().log_softmax(-1)
+    assert np.abs(scores.nll + log_p[range(16), ids[0, 1:]].numpy()).max() < 1e-5
+    assert np.abs(scores.nll_by_iteration[:, -1] - scores.nll).max() < 1e-12
+    assert np.abs(scores.entropy[:, -1] + (log_p.exp() * log_p).sum(-1).numpy()).max() < 1e-5
+
+
+def test_documents_alone_score_as_if_the_others_were_not_there():
+    model, text = tiny(), made_up((30, 1, 20, 9))
+    together = score(model, text, Windows(60, across_documents=False))
+    alone = [score(model, part(text, i, i + 1), Windows(60)).nll for i in range(4)]
+    assert np.abs(together.nll - np.concatenate(alone)).max() < 1e-12
+
+
+def test_a_window_that_does_not_fit_and_a_foreign_id_are_refused():
+    with pytest.raises(InputError, match="--window 65: the backbone has 64 positions"):
+        score(tiny(), made_up(), Windows(65))
+    # A pause stands at its token's position: it takes no context away.
+    assert default_length(tiny("pause")) == 64
+    assert score(tiny("pause"), made_up(), Windows(64)).loss > 0
+    text = made_up()
+    text.stream[5] = VOCABULARY
+    with pytest.raises(InputError, match="the tokenizer is not this checkpoint's"):
+        score(tiny(), text, Windows(16))
+
+
+# --- cost ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_meter_counts_what_the_depths_cost():
+    model, text = tiny(), made_up((64,))
+    scores = score(model, text, Windows(16))
+    cost = scores.spent.cost
+    assert cost == cost_of(torch.from_numpy(scores.depth.reshape(4, 16)), model.config, dtype=torch.float64)
+    assert scores.spent.iterations == pytest.approx(scores.depth.mean())
+    assert scores.spent.histogram == tuple(int((scores.depth == d).sum()) for d in (1, 2, 3))
+    assert scores.spent.halted == pytest.approx((scores.depth < 3).mean())
+    # A token of depth D has passed D - 1 of K - 1 gates open.
+    assert scores.spent.gates_closed == pytest.approx((3 - scores.depth.mean()) / 2)
+
+
+def test_dense_execution_pays_for_every_iteration_and_says_so():
+    model, text = tiny(), made_up((64,))
+    dense = score(model, text, Windows(16), how=Reading(execution="dense")).spent
+    full = score(model, text, Windows(16), how=Reading(policy=FixedDepth(3))).spent
+    assert dense.iterations < 3
+    for part in ("rows", "body", "attention", "head", "expectation", "gates"):
+        assert getattr(dense.cost, part) == getattr(full.cost, part) > 0, part
+    assert dense.cost.kv_bytes < full.cost.kv_bytes
+
+
+def test_sliding_windows_pay_for_the_context_they_read_again():
+    model, text = tiny("vanilla"), made_up((64,))
+    disjoint, sliding = (score(model, text, windows).spent.cost for windows in (Windows(16), Windows(16, 4)))
+    assert disjoint.tokens == 64
+    assert sliding.tokens == 16 * 13
+
+
+def test_what_context_costs_is_shown_per_scored_token():
+    model, text = tiny("vanilla"), made_up((64,))
+    disjoint, sliding = (score(model, text, windows).spent.as_dict() for windows in (Windows(16), Windows(16, 4)))
+    assert disjoint["tokens"] == sliding["tokens"] == 64
+    assert sliding["flops_per_token"] == pytest.approx(disjoint["flops_per_token"] * 16 * 13 / 64)
+
+
+def test_the_logits_a_policy_needs_to_decide_are_paid_for():
+    model, text = tiny(), made_up((64,))
+    plain = score(model, text, Windows(16), how=Reading(policy=FixedDepth(2))).spent.cost
+    asking = score(model, text, Windows(16), how=Reading(policy=Entropy((0.0, math.inf)))).spent.cost
+    # Everybody is asked after iterations 1 and 2.
+    assert asking.flops - plain.flops == 2 * 64 * 2 * VOCABULARY * 16
+
+
+@pytest.mark.parametrize(
+    ("execution", "policy", "times"),
+    [
+        ("compact", Entropy(math.inf), 1),  # everybody halts at once and is asked no more
+        ("dense", Entropy(math.inf), 2),  # halted tokens are asked all the same
+        ("compact", Divergence(0.0), 2),  # twice after the second iteration: its own logits and those before
+    ],
+    ids=lambda value: str(value),
+)
+def test_deciding_costs_the_logits_of_those_who_are_asked(execution, policy, times):
+    model, text = tiny(), made_up((64,))
+    asking = score(model, text, Windows(16), how=Reading(policy=policy, execution=execution))
+    forced = score(model, text, Windows(16), how=Reading(depths=asking.depth, execution=execution))
+    assert asking.spent.cost.gates - forced.spent.cost.gates == times * 64 * 2 * VOCABULARY * 16
+
+
+def test_looking_closer_pays_for_the_gates_it_looks_at():
+    model, text = tiny(), made_up((64,))
+    plain, close = (score(model, text, Windows(16), detail=detail) for detail in (False, True))
+    depth = torch.from_numpy(plain.depth.reshape(4, 16))
+    assert plain.spent.cost.gates == cost_of(depth, model.config).gates
+    assert close.spent.cost.gates == cost_of(depth, model.config, every_gate=True).gates > plain.spent.cost.gates
+
+
+def test_halting_numbers_know_how_far_a_run_could_go():
+    spent = score(tiny(), made_up((64,)), Windows(16), how=Reading(policy=FixedDepth(3), max_iterations=2)).spent
+    assert spent.halted == 0.0
+    assert spent.gates_closed == 0.0
+    assert score(tiny("ponder"), made_up((64,)), Windows(16)).spent.gates_closed is None
+
+
+def test_a_meter_of_nothing_divides_by_nothing():
+    spent = Meter(tiny().config, dtype=torch.float32, device=torch.device("cpu")).spent()
+    assert spent.iterations == 0
+    assert spent.tokens_per_second is None
+    assert "NaN" not in json.dumps(spent.as_dict())
+
+
+def test_the_meter_agrees_with_torch_for_every_method():
+    checks = check_all()
+    assert [check.method for check in checks] == list(METHODS)
+    assert all(check.ratio == pytest.approx(1.0, abs=0.01) for check in checks)
+
+
+# --- summaries ----------------------------------------------------------------------------------------------------
+
+
+def test_sources_weigh_up_to_the_whole():
+    text, nll = made_up(), np.random.default_rng(1).random(200)
+    depth = np.random.default_rng(2).integers(1, 4, 200)
+    whole, parts = summarise(text, nll, depth), by_source(text, nll, depth)
+    assert sum(part.tokens * part.loss for part in parts.values()) / 200 == pytest.approx(whole.loss)
+    assert sum(part.tokens * part.depth for part in parts.values()) / 200 == pytest.approx(whole.depth)
+    assert whole.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / 600)
+    assert whole.perplexity == pytest.approx(math.exp(nll.mean()))
+    assert by_source(made_up((10,)), nll[:10], depth[:10]) == {}
+
+
+def test_an_interval_resamples_documents_not_tokens():
+    generator = np.random.default_rng(0)
+    # Every document has its own level: tokens within one say the same thing a hundred times.
+    levels = generator.normal(5.0, 1.0, 50)
+    interval = bootstrap(levels * 100, np.full(50, 100), seed=0)
+    spread = levels.std(ddof=1) / math.sqrt(50)
+    assert interval is not None
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * spread, rel=0.15)
+    assert interval.low < levels.mean() < interval.high
+    assert interval == bootstrap(levels * 100, np.full(50, 100), seed=0)
+    assert bootstrap(levels[:1], np.full(1, 100), seed=0) is None
+
+
+def test_a_paired_difference_sees_what_two_intervals_would_hide():
+    text = made_up((20,) * 30)
+    noise = np.random.default_rng(0).normal(5.0, 2.0, text.predictions)
+    found = paired_difference(text, noise, noise - 0.01)
+    assert found.mean == pytest.approx(-0.01)
+    assert found.told_apart
+    assert found.wins == 1.0
+    assert not paired_difference(text, noise, noise).told_apart
+    with pytest.raises(InputError, match="only the same tokens"):
+        paired_difference(text, noise, noise[1:])
+
+
+# --- agreement ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", HALTING)
+def test_dense_and_skipping_agree(method):
+    found = agreement(tiny(method, dtype=torch.float32), made_up(), Windows(16))
+    assert found.loss_difference < 1e-5
+    assert found.flips == 0
+    assert "every depth the same" in str(found)
+
+
+def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
+    model, text = tiny(dtype=torch.float32), made_up()
+
+    def wrong(*args, how, **kwargs):
+        if how.execution == "compact":
+            how = Reading(policy=FixedDepth(2), execution="compact")
+        return score(*args, how=how, **kwargs)
+
+    monkeypatch.setattr(agreement_module, "score", wrong)
+    found = agreement(model, text, Windows(16))
+    assert found.flips > 50
+    assert found.unexplained is not None
+    assert found.unexplained > found.flips / 2
+    assert "not at a near tie" in str(found)
+    assert str(found).startswith("dense and skipping DISAGREE")
+    assert not found.holds
+
+
+def test_a_tau_per_gate_is_compared_gate_by_gate():
+    model = tiny(dtype=torch.float32)
+    assert agreement(model, made_up(), Windows(16), how=Reading(policy=LearnedGate((0.5, 0.4)))).holds
+    deeper = tiny(iterations=4, dtype=torch.float32)
+    how = Reading(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2)
+    assert agreement(deeper, made_up(), Windows(16), how=how).holds
+
+
+# --- the commands -------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def test_eval_prints_loss_and_cost_and_writes_them_down(ada, records, tmp_path):
+    record = tmp_path / "eval.json"
+    result = invoke("eval", ada, "--data", records, "--depths", "1,3", "--window", "16", "--json", record)
+    assert result.exit_code == 0, result.output
+    found = json.loads(record.read_text())
+    assert [row["label"] for row in found["rows"]] == ["its own depths", "depth 1", "depth 3"]
+    assert [row["cost"]["iterations"] for row in found["rows"][1:]] == [1.0, 3.0]
+    assert found["agreement"]["loss_difference"] < 1e-5
+    assert set(found["sources"]) == {"books", "code"}
+    for shown in ("bits/byte", "x vanilla", "disjoint windows of 16", "dense and skipping agree", "By source"):
+        assert shown in result.output
+
+
+def test_plain_checkpoints_get_the_same_rows(stock, records, tmp_path):
+    record = tmp_path / "eval.json"
+    result = invoke("eval", stock, "--data", records, "--json", record)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(record.read_text())["rows"]
+    assert row["label"] == "depth 1"
+    assert row["cost"]["flops_ratio"] == 1.0
+
+
+def test_a_conversion_read_once_scores_as_its_source(stock, ada, records, tmp_path):
+    record = tmp_path / "compare.json"
+    assert invoke("eval", ada, "--data", records, "--max-iterations", "1", "--json", record).exit_code == 0
+    once = json.loads(record.read_text())["rows"][0]["loss"]
+    assert invoke("eval", stock, "--data", records, "--json", record).exit_code == 0
+    assert json.loads(record.read_text())["rows"][0]["loss"] == pytest.approx(once, abs=1e-6)
+
+
+def test_compare_pairs_the_tokens(stock, ada, records, tmp_path):
+    record = tmp_path / "compare.json"
+    result = invoke("compare", stock, ada, "--data", records, "--json", record)
+    assert result.exit_code == 0, result.output
+    found = json.loads(record.read_text())
+    assert found["difference"]["mean"] == pytest.approx(found["rows"][1]["loss"] - found["rows"][0]["loss"])
+    assert "too few documents for an interval (3 of 10)" in result.output
+    assert "emb. scale" in result.output
+    assert [row["embedding_scale"] for row in found["rows"]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("eval", "{ada}"), "--data: say which text"),
+        (("eval", "{ada}", "--data", "{records}", "--depths", "1,x"), "--depths 1,x: whole numbers"),
+        (("eval", "{ada}", "--data", "{records}", "--depths", "4"), "--depths 4: from 1 to 3"),
+        (("eval", "{ada}", "--data", "{records}", "--window", "513"), "the backbone has 512"),
+        (("eval", "{ada}", "--data", "{records}", "--tau", "0.5", "--policy", "fixed:2"), "both say who halts"),
+    ],
+)
+def test_wrong_use_names_the_option(ada, records, arguments, says):
+    result = invoke(*(argument.format(ada=ada, records=records) for argument in arguments))
+    assert isinstance(result.exception, InputError)
+    assert says in str(result.exception)
+
+
+def test_different_tokenizers_cannot_be_paired(stock, records, tmp_path):
+    make_stock(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(content))
+    result = invoke("compare", stock, tmp_path / "other", "--data", records)
+    assert "different tokenizers" in str(result.exception)
+
+
+def test_one_token_and_more_than_the_context_are_defined(stock, tmp_path):
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "long.txt").write_text("def f(x): return x\n" * 400)
+    for name, least in (("one.txt", 2), ("long.txt", 2000)):
+        record = tmp_path / f"{name}.json"
+        result = invoke("eval", stock, "--data", tmp_path / name, "--json", record)
+        assert result.exit_code == 0, result.output
+        assert json.loads(record.read_text())["rows"][0]["tokens"] >= least

@@ -1,0 +1,248 @@
+"""lm-eval over the family: its own model's answers, whatever the batch, and every token's cost in its place."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+
+from adaponder.conversion.convert import load
+from adaponder.errors import InputError
+from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.tasks.harness import HarnessLM
+from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, quiet, run_task
+from adaponder.evaluation.tasks.task_data import TaskData
+from adaponder.methods.cost import cost_of
+from adaponder.policies import FixedDepth, LearnedGate, Random, Ranked, Uniform
+from harness_support import LAMBADA, POSITIONS, RECORDS, reader, stock, words, write_records
+
+TASKS = tuple(RECORDS)
+GENERATION = {"until": ["\n", ",", "er"], "max_gen_toks": 6, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def manager():
+    return find_tasks(TASKS)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    # Some must be cut, or the cutting is not compared.
+    assert len(words().encode(LAMBADA[2]["text"])) > POSITIONS
+    return TaskData(write_records(tmp_path_factory.mktemp("records")))
+
+
+@pytest.fixture(scope="module")
+def vanilla(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vanilla")
+    stock().save_pretrained(folder)
+    words().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(vanilla):
+    with quiet():
+        return HFLM(pretrained=str(vanilla), device="cpu", dtype="float64", batch_size=3)
+
+
+def opened(manager, name, data):
+    task = open_task(manager, name, 0, data)
+    if name == "triviaqa":
+        task.task.set_config("generation_kwargs", dict(GENERATION))
+    return task
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_equal_those_of_lm_evals_own_model_item_by_item(name, manager, data, vanilla, theirs):
+    model, _ = load(str(vanilla), dtype="float64")
+    with quiet():
+        found = run_task(HarnessLM(model, words(), batch_size=2), opened(manager, name, data))
+        task = opened(manager, name, data).task
+        expected = evaluate(theirs, {"tasks": {name: task}, "groups": {}}, bootstrap_iters=0)
+    assert len(found.samples) == len(RECORDS[name]) == len(expected["samples"][name])
+    for ours, other in zip(found.samples, expected["samples"][name], strict=True):
+        assert ours["arguments"] == other["arguments"]
+        for part in ("resps", "filtered_resps"):
+            assert_same(ours[part], other[part])
+    scores = {key.split(",")[0]: value for key, value in expected["results"][name].items() if "_stderr" not in key}
+    for metric in found.metrics:
+        assert metric.value == pytest.approx(scores[metric.name.split(" ")[0]], rel=1e-12)
+
+
+def flat(nested):
+    """Every leaf in order: numbers, truths and texts."""
+    return [leaf for part in nested for leaf in flat(part)] if isinstance(nested, (list, tuple)) else [nested]
+
+
+def assert_same(found, expected):
+    """Equal truths and texts, and numbers equal to float64's rounding."""
+    found, expected = flat(found), flat(expected)
+    assert [x for x in found if not isinstance(x, float)] == [x for x in expected if not isinstance(x, float)]
+    numbers = [x for x in expected if isinstance(x, float)]
+    assert [x for x in found if isinstance(x, float)] == pytest.approx(numbers, rel=1e-12, abs=1e-12)
+
+
+def requests(kind: str, arguments: list[tuple], task: str = "some") -> list[Instance]:
+    return [Instance(kind, {}, one, 0, (task, index, 1)) for index, one in enumerate(arguments)]
+
+
+TEXTS = [row["text"] for row in LAMBADA] + ["A", "The miller slept while the river ran"]
+PAIRS = [("She saw", " the door"), ("She saw", " the mill"), ("A", "."), ("A", ","), ("", "river")]
+PAIRS += [(TEXTS[2], " ran past"), (TEXTS[1], " again and again")]
+ASKED = {
+    "loglikelihood": requests("loglikelihood", PAIRS),
+    "loglikelihood_rolling": requests("loglikelihood_rolling", [(text,) for text in TEXTS]),
+    "generate_until": requests("generate_until", [(text, GENERATION) for text in TEXTS]),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize(
+    ("method", "policy"),
+    [("adaponder", None), ("adaponder", Random(0.5)), ("mor", None), ("ponder", None), ("pause", None)],
+)
+def test_answers_depths_and_costs_do_not_depend_on_batch_or_order(kind, method, policy):
+    model, how = reader(method), Reading(policy=policy, seed=3)
+    alone = HarnessLM(model, words(), batch_size=1, how=how)
+    expected = getattr(alone, kind)(ASKED[kind])
+    order = list(range(len(expected)))
+    for size in (3, len(expected)):
+        random.Random(size).shuffle(order)
+        together = HarnessLM(model, words(), batch_size=size, how=how)
+        found = getattr(together, kind)([ASKED[kind][index] for index in order])
+        assert_same(found, [expected[index] for index in order])
+        assert together.meters["some"].spent().histogram == alone.meters["some"].spent().histogram
+        assert together.meters["some"].cost == alone.meters["some"].cost
+    depths = alone.meters["some"].histogram
+    assert (sum(count > 0 for count in depths) > 1) == model.method.halts
+
+
+def test_a_batch_may_mix_tasks_and_each_gets_its_own_cost():
+    harness = HarnessLM(reader(), words(), batch_size=4)
+    one, two = requests("loglikelihood", PAIRS[:2], "one"), requests("loglikelihood", PAIRS[2:], "two")
+    mixed = [two[0], one[0], *two[1:], one[1]]
+    answers = harness.loglikelihood(mixed)
+    apart = HarnessLM(reader(), words(), batch_size=4)
+    assert_same([answers[1], answers[-1]], apart.loglikelihood(one))
+    assert harness.meters["one"].cost == apart.meters["one"].cost
+    assert set(harness.meters) == {"one", "two"}
+
+
+def test_the_cost_of_a_task_is_that_of_reading_its_texts_once():
+    model = reader()
+    harness = HarnessLM(model, words(), batch_size=3)
+    # The first two differ in their last token, which is not read: they share a reading.
+    harness.loglikelihood(requests("loglikelihood", [("A", "."), ("A", ","), ("She saw", " the door")]))
+    first, second = (torch.tensor([words().encode(text)[:-1]]) for text in ("A.", "She saw the door"))
+    scored = second.shape[1] + 1 - len(words().encode("She saw"))
+    expected = cost_of(model(first).depth, model.config, logits=1, dtype=model.dtype)
+    expected += cost_of(model(second).depth, model.config, logits=scored, dtype=model.dtype)
+    assert harness.meters["some"].cost == expected
+
+
+def test_generation_reads_the_prompt_and_all_new_tokens_but_the_last():
+    model = reader()
+    harness = HarnessLM(model, words(), batch_size=2)
+    settings = {"until": [], "max_gen_toks": 5}
+    harness.generate_until(requests("generate_until", [("She opened the door", settings)]))
+    prompt = torch.tensor([words().encode("She opened the door")])
+    whole = model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=0, pad_token_id=0)
+    read = whole[:, :-1]
+    expected = cost_of(model(read).depth, model.config, logits=whole.shape[1] - prompt.shape[1], dtype=model.dtype)
+    assert harness.meters["some"].cost == expected
+
+
+def test_a_stop_string_ends_a_text_and_is_not_part_of_it():
+    harness = HarnessLM(reader(), words(), batch_size=2)
+
+    def said(until: list[str]) -> str:
+        return harness.generate_until(
+            requests("generate_until", [("The river", {"until": until, "max_gen_toks": 10})])
+        )[0]
+
+    whole = said([])
+    assert len(whole) > 6
+    for stop in (whole[2:4], whole[3:6], whole[-1]):
+        assert said(["never said", stop]) == whole.split(stop)[0]
+
+
+def test_a_row_that_has_stopped_costs_nothing_while_its_neighbours_go_on():
+    model, prompts = reader(), ["The river", "She opened the door"]
+
+    def spent(size: int, until: list[str]):
+        harness = HarnessLM(model, words(), batch_size=size)
+        asked = [(prompt, {"until": until, "max_gen_toks": 8}) for prompt in prompts]
+        return harness.generate_until(requests("generate_until", asked)), harness.meters["some"].cost
+
+    (first, second), whole = spent(1, [])
+    stop = next(letter for letter in first[:3] if letter not in second)
+    texts, cost = spent(1, [stop])
+    assert texts == [first.split(stop)[0], second]
+    assert cost.tokens < whole.tokens
+    assert spent(2, [stop]) == (texts, cost)
+
+
+def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
+    settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4, "until": []}
+    asked = requests("generate_until", [("The river", settings), ("A", settings), ("The river", settings)])
+    first = HarnessLM(reader(), words(), batch_size=1, how=Reading(seed=1)).generate_until(asked)
+    again = HarnessLM(reader(), words(), batch_size=3, how=Reading(seed=1)).generate_until(asked)
+    turned = HarnessLM(reader(), words(), batch_size=3, how=Reading(seed=1)).generate_until(asked[1:])
+    other = HarnessLM(reader(), words(), batch_size=3, how=Reading(seed=2)).generate_until(asked)
+    assert first == again
+    assert turned == [first[1], first[0]]
+    assert first[0] != first[2]
+    assert first != other
+
+
+def test_sampling_leaves_the_ambient_random_state_alone():
+    before = torch.get_rng_state()
+    settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 3}
+    HarnessLM(reader(), words()).generate_until(requests("generate_until", [("A", settings)]))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("how", "deepest"),
+    [
+        (Reading(policy=FixedDepth(2)), 2),
+        (Reading(max_iterations=2), 2),
+        (Reading(policy=LearnedGate(0.0)), 3),
+        (Reading(policy=Ranked(Uniform(keep=0.5))), 3),
+    ],
+)
+def test_any_policy_decides_depth(how, deepest):
+    harness = HarnessLM(reader(), words(), how=how)
+    harness.loglikelihood(ASKED["loglikelihood"])
+    depths = harness.meters["some"].histogram
+    assert max(depth for depth, count in enumerate(depths, 1) if count) == deepest
+    harness.meters["some"].spent().as_dict()
+
+
+def test_what_looks_at_the_future_is_refused_in_generation():
+    harness = HarnessLM(reader(), words(), how=Reading(policy=Ranked(Uniform(keep=0.5))))
+    with pytest.raises(InputError, match="looks at the future"):
+        harness.generate_until(ASKED["generate_until"])
+
+
+def test_bad_settings_name_the_option():
+    with pytest.raises(InputError, match="--batch-size 0"):
+        HarnessLM(reader(), words(), batch_size=0)
+    many = words().__class__(tokenizer_object=words().backend_tokenizer, eos_token=words().eos_token)
+    many.add_tokens([f"extra{n}" for n in range(10)])
+    with pytest.raises(InputError, match="--tokenizer: it has 310 tokens, the model 300"):
+        HarnessLM(reader(), many)
+    ends = words().__class__(tokenizer_object=words().backend_tokenizer)
+    with pytest.raises(InputError, match="neither a start nor an end token"):
+        HarnessLM(reader(), ends)
+    harness = HarnessLM(reader(), words())
+    with pytest.raises(InputError, match="leave no room for a prompt"):
+        harness.generate_until(requests("generate_until", [("A", {"max_gen_toks": POSITIONS})], "long"))
+    with pytest.raises(InputError, match=r"long: a continuation of \d+ tokens cannot be scored"):
+        harness.loglikelihood(requests("loglikelihood", [("A", " xyz" * POSITIONS)], "long"))

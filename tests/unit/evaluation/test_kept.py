@@ -1,0 +1,121 @@
+"""Finished parts of a long measurement are kept whole, belong to one measurement, and are never measured twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adaponder import AdaPonderError
+from adaponder.commands import policies as command
+from adaponder.evaluation.halves import halve
+from adaponder.evaluation.kept import Kept, fingerprint
+from adaponder.evaluation.lab.lab import LEARNED, Lab
+from adaponder.evaluation.windows import Windows
+from lab_support import made_up, opinionated, saved, written
+
+BUDGET = 2.5
+FEW = (LEARNED, "uniform, ranked", "random", "oracle by NLL")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A lab of few policies: enough to be interrupted between them."""
+    honest = Lab.dials
+    monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in honest(lab, rates) if dial.name in FEW])
+
+
+def test_an_interrupted_comparison_goes_on_with_the_same_numbers(few, tmp_path, monkeypatch):
+    lab = Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
+    rows = list(lab.compare([BUDGET], rates=()))
+    assert [row.policy for row in rows] == list(FEW)
+    kept = Kept(tmp_path / "unfinished", {"text": "a"})
+    started = lab.compare([BUDGET], rates=(), kept=kept)
+    first = [next(started) for _ in range(2)]
+    assert len(kept) == 2
+    tuned = []
+    monkeypatch.setattr(lab, "tune", lambda dial, budget: tuned.append(dial.name) or Lab.tune(lab, dial, budget))
+    again = list(lab.compare([BUDGET], rates=(), kept=Kept(tmp_path / "unfinished", {"text": "a"})))
+    # Intervals, differences and all: those kept and those paired with the learned gate that was kept.
+    assert again == rows
+    assert again[:2] == first
+    assert tuned == [LEARNED, *FEW[2:]]
+    tuned.clear()
+    assert list(lab.compare([BUDGET], rates=(), kept=kept)) == rows
+    assert not tuned
+    kept.remove()
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_parts_of_another_measurement_are_refused_by_what_differs(tmp_path):
+    Kept(tmp_path, {"seed": 0, "rates": (0.9,)}).save("one", {"loss": 0.1 + 0.2}, {"nll": np.arange(3.0)})
+    kept = Kept(tmp_path, {"seed": 0, "rates": [0.9]})
+    found = kept.load("one")
+    assert found.facts == {"loss": 0.1 + 0.2}
+    assert found.arrays["nll"].tolist() == [0.0, 1.0, 2.0]
+    assert kept.load("two") is None
+    with pytest.raises(AdaPonderError, match=r"1 finished parts of another measurement \(other seed\)"):
+        Kept(tmp_path, {"seed": 1, "rates": (0.9,)})
+
+
+def test_a_damaged_part_is_named_and_never_used(tmp_path):
+    kept = Kept(tmp_path, {})
+    kept.save("one", {"loss": 1.0}, {"nll": np.zeros(500)})
+    path = next(tmp_path.glob("*.npz"))
+    whole = path.read_bytes()
+    place = whole.index(bytes(100))
+    for content in (whole[:-40], whole[: place + 8] + b"\x01" + whole[place + 9 :], b""):
+        path.write_bytes(content)
+        with pytest.raises(AdaPonderError, match=r"one\.npz is damaged .* delete it"):
+            kept.load("one")
+
+
+def test_policies_interrupted_says_what_it_keeps_and_goes_on(few, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "lab"
+    # How figures look is tested elsewhere, and takes time.
+    monkeypatch.setattr("adaponder.analysis.style.save", lambda figure, path: (path, path))
+    checkpoint, data = saved(tmp_path / "model", opinionated()), written(tmp_path / "text.jsonl", documents=6)
+    asked = {"data": str(data), "window": 32, "budgets": [BUDGET], "rates": ()}
+    finished = command.run(str(checkpoint), **asked)
+    measured, patience = [], [2]
+
+    def interrupted(lab, tuned, learned=None):
+        if len(measured) == patience[0]:
+            raise KeyboardInterrupt
+        measured.append(tuned.dial.name)
+        return held_out(lab, tuned, learned)
+
+    held_out = Lab.held_out
+    monkeypatch.setattr(Lab, "held_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(str(checkpoint), out=out, **asked)
+    assert f"2 finished rows are kept in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        command.run(str(checkpoint), **asked)
+    assert "nothing is kept; with --out DIR" in capsys.readouterr().err
+    measured.clear()
+    patience[0] = 99
+    assert command.run(str(checkpoint), out=out, **asked) == finished
+    # The learned gate once more, because the rest is paired with it.
+    assert measured == [LEARNED, *FEW[2:]]
+    shown = capsys.readouterr().out
+    assert "going on after an interruption: 2 finished rows" in shown
+    assert "3 figures, each as PNG and SVG" in shown
+    assert not (out / "unfinished").exists()
+
+
+def test_removing_parts_leaves_what_is_not_theirs(tmp_path):
+    kept = Kept(tmp_path, {})
+    kept.save("one", {})
+    (tmp_path / "mine.txt").write_text("not a part")
+    kept.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_fingerprint_knows_weights_and_text():
+    model, text = opinionated(), made_up([32] * 4)
+    before = fingerprint(model, text)
+    assert fingerprint(opinionated(), text) == before
+    assert fingerprint(model, made_up([32] * 4, seed=1)) != before
+    other = opinionated()
+    next(other.parameters()).view(-1)[0] += 1e-3
+    assert fingerprint(other, text) != before

@@ -1,0 +1,485 @@
+"""The policy lab: halves that share nothing, dials that point where they say, and policies at one price."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+
+import support
+from adaponder import AdaPonderError, Entropy, FixedDepth, LearnedGate, Ranked, Uniform
+from adaponder.analysis import policies_figure as figures
+from adaponder.analysis.style import depth_colours
+from adaponder.commands import policies as command
+from adaponder.evaluation.halves import Half, halve
+from adaponder.evaluation.lab import dials
+from adaponder.evaluation.lab.dials import Dial, Setting, priced_depths, scaled_shares, threshold_at, trace
+from adaponder.evaluation.lab.lab import LEARNED, TRAINED, Lab, require_halting
+from adaponder.evaluation.lab.tuning import CLOSE, REACHED, tune
+from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.windows import Windows
+from adaponder.terminal import console
+from lab_support import K, made_up, opinionated
+
+WINDOWS = Windows(64)
+BUDGET = 2.5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return opinionated()
+
+
+@pytest.fixture(scope="module")
+def halves():
+    return halve(made_up([32] * 24), WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def lab(model, halves):
+    return Lab(model, halves, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def rows(lab):
+    return [lab.trained(lab.own_depth()), *lab.compare([BUDGET], rates=())]
+
+
+# --- halves -------------------------------------------------------------------------------------------------------
+
+
+def test_many_documents_are_dealt_out_whole_and_each_once(halves):
+    assert "dealt out whole" in halves.how
+    assert halves.drawn == "documents"
+    text = made_up([32] * 24)
+    documents = {tuple(text.stream[1:][text.document == i]) for i in range(24)}
+    found = [tuple(half.text.stream[1:][half.text.document == i]) for half in halves[:2] for i in range(12)]
+    assert set(found) == documents
+    assert len(found) == 24
+    # The token before each document is still an end token.
+    assert all((half.text.stream[half.text.starts] == 0).all() for half in halves[:2])
+
+
+@pytest.mark.parametrize("stride", [None, 10])
+@pytest.mark.parametrize("lengths", [[300], [10, 700, 5, 90], [400] + [3] * 20], ids=str)
+def test_few_or_unequal_documents_are_halved_by_windows_and_every_prediction_is_in_one_half(lengths, stride):
+    text = made_up(lengths)
+    found = halve(text, Windows(32, stride))
+    assert found.drawn == "windows"
+    first, second = (half.chosen for half in found[:2])
+    assert (first ^ second).all()
+    assert abs(int(first.sum()) - int(second.sum())) <= 42
+    for half in found[:2]:
+        assert half.tokens == half.chosen.sum() == half.book.predictions
+        assert half.book.stream[1:].tolist() == text.stream[1:][half.chosen].tolist()
+        counts = np.diff(half.book.starts, append=half.book.predictions)
+        assert counts.sum() == half.tokens
+        assert counts.max() <= 32
+        assert counts.min() > 0
+
+
+@pytest.mark.parametrize("stride", [None, 10])
+def test_both_halves_together_score_what_the_whole_text_scores(model, stride):
+    text, windows = made_up([150, 170]), Windows(32, stride)
+    whole = score(model, text, windows)
+    for half in halve(text, windows)[:2]:
+        found = half.score(model, Reading(), batch_size=3, detail=True)
+        np.testing.assert_allclose(found.nll, whole.nll[half.chosen], atol=1e-5)
+        assert found.depth.tolist() == whole.depth[half.chosen].tolist()
+        assert found.gates.shape == (half.tokens, K - 1)
+        values = np.arange(half.tokens)
+        assert half.everywhere(values, -1)[half.chosen].tolist() == values.tolist()
+        assert (half.everywhere(values, -1)[~half.chosen] == -1).all()
+
+
+def test_a_text_of_one_window_cannot_be_halved():
+    with pytest.raises(AdaPonderError, match=r"--data.*one window.*--window"):
+        halve(made_up([20]), Windows(32))
+
+
+# --- dials --------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_is_what_the_policies_see(model, halves):
+    half = halves.tuning
+    seen = trace(model, half, batch_size=3, seed=5)
+    scores = half.score(model, Reading(policy=FixedDepth(K)), batch_size=8, detail=True)
+    np.testing.assert_allclose(seen.signals["gate"], scores.gates, atol=1e-5)
+    np.testing.assert_allclose(seen.signals["entropy"], scores.entropy[:, :-1], atol=1e-4)
+    np.testing.assert_allclose(seen.nll, scores.nll_by_iteration, atol=1e-4)
+    for name in ("kl", "change"):
+        assert np.isinf(seen.signals[name][:, 0]).all()
+        assert (seen.signals[name][:, 1:] > -1e-6).all()
+        assert np.isfinite(seen.signals[name][:, 1:]).all()
+
+
+def test_the_trace_of_sliding_windows_has_each_prediction_once(model):
+    text = made_up([90])
+    half = Half(text, Windows(32, 10), text)
+    seen = trace(model, half, batch_size=3, seed=0)
+    scores = half.score(model, Reading(policy=FixedDepth(K)), batch_size=8, detail=True)
+    np.testing.assert_allclose(seen.signals["gate"], scores.gates, atol=1e-5)
+
+
+@given(seed=st.integers(0, 100), depth=st.floats(1.0, K), decimals=st.sampled_from([1, 2, 9]))
+def test_the_threshold_gives_the_depth_asked_for_up_to_ties(seed, depth, decimals):
+    signal = np.round(np.random.default_rng(seed).random((200, K - 1)), decimals)
+    threshold = threshold_at(signal, depth)
+
+    def count(at: float) -> int:
+        return int(np.cumprod(signal >= at, axis=1).sum())
+
+    wanted = round((depth - 1.0) * 200)
+    assert count(threshold) >= wanted
+    # Above it, too few: nothing that is nearer from above exists.
+    assert wanted == 0 or count(math.nextafter(threshold, math.inf)) < wanted
+    if decimals == 9:
+        # One token may pass several gates by the same lowest value.
+        assert count(threshold) < wanted + K - 1
+
+
+def test_thresholds_crowded_near_one_are_told_apart():
+    gates = 1.0 - np.random.default_rng(0).random((4000, K - 1)).astype(np.float32) * 1e-4
+    for depth in (1.5, 2.5, 3.5):
+        threshold = threshold_at(gates, depth)
+        kept = torch.from_numpy(gates) >= threshold
+        assert float(1 + kept.long().cumprod(1).sum(1).double().mean()) == pytest.approx(depth, abs=0.01)
+
+
+@given(depth=st.floats(0.0, 3.0), rate=st.floats(0.05, 1.0))
+def test_scaled_shares_add_up_and_never_rise(depth, rate):
+    shares = scaled_shares((1.0, rate, rate**2), depth)
+    assert sum(shares) == pytest.approx(depth, abs=1e-6)
+    assert all(1.0 >= a >= b >= 0.0 for a, b in itertools.pairwise(shares))
+
+
+def test_a_given_rate_is_the_ratio_of_the_shares(lab):
+    for ranked in (False, True):
+        dial = dials.decaying_dial(lab.seen, 0.5, ranked=ranked)
+        policy = dial.at(1.875).policy
+        shares = (policy.schedule if ranked else policy).shares
+        assert shares == pytest.approx((0.5, 0.25, 0.125), abs=1e-6)
+        assert dial.causal == (not ranked)
+    assert len(lab.dials((0.9, 0.5))) == len(lab.dials(())) + 4
+
+
+def test_shares_of_nothing_still_meet_the_total():
+    assert scaled_shares((1.0, 0.0, 0.0), 0.5) == pytest.approx((0.5, 0.0, 0.0), abs=1e-6)
+    assert sum(scaled_shares((1.0, 0.0, 0.0), 1.5)) == pytest.approx(1.5)
+    assert scaled_shares((0.0, 0.0), 0.0) == (0.0, 0.0)
+    assert scaled_shares((1.0, 0.5), 2.0) == (1.0, 1.0)
+
+
+@given(seed=st.integers(0, 100), price=st.floats(-0.5, 0.5))
+def test_the_oracle_is_the_best_that_any_depths_can_do_at_their_price(seed, price):
+    generator = np.random.default_rng(seed)
+    nll = generator.random((50, K))
+    chosen = priced_depths(nll, price)
+    other = generator.integers(1, K + 1, 50)
+
+    def cost(depth):
+        return nll[np.arange(50), depth - 1].sum() + price * depth.sum()
+
+    assert cost(chosen) <= cost(other) + 1e-12
+
+
+@pytest.mark.parametrize("make", [dials.gate_dial, dials.entropy_dial, dials.random_dial, dials.uniform_dial])
+def test_a_dial_reaches_both_ends_exactly(lab, make):
+    dial = make(lab.seen)
+    for depth in (1.0, float(K)):
+        assert lab.tune(dial, depth).depth == depth
+        assert lab.tune(dial, depth).missed is None
+
+
+# --- tuning -------------------------------------------------------------------------------------------------------
+
+
+def fake_scores(depth: float):
+    """Scores that have this mean depth."""
+    return type("Fake", (), {"depth": np.full(10_000, depth)})()
+
+
+def fake_dial(shallowest: float = 1.0) -> Dial:
+    return Dial("fake", lambda depth: Setting(f"{depth!r}", LearnedGate(0.5)), shallowest=shallowest)
+
+
+@pytest.mark.parametrize("budget", [1.2, 2.0, 3.4])
+@pytest.mark.parametrize("bend", [0.5, 1.0, 1.7])
+def test_tuning_follows_what_real_runs_say_however_it_bends(budget, bend):
+    runs = []
+
+    def measure(setting):
+        aim = float(setting.words)
+        runs.append(aim)
+        return fake_scores(1.0 + 3.0 * ((aim - 1.0) / 3.0) ** bend)
+
+    found = tune(fake_dial(), budget, measure, iterations=K)
+    assert found.missed is None
+    assert abs(found.depth - budget) <= REACHED
+    assert len(runs) == found.runs <= 6
+    if bend == 1.0:
+        assert found.runs == 1
+        assert abs(found.depth - budget) <= CLOSE
+
+
+def test_what_ties_leave_out_of_reach_is_reported_and_not_run_again():
+    steps = Dial("steps", lambda depth: Setting("high" if depth > 2.5 else "low", LearnedGate(0.5)))
+    found = tune(steps, 2.2, lambda setting: fake_scores(3.0 if setting.words == "high" else 2.0), iterations=K)
+    assert found.depth == 2.0
+    assert "nearest depth 2.000" in found.missed
+    assert found.runs == 2
+
+
+def test_what_a_rule_cannot_do_is_reported_and_not_run():
+    found = tune(fake_dial(shallowest=2.0), 1.5, lambda setting: pytest.fail("was run"), iterations=K)
+    assert found.scores is None
+    assert found.depth is None
+    assert "at least 2 times" in found.missed
+
+
+def test_equal_gates_are_called_by_their_name(halves):
+    model = opinionated()
+    for gate in model.method.gates:
+        gate.out.weight.zero_()
+    lab = Lab(model, halves)
+    found = lab.tune(dials.gate_dial(lab.seen), 2.0)
+    assert "nearest depth" in found.missed
+    # Ranking needs no difference between gates.
+    assert lab.tune(dials.uniform_dial(lab.seen, ranked=True), 2.5).missed is None
+
+
+# --- the lab ------------------------------------------------------------------------------------------------------
+
+
+def test_every_policy_meets_the_budget_or_says_that_it_did_not(rows):
+    assert [row.policy for row in rows[:2]] == [TRAINED, LEARNED]
+    for row in rows[1:]:
+        gap = abs(row.tuning_depth - BUDGET)
+        assert (row.missed is None) == (gap <= REACHED)
+        # By rank or by position in a window of 64 tokens, shares come in whole tokens.
+        coarse = "ranked" in row.policy or row.policy == "random"
+        assert gap <= (0.1 if coarse else REACHED), row.policy
+        # A text this short has other depths in its other half, but not wildly so.
+        assert row.depth == pytest.approx(BUDGET, abs=0.6)
+        assert row.depth == pytest.approx(sum(row.active))
+        assert row.active[0] == 1.0
+        assert (row.difference is None) == (row.policy == LEARNED)
+
+
+def test_what_cannot_meet_a_budget_has_a_row_that_says_why(lab, monkeypatch):
+    monkeypatch.setattr(lab, "dials", lambda rates: [dials.divergence_dial(lab.seen), dials.change_dial(lab.seen)])
+    for row in lab.compare([1.5]):
+        assert row.loss is None
+        assert row.active == ()
+        assert "at least 2" in row.missed
+        assert any("cannot: reads every token" in cell for cell in command.cells(row))
+
+
+def test_those_who_look_ahead_are_flagged(rows):
+    ahead = {row.policy for row in rows if not row.causal}
+    assert ahead == {"uniform, ranked", "geometric, ranked", "oracle by NLL"}
+    assert all(command.cells(row)[1] == ("yes" if row.causal else "NO") for row in rows)
+
+
+def test_the_oracle_does_best_and_differences_are_to_the_learned_gate(rows):
+    assert min(rows, key=lambda row: row.loss).policy == "oracle by NLL"
+    learned = rows[1].loss
+    for row in rows[2:]:
+        assert row.difference.mean == pytest.approx(row.loss - learned)
+
+
+def test_a_row_is_what_a_plain_scoring_of_its_policy_says(model, halves, rows):
+    row = next(row for row in rows if row.policy == "entropy")
+    threshold = float(row.spec.removeprefix("entropy:"))
+    half = halves.held_out
+    scores = score(model, half.text, half.windows, how=Reading(policy=Entropy(threshold)))
+    assert scores.loss == pytest.approx(row.loss)
+    assert scores.depth.mean() == row.depth
+    cost = scores.spent.cost
+    head = 2 * support.VOCABULARY * model.config.hidden_size
+    deciding = head * sum(row.active[: K - 1])
+    assert row.deciding_mflops * 1e6 == pytest.approx(deciding)
+    assert row.mflops * 1e6 == pytest.approx(cost.flops / cost.tokens)
+
+
+def test_the_ranked_row_is_the_papers_experiment(model, halves, rows):
+    row = next(row for row in rows if row.policy == "uniform, ranked")
+    half = halves.held_out
+    keep = float(row.spec.removeprefix("ranked-uniform:"))
+    scores = score(model, half.text, half.windows, how=Reading(policy=Ranked(Uniform(keep=keep))))
+    assert scores.loss == pytest.approx(row.loss)
+
+
+@pytest.mark.parametrize("method", ["mor", "ouro"])
+def test_every_method_that_halts_has_a_lab(method):
+    lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), WINDOWS))
+    for make in (dials.gate_dial, dials.change_dial, dials.oracle_dial):
+        found = lab.tune(make(lab.seen), 2.25)
+        assert found.missed is None
+        assert found.depth == pytest.approx(2.25, abs=REACHED)
+
+
+@pytest.mark.parametrize("method", [name for name in support.METHODS if name not in support.HALTING])
+def test_methods_that_never_halt_are_refused_and_the_cure_is_named(method):
+    with pytest.raises(AdaPonderError, match=rf"{method}.*--depths"):
+        require_halting(support.tiny(method))
+
+
+def test_nonsense_budgets_and_rates_are_refused(lab):
+    for asked, own in (([0.5], 2.0), ([4.5], 2.0), ([math.nan], 2.0), (None, 4.0), (None, 1.0)):
+        with pytest.raises(AdaPonderError, match="--budgets"):
+            lab.budgets(asked, own)
+    assert lab.budgets(None, 2.5) == (2.5,)
+    for rate in (0.0, 1.5, -1.0, math.nan):
+        with pytest.raises(AdaPonderError, match="--rates"):
+            lab.dials([rate])
+
+
+# --- pictures and tables ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def result(rows):
+    absent = replace(rows[2], policy="unable", loss=None, depth=None, active=(), difference=None, missed="cannot")
+    further = [replace(row, budget=3.0) for row in rows[1:]]
+    written = {
+        "command": "policies",
+        "budgets": [BUDGET, 3.0],
+        "rows": [row.as_dict() for row in [*rows, absent, *further]],
+    }
+    return json.loads(json.dumps(written))
+
+
+def test_the_table_holds_every_number_of_the_rows(result):
+    frame = figures.flat(result["rows"])
+    assert len(frame) == len(result["rows"])
+    for row, (_, line) in zip(result["rows"], frame.iterrows(), strict=True):
+        assert line["policy"] == row["policy"]
+        if row["difference"] is not None:
+            assert [line["difference_low"], line["difference_high"]] == row["difference"]["interval"]
+            assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
+
+
+def test_the_figures_show_every_policy_that_was_measured(result):
+    bars = figures.keep_probability(result["rows"], 3.0)
+    shown = [axis for axis in bars.axes if axis.get_visible()]
+    assert len(shown) == len([row for row in result["rows"] if row["budget"] == 3.0])
+    heights = [patch.get_height() for patch in shown[0].patches]
+    assert heights == next(row["active"] for row in result["rows"] if row["budget"] == 3.0)
+    forest = figures.differences(result["rows"], BUDGET)
+    labels = [label.get_text() for label in forest.axes[0].get_yticklabels()]
+    assert labels[-1] == "unable"
+    assert figures.ORACLE in labels
+    assert LEARNED not in labels
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_loss_against_compute_has_a_panel_for_each_rule_and_no_colour_for_two_things(result, dark):
+    drawn = figures.loss_against_compute(result["rows"], dark=dark)
+    names = {row["policy"] for row in result["rows"] if row["loss"] is not None} - {figures.ORACLE, TRAINED}
+    rules = list(dict.fromkeys(name.split(",")[0] for name in names - {LEARNED}))
+    shown = [axis for axis in drawn.axes if axis.get_visible()]
+    # Against iterations, then against FLOPs.
+    assert sorted(axis.get_title() for axis in shown) == sorted(2 * rules)
+    for axis in shown:
+        own = {name for name in names if name.split(",")[0] == axis.get_title()}
+        lines = [line for line in axis.lines if line.get_label() != "the other policies"]
+        assert len(lines) == 2 + len(own) <= 4
+        assert len(axis.lines) == len(names) + 1
+        solid = [line for line in lines if line.get_marker() != "*"]
+        assert len({to_hex(line.get_color()) for line in solid}) == len(solid)
+        rows = [row for row in result["rows"] if row["policy"] in own and row["loss"] is not None]
+        points = {point for line in solid for point in line.get_ydata()}
+        assert {row["loss"] for row in rows} <= points
+    legend = drawn.legends[0]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert len(set(labels)) == len(labels) == 5
+    assert figures.ORACLE in drawn.get_suptitle()
+    low, high = shown[0].get_xlim()
+    assert 1.0 <= low < high <= K
+
+
+def test_a_line_is_promised_where_one_is_drawn(result):
+    here = [row for row in result["rows"] if row["budget"] == BUDGET and row["difference"] is not None]
+    axis = figures.differences(result["rows"], BUDGET).axes[0]
+    low, high = axis.get_xlim()
+    inside = [row for row in here if low <= row["difference"]["mean"] <= high]
+    intervals = [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "-"]
+    assert all(row["difference"]["interval"] in intervals for row in inside)
+    assert "line: 95 %" in axis.get_xlabel()
+    assert ("arrow" in axis.get_xlabel()) == (len(inside) < len(here))
+    few = [row | {"difference": row["difference"] and row["difference"] | {"interval": None}} for row in here]
+    label = figures.differences(few, BUDGET).axes[0].get_xlabel()
+    assert "line:" not in label
+    assert "too few documents or windows for a 95 % interval" in label
+
+
+def test_shares_of_iterations_do_not_wear_the_colours_of_depths(result):
+    drawn = figures.keep_probability(result["rows"], BUDGET)
+    bars = [patch.get_facecolor() for axis in drawn.axes for patch in axis.patches]
+    assert len(set(bars)) == 1
+    assert to_hex(bars[0]) not in map(to_hex, depth_colours(K))
+    lowest = [axis for axis in drawn.axes if axis.get_visible() and axis.xaxis.get_tick_params()["labelbottom"]]
+    assert len(lowest) == min(5, len([axis for axis in drawn.axes if axis.get_visible()]))
+
+
+def test_a_result_is_saved_and_drawn_again_without_a_model(result, tmp_path):
+    small = {"command": "policies", "budgets": [BUDGET], "rows": result["rows"][:3]}
+    command.save(small, tmp_path / "first")
+    command.redraw(tmp_path / "first" / command.RESULT, out=tmp_path / "again")
+    pictures = sorted(path.name for path in (tmp_path / "again").iterdir())
+    kinds = ("keep-probability", "loss-against-compute", "policies")
+    assert pictures == [f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")]
+    for name in pictures:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    for name in ("policies.csv", "policies.parquet"):
+        assert (tmp_path / "first" / name).stat().st_size > 0
+
+
+def test_what_is_no_result_is_not_drawn(tmp_path):
+    path = tmp_path / "other.json"
+    for content in ("{", "[]", '{"rows": []}', "[" * 100_000, '{"rows": ' + "9" * 5000 + "}"):
+        path.write_text(content)
+        with pytest.raises(AdaPonderError, match="not a result of this command"):
+            command.redraw(path, out=tmp_path)
+
+
+def test_a_single_document_has_no_interval_and_still_a_picture(result):
+    rows = [dict(row) for row in result["rows"]]
+    for row in rows:
+        row["loss_interval"] = row["depth_interval"] = None
+        row["difference"] = row["difference"] and row["difference"] | {"interval": None}
+    figures.differences(rows, BUDGET)
+    figures.flat(rows)
+
+
+def test_windows_that_are_left_out_score_nothing_twice():
+    with pytest.raises(AdaPonderError, match="offset"):
+        replace(WINDOWS, every=2, offset=2)
+
+
+def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
+    monkeypatch.setattr(console, "width", 200)
+
+    def shown(rows) -> str:
+        with console.capture() as captured:
+            console.print(command.budget_table(rows, BUDGET))
+        return captured.get()
+
+    assert "95 %" in shown(rows)
+    bare = [replace(row, difference=row.difference and replace(row.difference, interval=None)) for row in rows]
+    assert "95 %" not in shown(bare)
+    assert "to learned gate" in shown(bare)
+    unable = replace(bare[2], loss=None, missed="reads every token at least 2 times")
+    assert "cannot: reads every token at least 2 times" in shown([*bare, unable])
+    documents, windows = halve(made_up([32] * 24), WINDOWS), halve(made_up([300]), Windows(32))
+    assert command.described_intervals(documents) == "95 %, documents drawn again"
+    assert command.described_intervals(windows) == "left out, 5 windows being too few to draw again"

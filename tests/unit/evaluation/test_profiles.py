@@ -1,0 +1,167 @@
+"""A profile is a budget by name: whole or absent, as written, and for the weights it was found for."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+import support
+from adaponder import AdaPonderError, LearnedGate, Uniform
+from adaponder.errors import CheckpointError, InputError
+from adaponder.evaluation.lab import profiles
+from adaponder.evaluation.lab.profiles import FILE, identity, policy_of, store, stored
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.training.checkpoint import save_checkpoint, verify_checkpoint
+
+PROFILE = {"policy": "gate:0.1,0.2", "budget": 2.5, "depth": 2.4983}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    support.tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_what_was_stored_comes_back_to_the_last_digit(folder):
+    store(folder, "cheap", {"policy": "gate:6.90378840e-07,0.9999999403953552"})
+    store(folder, "even", {"policy": "uniform:0.5@0.1,inf"})
+    assert policy_of(folder, "cheap") == LearnedGate((6.90378840e-07, 0.9999999403953552))
+    assert policy_of(folder, "even") == Uniform((0.1, float("inf")), keep=0.5)
+    assert list(stored(folder)) == ["cheap", "even"]
+
+
+def test_a_profile_is_replaced_and_the_others_stay(folder):
+    store(folder, "a", PROFILE)
+    store(folder, "b", PROFILE)
+    store(folder, "a", PROFILE | {"policy": "gate:0.3"})
+    assert policy_of(folder, "a") == LearnedGate(0.3)
+    assert policy_of(folder, "b") == LearnedGate((0.1, 0.2))
+
+
+def test_an_unknown_name_is_refused_and_the_known_ones_are_named(folder):
+    with pytest.raises(InputError, match=r"--profile cheap.*there are none.*calibrate"):
+        policy_of(folder, "cheap")
+    store(folder, "dear", PROFILE)
+    with pytest.raises(InputError, match=r"--profile cheap.*dear"):
+        policy_of(folder, "cheap")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "-x", "a/b", "x" * 65, "ä"])
+def test_a_name_that_is_no_name_is_refused(folder, name):
+    with pytest.raises(InputError, match="--name"):
+        store(folder, name, PROFILE)
+    assert not (folder / FILE).exists()
+
+
+def edit(folder, change):
+    path = folder / FILE
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+EDITS = {
+    "a threshold": lambda content: content["profiles"]["a"].update(policy="gate:0.9"),
+    "a number in passing": lambda content: content["profiles"]["a"].update(depth=1.0),
+    "a further profile": lambda content: content["profiles"].update(b=PROFILE),
+    "the checksum": lambda content: content.update(checksum="0" * 64),
+    "no checksum": lambda content: content.pop("checksum"),
+    "the format": lambda content: content.update(format=2),
+    "no profiles": lambda content: content.pop("profiles"),
+    "profiles of another kind": lambda content: content.update(profiles=[]),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_what_was_edited_by_hand_is_refused_with_the_cure(folder, what):
+    store(folder, "a", PROFILE)
+    edit(folder, EDITS[what])
+    for use in (lambda: policy_of(folder, "a"), lambda: store(folder, "b", PROFILE)):
+        with pytest.raises(CheckpointError, match=r"profiles\.json.*calibrate again"):
+            use()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"], ids=repr)
+def test_what_is_damaged_is_refused(folder, content):
+    store(folder, "a", PROFILE)
+    (folder / FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"profiles\.json"):
+        policy_of(folder, "a")
+
+
+def test_a_file_laid_out_otherwise_is_still_what_was_written(folder):
+    store(folder, "a", PROFILE)
+    edit(folder, lambda content: None)
+    assert policy_of(folder, "a") == LearnedGate((0.1, 0.2))
+
+
+def test_other_weights_are_refused_even_if_one_number_moved(folder):
+    store(folder, "a", PROFILE)
+    model = AdaPonderForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        next(model.method.parameters()).view(-1)[0] += 1e-3
+    model.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="other weights"):
+        policy_of(folder, "a")
+
+
+def test_another_config_is_refused(folder):
+    store(folder, "a", PROFILE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"expectation_top_k": 7}))
+    with pytest.raises(CheckpointError, match="another config"):
+        policy_of(folder, "a")
+
+
+def test_large_weights_are_known_by_blocks_spread_over_them(folder, monkeypatch):
+    monkeypatch.setattr(profiles, "_WHOLE", 1024)
+    monkeypatch.setattr(profiles, "_BLOCK", 64)
+    before = identity(folder)
+    assert before == identity(folder)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    for place in (10, len(content) - 10):
+        changed = content.copy()
+        changed[place] ^= 1
+        weights.write_bytes(changed)
+        assert identity(folder) != before
+
+
+def test_the_weights_identity_is_not_the_optimizers(folder):
+    before = identity(folder)
+    (folder / "optimizer.safetensors").write_bytes(b"moments")
+    (folder / "README.md").write_text("other words")
+    assert identity(folder) == before
+
+
+def test_profiles_lie_outside_the_checkpoints_manifest(tmp_path):
+    model = support.tiny(dtype=torch.float32)
+    folder = tmp_path / "step-00000001"
+    save_checkpoint(folder, model, model.state_dict(), None, {"step": 1})
+    store(folder, "a", PROFILE)
+    assert verify_checkpoint(folder)["step"] == 1
+    AdaPonderForCausalLM.from_pretrained(folder)
+    assert policy_of(folder, "a") == LearnedGate((0.1, 0.2))
+
+
+def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
+    store(folder, "a", PROFILE)
+    before = (folder / FILE).read_bytes()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space"):
+        store(folder, "b", PROFILE)
+    assert (folder / FILE).read_bytes() == before
+    assert not [path for path in folder.iterdir() if path.name.startswith(".profiles")]
+
+
+def test_what_no_policy_can_be_read_from_is_not_stored(folder):
+    with pytest.raises(AdaPonderError, match="--policy"):
+        store(folder, "a", {"policy": "fast:1"})
+    assert not (folder / FILE).exists()

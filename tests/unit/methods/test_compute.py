@@ -1,0 +1,382 @@
+"""The meter says what torch counts, what the ledger holds and what the masks let through, without running a model."""
+
+import copy
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3nTextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
+
+from adaponder import AdaPonderConfig, AdaPonderForCausalLM, FixedDepth, ForcedDepths
+from adaponder.backbones.shape import Shape, parameters_of, shape_of
+from adaponder.errors import BackboneError, InputError
+from adaponder.methods.cost import Cost, cost_of, expectation_flops, per_depth
+from adaponder.ops.masks import Places, visible
+from support import FAMILIES, HALTING, METHODS, VOCABULARY, ids, stock, tiny
+
+K = 3
+# One sequence padded left and one padded right: every depth up to K occurs, and 0 only as padding.
+DEPTHS = torch.tensor([[0, 0, 1, 3, 2], [1, 2, 1, 1, 0]])
+MASK = (DEPTHS > 0).long()
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 61}
+
+
+class Counted(NamedTuple):
+    flops: int
+    depth: torch.Tensor
+
+
+def counted(model, *args, **kwargs) -> Counted:
+    """What torch counts in one forward. Its counter knows no CPU attention kernel, so attention runs as plain bmm."""
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        output = model(*args, **kwargs)
+    return Counted(counter.get_total_flops(), output.depth)
+
+
+@cache
+def shape_in(family: str) -> Shape:
+    return shape_of(FAMILIES[family])
+
+
+def square(depth: torch.Tensor, config: AdaPonderConfig, *, family: str = "gpt_neox", **options) -> Cost:
+    """What the meter says of a tiny model, in the convention of torch's counter and in float64."""
+    return cost_of(depth, config, shape=shape_in(family), attention="square", dtype=torch.float64, **options)
+
+
+def full_depth(method: str) -> dict:
+    return {"policy": FixedDepth(K)} if method in HALTING else {}
+
+
+def forced(method: str) -> dict:
+    return {"policy": ForcedDepths(DEPTHS)} if method in HALTING else {}
+
+
+def possible(method: str, depths: torch.Tensor) -> torch.Tensor:
+    """These depths, or where the method cannot halt: full depth for every real token."""
+    if method in HALTING:
+        return depths
+    return (depths > 0).long() * (1 if method == "vanilla" else K)
+
+
+def config_of(method: str, backbone: PreTrainedConfig = FAMILIES["gpt_neox"], **recurrence) -> AdaPonderConfig:
+    return AdaPonderConfig(backbone_config=backbone, method=method, **{"iterations": K} | recurrence)
+
+
+CONFIGS = {method: config_of(method) for method in METHODS}
+
+
+# --- against torch -----------------------------------------------------------------------------------------------
+#
+# Equal, not close: both sides count the same matrix products.
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_dense_forward_costs_what_torch_counts(method):
+    model = tiny(method, iterations=K)
+    seen = counted(model, ids(), execution="dense", **full_depth(method))
+    assert square(seen.depth, model.config).flops == seen.flops
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_backbone_costs_what_torch_counts_and_weighs_what_the_ledger_holds(family):
+    model = tiny("adaponder", family, iterations=2)
+    seen = counted(model, ids(2, 5), execution="dense", policy=FixedDepth(2))
+    assert square(seen.depth, model.config, family=family).flops == seen.flops
+    output = model(ids(2, 5), use_cache=True)
+    assert square(output.depth, model.config, family=family).kv_bytes == output.past_key_values.nbytes
+
+
+@pytest.mark.parametrize("settings", [{"expectation_top_k": 5}, {"expectation_top_k": 999}, {"gate_width": 0}])
+def test_gates_and_mixtures_of_any_size_cost_what_torch_counts(settings):
+    model = tiny("adaponder", iterations=K, **settings)
+    seen = counted(model, ids(), execution="dense", **full_depth("adaponder"))
+    assert square(seen.depth, model.config).flops == seen.flops
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fewer_iterations_cost_what_torch_counts(method):
+    model = tiny(method, iterations=K)
+    most = 1 if method == "vanilla" else 2
+    seen = counted(model, ids(), execution="dense", max_iterations=most, **full_depth(method))
+    assert square(seen.depth, model.config, max_iterations=most).flops == seen.flops
+
+
+def test_dense_execution_costs_full_depth_for_halted_tokens_and_padding_too():
+    model = tiny("adaponder", iterations=K)
+    seen = counted(model, ids(2, 5), attention_mask=MASK, execution="dense", **forced("adaponder"))
+    assert torch.equal(seen.depth, DEPTHS)
+    assert square(torch.full_like(DEPTHS, K), model.config).flops == seen.flops
+
+
+@pytest.mark.parametrize(
+    ("method", "every_gate"), [("pause", False), *((method, every) for method in HALTING for every in (False, True))]
+)
+def test_a_compact_forward_costs_its_depths_as_torch_counts_them(method, every_gate):
+    model = tiny(method, iterations=K)
+    options = {"attention_mask": MASK, "execution": "compact", "output_gates": every_gate} | forced(method)
+    seen = counted(model, ids(2, 5), **options)
+    # A forward without logits_to_keep computes logits for padding too.
+    cost = square(seen.depth, model.config, every_gate=every_gate, logits=DEPTHS.numel())
+    assert torch.equal(seen.depth, possible(method, DEPTHS))
+    assert cost.flops == seen.flops
+    assert cost.rows == cost.reads == int(seen.depth.sum())
+
+
+@pytest.mark.parametrize("method", ["pause", *HALTING])
+def test_decoding_costs_what_torch_counts(method):
+    model = tiny(method, iterations=K)
+    prompt, rest = ids(2, 5).split(3, dim=1)
+    ledger = model(prompt, attention_mask=MASK[:, :3], use_cache=True, **forced(method)).past_key_values
+    past = ledger.depth
+    options = {"attention_mask": MASK, "logits_to_keep": 1, "output_gates": False} | forced(method)
+    seen = counted(model, rest, past_key_values=ledger, **options)
+    assert square(seen.depth, model.config, past=past, logits=len(rest)).flops == seen.flops
+
+
+@pytest.mark.parametrize("reuse", ["kv", "none"])
+def test_tokens_that_are_read_on_after_halting_cost_their_rows(reuse):
+    model = tiny("adaponder", iterations=K, reuse=reuse)
+    options = {"attention_mask": MASK, "output_gates": False} | forced("adaponder")
+    seen = counted(model, ids(2, 5), execution="compact", **options)
+    cost = square(seen.depth, model.config, logits=DEPTHS.numel())
+    assert cost.flops == seen.flops
+    assert cost.rows == K * cost.tokens
+    assert cost.reads == int(DEPTHS.sum())
+    assert cost.kv_bytes == model(ids(2, 5), use_cache=True, **options).past_key_values.nbytes
+
+
+def test_keys_that_are_cached_compressed_are_unfolded_in_every_pass():
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    tokens = {"num_key_value_heads": 2, "first_k_dense_replace": 2, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    backbone = AutoModelForCausalLM.from_config(DeepseekV3Config(**SMALL, **latent, **tokens)).eval()
+    model = AdaPonderForCausalLM.from_backbone(backbone, iterations=K)
+    depths = torch.tensor([[1, 3, 2, 1], [1, 2, 1, 2]])  # in the third iteration one sequence has nothing to read
+    options = {"policy": ForcedDepths(depths), "output_gates": False}
+    seen = counted(model, ids(2, 4), **options)
+    cost = cost_of(seen.depth, model.config, attention="square", dtype=torch.float32)
+    assert shape_of(model).expansion > 0
+    assert cost.flops == seen.flops
+    assert cost.kv_bytes == model(ids(2, 4), use_cache=True, **options).past_key_values.nbytes
+
+
+# --- against the ledger and the masks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_keys_and_values_weigh_what_the_ledger_holds(method):
+    model = tiny(method)
+    output = model(ids(2, 5), attention_mask=MASK, use_cache=True)
+    cost = square(output.depth, model.config)
+    assert cost.kv_bytes == output.past_key_values.nbytes
+    assert cost.tokens == int(MASK.sum())
+
+
+def pairs_in_masks(depths: torch.Tensor, method: str, window: int | None) -> int:
+    """Pairs that the model's own masks let through, over the rows it computes."""
+    if method == "pause":
+        depths = (depths > 0).long().repeat_interleave(K, dim=1)
+    slot = torch.arange(depths.shape[1]).expand(depths.shape)
+    order = (depths > 0).cumsum(1) - 1
+    pairs = 0
+    for i in range(int(depths.max())):
+        places = Places(slot, order, present=depths > (i if method == "mor" else 0))
+        pairs += int(visible(places, places, window=window)[:, 0][depths > i].sum())
+    return pairs
+
+
+@st.composite
+def some_depths(draw) -> torch.Tensor:
+    batch, time = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    row = st.lists(st.integers(0, K), min_size=time, max_size=time)
+    return torch.tensor(draw(st.lists(row, min_size=batch, max_size=batch)))
+
+
+def bare_shape(*windows: int | None) -> Shape:
+    """Nothing but attention, one multiply-add for each pair and layer."""
+    return Shape(16, VOCABULARY, 0, 0, 0, attention=(1,) * len(windows), windows=windows, kv=1)
+
+
+@pytest.mark.parametrize("method", ["adaponder", "ponder", "pause", "mor"])
+@given(depths=some_depths(), window=st.integers(1, 5))
+def test_causal_attention_counts_the_pairs_that_masks_let_through(method, depths, window):
+    depths = possible(method, depths)
+    cost = cost_of(depths, CONFIGS[method], shape=bare_shape(None, window, window))
+    expected = pairs_in_masks(depths, method, None) + 2 * pairs_in_masks(depths, method, window)
+    assert cost.attention == 2 * expected
+
+
+@pytest.mark.parametrize("method", ["adaponder", "ponder", "pause", "mor"])
+@given(depths=some_depths(), cut=st.integers(0, 9))
+def test_a_prefill_and_its_decode_cost_what_reading_at_once_costs(method, depths, cut):
+    config, depths = CONFIGS[method], possible(method, depths)
+    shape = bare_shape(None, 3)
+    parts = cost_of(depths[:, :cut], config, shape=shape) + cost_of(
+        depths[:, cut:], config, shape=shape, past=depths[:, :cut]
+    )
+    assert parts == cost_of(depths, config, shape=shape)
+
+
+def test_a_batch_costs_what_its_sequences_cost():
+    config = CONFIGS["mor"]
+    nothing = square(DEPTHS[:, :0], config)
+    assert nothing == Cost(*[0] * 10)
+    assert sum((square(one[None], config) for one in DEPTHS), nothing) == square(DEPTHS, config)
+
+
+# --- what follows ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_iteration_costs_what_the_stock_model_costs(method):
+    cost = square(torch.ones(2, 9, dtype=torch.long), CONFIGS[method], max_iterations=1)
+    assert cost.flops - cost.gates == cost.vanilla
+    assert (cost.gates > 0) == (method == "ouro"), "only ouro's exit speaks after a last iteration"
+    assert cost.iterations == 1.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_by_depth_is_decoding_one_token(method):
+    config, shape = CONFIGS[method], shape_in("gpt_neox")
+    table = per_depth(config, context=5, shape=shape)
+    assert [cost.reads for cost in table] == list(range(1, config.iterations + 1))
+    assert all(deeper.flops > cost.flops for cost, deeper in pairwise(table))
+    depth = torch.full((1, 6), config.iterations)
+    assert table[-1] + cost_of(depth[:, :5], config, shape=shape) == cost_of(depth, config, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        *((method, {}) for method in METHODS),
+        ("adaponder", {"shared_gate": True}),
+        ("adaponder", {"gate_width": 0}),
+        ("pause", {"pause_token_id": 3}),
+    ],
+)
+def test_parameters_are_those_of_the_model(method, settings):
+    model = tiny(method, "gpt2", **settings)  # its head is tied to its embedding
+    count = parameters_of(model.config, shape=shape_in("gpt2"))
+    assert count.added == sum(parameter.numel() for parameter in model.method.parameters())
+    assert count.total == model.num_parameters()
+
+
+# --- the published table -----------------------------------------------------------------------------------------
+
+TRUE_COST = {  # findings.md: FLOPs relative to vanilla, sequence 2048, head once
+    "70M": {"loop": 2.5, "pause": 4.0, "ponder": 5.5, "adaponder": 5.4},
+    "410M": {"loop": 3.6, "pause": 5.1, "ponder": 4.4, "adaponder": 4.2},
+}
+PYTHIA = {
+    name: GPTNeoXConfig(
+        hidden_size=size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * size,
+        vocab_size=50304,
+    )
+    for name, size, layers, heads in (("70M", 512, 6, 8), ("410M", 1024, 24, 16))
+}
+
+
+@cache
+def pythia_shape(name: str) -> Shape:
+    return shape_of(PYTHIA[name])
+
+
+def keeping(*shares: float) -> torch.Tensor:
+    """Depths of 2048 tokens of which these shares are read again, spread evenly over the sequence."""
+    rank = (torch.arange(2048) * 0.6180339887) % 1.0
+    return torch.stack([rank < share for share in (1.0, *shares)]).sum(0)[None]
+
+
+@pytest.mark.parametrize("name", TRUE_COST)
+def test_the_true_cost_of_four_iterations_is_the_published_one(name):
+    """In causal attention: the other convention gives another table, see below."""
+    for method, published in TRUE_COST[name].items():
+        config, shape = config_of(method, PYTHIA[name], iterations=4), pythia_shape(name)
+        depth = keeping(0.97, 0.93, 0.9) if method == "adaponder" else torch.full((1, 2048), 4)
+        cost = cost_of(depth, config, shape=shape)
+        # The table lets a token that halts pay for one more mixture; here the mask comes before the expectation.
+        halted = int((depth < 4).sum())
+        unmasked = cost.flops + halted * expectation_flops(config, shape)
+        assert round(unmasked / cost.vanilla, 1) == published
+
+
+def test_masking_before_the_expectation_saves_a_tenth_of_a_vanilla_pass_at_70m():
+    config = config_of("adaponder", PYTHIA["70M"], iterations=4)
+    cost = cost_of(keeping(0.97, 0.93, 0.9), config, shape=pythia_shape("70M"))
+    assert cost.iterations == pytest.approx(3.8, abs=0.001)
+    assert cost.ratio == pytest.approx(5.28, abs=0.01)
+
+
+def test_attention_over_a_square_would_change_the_published_table():
+    config = config_of("pause", PYTHIA["70M"], iterations=4)
+    cost = cost_of(torch.full((1, 2048), 4), config, shape=pythia_shape("70M"), attention="square")
+    assert round(cost.ratio, 1) == 5.3
+
+
+# --- what is refused, and what is left alone -----------------------------------------------------------------------
+
+
+def test_experts_are_refused_rather_than_undercounted():
+    with pytest.raises(BackboneError, match="multiplied outside a linear layer"):
+        shape_of(MixtralConfig(**SMALL, num_local_experts=4, num_key_value_heads=1))
+
+
+def test_a_weight_that_is_borrowed_from_its_layer_is_refused_rather_than_miscounted():
+    layers = {"activation_sparsity_pattern": [0.0, 0.0], "layer_types": ["full_attention"] * 2}
+    sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4, "laurel_rank": 2}
+    with pytest.raises(BackboneError, match="met 0 rows"):
+        shape_of(Gemma3nTextConfig(**SMALL, **layers, **sizes, num_kv_shared_layers=0))
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "options"),
+    [
+        ("loop", [[K, K - 1]], {}),
+        ("adaponder", [[K + 1, 1]], {}),
+        ("adaponder", [[-1, 1]], {}),
+        ("adaponder", [[3, 1]], {"max_iterations": 2}),
+        ("adaponder", [[3, 1]], {"max_iterations": K + 1}),
+        ("adaponder", [3, 1], {}),
+        ("adaponder", [[1.5, 1.0]], {}),
+        ("adaponder", [[3, 1]], {"past": torch.ones(2, 3, dtype=torch.long)}),
+        ("adaponder", [[3, 1]], {"attention": "flash"}),
+    ],
+)
+def test_depths_that_a_method_cannot_have_are_refused(method, depth, options):
+    with pytest.raises(InputError):
+        cost_of(torch.tensor(depth), CONFIGS[method], shape=bare_shape(None), **options)
+
+
+def test_measuring_moves_neither_randomness_nor_the_config():
+    model = stock("mistral")
+    before, random = copy.deepcopy(model.config.to_dict()), torch.get_rng_state()
+    shape = shape_of(model)
+    assert shape == shape_of(model.config) == shape_of(config_of("loop", model.config))
+    assert shape.windows == (4, 4)
+    assert shape.layers == 2
+    assert torch.equal(random, torch.get_rng_state())
+    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_rotary_angles_that_stretch_change_no_shape():
+    stretching = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert shape_of(LlamaConfig(**SMALL, rope_parameters=stretching)) == shape_of(LlamaConfig(**SMALL))

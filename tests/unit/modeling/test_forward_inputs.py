@@ -1,0 +1,237 @@
+"""What a forward reads and returns beyond ids and logits is exact, and what it cannot honour is refused by name."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from adaponder import AdaPonderError, AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
+from adaponder.execution.tokens import check_ids
+from adaponder.modeling.model import AdaPonderModel
+from support import METHODS, VOCABULARY, ids, stock, tiny
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+def changed(value: float, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Ids of which one is ``value``."""
+    found = (ids() if like is None else like).clone()
+    found[1, 3] = value
+    return found
+
+
+WRONG = {
+    "too-large": ("input_ids holds 61, .* vocabulary of 61", {"input_ids": changed(VOCABULARY)}),
+    "negative": ("input_ids holds -1,", {"input_ids": changed(-1)}),
+    "ignored-label-as-id": ("input_ids holds -100,", {"input_ids": changed(-100)}),
+    "floating": ("input_ids is torch.float32", {"input_ids": ids().float()}),
+    "truths": ("input_ids is torch.bool", {"input_ids": ids().bool()}),
+    "empty-batch": ("input_ids: the batch is empty", {"input_ids": ids()[:0]}),
+    "no-token": ("input_ids: there is no token", {"input_ids": ids()[:, :0]}),
+    "one-axis": (r"input_ids: a \[batch, time\]", {"input_ids": ids()[0]}),
+    "three-axes": (r"input_ids: a \[batch, time\]", {"input_ids": ids()[None]}),
+    "nothing": (r"input_ids: a \[batch, time\]", {}),
+    "both": ("input_ids and inputs_embeds: give one", {"input_ids": ids(), "inputs_embeds": torch.zeros(2, 9, 16)}),
+    "embeds-narrow": (r"inputs_embeds .* \[batch, time, 16\]", {"inputs_embeds": torch.zeros(2, 9, 15)}),
+    "embeds-whole": ("inputs_embeds is torch.int64", {"inputs_embeds": torch.zeros(2, 9, 16, dtype=torch.long)}),
+    "embeds-empty": ("inputs_embeds: the batch is empty", {"inputs_embeds": torch.zeros(0, 9, 16)}),
+    "labels-floating": ("labels is torch.float32", {"input_ids": ids(), "labels": ids().float()}),
+    "labels-large": ("labels holds 61,.*-100", {"input_ids": ids(), "labels": changed(VOCABULARY)}),
+    "labels-negative": ("labels holds -1,", {"input_ids": ids(), "labels": changed(-1)}),
+    "targets-large": ("targets holds 99,", {"input_ids": ids(), "targets": changed(99)}),
+    "targets-floating": ("targets is torch.float64", {"input_ids": ids(), "targets": ids().double()}),
+    "mask-two": ("attention_mask: 1 for tokens", {"input_ids": ids(), "attention_mask": torch.full((2, 9), 2)}),
+    "mask-added": (
+        "attention_mask: 1 for tokens",
+        {"input_ids": ids(), "attention_mask": torch.zeros(2, 9).masked_fill(ids() > 30, -torch.inf)},
+    ),
+    "positions-floating": ("position_ids is torch.float32", {"input_ids": ids(), "position_ids": ids().float()}),
+    "documents-floating": ("document_ids is torch.float32", {"input_ids": ids(), "document_ids": ids().float()}),
+    "kept-negative": ("logits_to_keep=-2", {"input_ids": ids(), "logits_to_keep": -2}),
+    "kept-half": ("logits_to_keep=0.5", {"input_ids": ids(), "logits_to_keep": 0.5}),
+    "kept-floating": ("logits_to_keep is torch.float32", {"input_ids": ids(), "logits_to_keep": torch.ones(2)}),
+    "iterations-true": ("max_iterations=True", {"input_ids": ids(), "max_iterations": True}),
+    "seed-half": ("seed=0.5", {"input_ids": ids(), "seed": 0.5}),
+    "attentions": ("output_attentions: attention weights", {"input_ids": ids(), "output_attentions": True}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_read_is_one_line_that_names_the_argument(case):
+    said, given = WRONG[case]
+    for model in (tiny(), tiny("vanilla")):
+        with pytest.raises(AdaPonderError, match=said) as error:
+            model(**given)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["too-large", "negative", "floating", "empty-batch", "no-token", "both"])
+def test_generate_looks_at_its_prompt_before_the_first_token(case):
+    _, given = WRONG[case]
+    model = tiny()
+    with pytest.raises(AdaPonderError, match=r"input_ids|inputs_embeds") as error:
+        model.generate(**given, **GREEDY)
+    assert "\n" not in str(error.value)
+
+
+def test_on_another_device_ids_are_not_waited_for():
+    """Meta tensors have no values: whoever looked at them would raise."""
+    elsewhere = ids().to("meta")
+    check_ids("input_ids", elsewhere, VOCABULARY)
+    with pytest.raises(AdaPonderError, match=r"input_ids is torch.float32"):
+        check_ids("input_ids", elsewhere.float(), VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["ponder_weight", "ponder_fraction", "exit_stage", "exit_entropy_weight", "share"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, "0.1"])
+def test_an_objective_of_no_numbers_is_refused_where_it_is_made(name, value):
+    with pytest.raises(AdaPonderError, match=rf"objective\.{name}="):
+        Objective(**{name: value})
+    with pytest.raises(AdaPonderError, match=r"objective\.ponder_fraction=1\.5"):
+        Objective(ponder_fraction=1.5)
+
+
+def test_labels_may_be_short_integers():
+    model, labels = tiny(), ids().clone()
+    labels[0, :4] = -100
+    assert torch.equal(model(ids(), labels=labels.int()).loss, model(ids(), labels=labels).loss)
+
+
+# --- embeddings instead of ids ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_embeddings_read_as_their_ids_do(method, execution):
+    model = tiny(method)
+    embedded = model.get_input_embeddings()(ids())
+    mask = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
+    asked = {"attention_mask": mask, "labels": ids(), "execution": execution}
+    by_ids, by_embeddings = model(ids(), **asked), model(inputs_embeds=embedded, **asked)
+    for name in ("logits", "depth", "loss"):
+        assert torch.equal(by_ids[name], by_embeddings[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_embeddings_of_every_kind_of_table_and_their_gradients(family):
+    model = tiny("adaponder", family).train()
+    embedded = model.get_input_embeddings()(ids()).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, labels=ids()).loss
+    assert torch.equal(loss, model(ids(), labels=ids()).loss)
+    loss.backward()
+    assert embedded.grad.isfinite().all()
+    assert (embedded.grad != 0).any()
+
+
+def test_generation_from_embeddings_says_what_ids_would():
+    model = tiny()
+    embedded = model.get_input_embeddings()(ids())
+    mask = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
+    for asked in ({}, {"attention_mask": mask}, {"policy": FixedDepth(2)}):
+        expected = model.generate(ids(), **GREEDY, **asked)[:, 9:]
+        assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **asked), expected)
+
+
+# --- hidden states ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hidden_states_come_one_per_pass_and_the_head_reads_the_last(method):
+    model = tiny(method)
+    for asked in ({"execution": "dense"}, {"execution": "compact"}, {"use_cache": True}):
+        output = model(ids(), output_hidden_states=True, output_iteration_logits=True, **asked)
+        assert len(output.hidden_states) == model.method.passes(model.config.iterations)
+        heads = torch.stack([model.backbone.get_output_embeddings()(state) for state in output.hidden_states])
+        assert torch.equal(heads, output.iteration_logits)
+        assert torch.equal(heads[-1], output.logits)
+    assert model(ids()).hidden_states is None
+
+
+def test_a_halted_token_keeps_its_hidden_state_and_one_iteration_is_the_stock_models():
+    model = tiny(iterations=3)
+    depths = 1 + ids() % 3
+    output = model(ids(), output_hidden_states=True, policy=ForcedDepths(depths))
+    halted = depths == 1
+    first, *_, last = output.hidden_states
+    assert torch.equal(first[halted], last[halted])
+    assert not torch.equal(first[~halted], last[~halted])
+    expected = stock()(ids(), output_hidden_states=True).hidden_states[-1]
+    once = model(ids(), output_hidden_states=True, max_iterations=1).hidden_states
+    torch.testing.assert_close(once[-1], expected, rtol=0, atol=1e-12)
+
+
+def test_generate_collects_hidden_states():
+    model = tiny(iterations=3)
+    output = model.generate(ids(), **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
+    assert [len(step) for step in output.hidden_states] == [3] * 4
+    assert output.hidden_states[1][-1].shape == (2, 1, 16)
+
+
+# --- AutoModel ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("checkpoint")
+    tiny(dtype=torch.float32).save_pretrained(where)
+    return where
+
+
+def test_automodel_gives_the_hidden_states_that_the_head_reads(folder):
+    body, model = AutoModel.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert type(body) is AdaPonderModel
+    assert type(model) is AdaPonderForCausalLM
+    output, expected = body(ids()), model(ids(), output_hidden_states=True)
+    assert torch.equal(output.last_hidden_state, expected.hidden_states[-1])
+    assert torch.equal(output.depth, expected.depth)
+    assert output.hidden_states is None
+    assert len(body(ids(), output_hidden_states=True).hidden_states) == 3
+    assert torch.equal(body(ids(), return_dict=False)[0], output.last_hidden_state)
+    assert torch.equal(body(ids(), policy=FixedDepth(1)).last_hidden_state, expected.hidden_states[0])
+
+
+def test_automodel_predicts_nothing_and_says_so(folder, tmp_path):
+    body = AutoModel.from_pretrained(folder)
+    with pytest.raises(AdaPonderError, match=r"labels: .*AutoModelForCausalLM"):
+        body(ids(), labels=ids())
+    with pytest.raises(AdaPonderError, match=r"generate: .*AutoModelForCausalLM"):
+        body.generate(ids(), **GREEDY)
+    for name in ("output_logits", "output_iteration_logits"):
+        with pytest.raises(AdaPonderError, match=rf"{name}: .*AutoModelForCausalLM"):
+            body(ids(), **{name: True})
+        assert torch.equal(body(ids(), **{name: False}).last_hidden_state, body(ids()).last_hidden_state)
+    body.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids()).logits, AutoModelForCausalLM.from_pretrained(folder)(ids()).logits)
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+OTHERS = ["flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community/flash-attn"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_that_takes_no_mask_of_ours_is_refused_at_every_door(folder, name):
+    said = rf"attn_implementation='{name}'.*use 'sdpa'"
+    with pytest.raises(AdaPonderError, match=said):
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)
+    with pytest.raises(AdaPonderError, match=said):
+        tiny().set_attn_implementation(name)
+    flash = stock()
+    flash.config._attn_implementation_internal = name
+    with pytest.raises(AdaPonderError, match=said):
+        AdaPonderForCausalLM.from_backbone(flash, method="adaponder")
+    model = tiny()
+    model.backbone.config._attn_implementation_internal = name
+    with pytest.raises(AdaPonderError, match=said):
+        model(ids(), attention_mask=torch.tensor([[0] + [1] * 8, [1] * 9]), execution="dense")
+
+
+def test_eager_attention_and_sdpa_can_be_chosen(folder):
+    found = []
+    for name in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)
+        found.append(model(ids()).logits)
+        model.set_attn_implementation("eager")
+        found.append(model(ids()).logits)
+    for logits in found[1:]:
+        torch.testing.assert_close(logits, found[0])

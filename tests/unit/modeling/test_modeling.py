@@ -1,0 +1,690 @@
+"""The Hugging Face face: what its users expect of any model, and what only this one has."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from adaponder import (
+    AdaPonderConfig,
+    AdaPonderError,
+    AdaPonderForCausalLM,
+    FixedDepth,
+    ForcedDepths,
+    Iteration,
+    LearnedGate,
+    Objective,
+    Random,
+)
+from adaponder.errors import ConfigError
+from adaponder.execution import runs
+from adaponder.methods.ouro import improvement_loss
+from adaponder.modeling import model as modeling
+from packed_support import PADDED, packed_results
+from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [None, "8KB"])
+def test_saved_and_loaded_through_the_auto_classes_it_is_the_same_model(tmp_path, family, shards):
+    model = tiny("adaponder", family, dtype=torch.float32)
+    model.save_pretrained(tmp_path, **({} if shards is None else {"max_shard_size": shards}))
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards is not None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, AdaPonderForCausalLM)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), AdaPonderConfig)
+    for name in ("method", "iterations", "tau", "embedding_scale", "gate_bias", "reuse"):
+        assert getattr(loaded.config, name) == getattr(model.config, name)
+    state = loaded.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    card = (tmp_path / "README.md").read_text()
+    assert "adaponder" in card
+    assert f"{model.num_parameters():,}" in card
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_survives_a_round_trip(tmp_path, method):
+    model = tiny(method, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    assert not loaded.training
+
+
+def test_loading_in_another_precision_casts_backbone_and_method_alike(tmp_path):
+    tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert loaded(ids()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_step_under_the_trainer(tmp_path, method):
+    model = tiny(method, dtype=torch.float32)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids(8, 9)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=0.1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    result = Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert 0 < result.training_loss < 100
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert any(name.startswith("backbone.") for name in moved)
+    if method in ("adaponder", "mor", "ouro"):
+        assert any(name.startswith("method.") for name in moved)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(method):
+    model = stir(tiny(method, dtype=torch.float32)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = ids(4, 12)
+    losses = []
+    for _ in range(30):
+        output = model(batch, labels=batch, objective=Objective(ponder_weight=0.1, ponder_fraction=0.1))
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        losses.append(float(output.terms["cross_entropy"].detach()))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_loss_is_the_stock_models_and_its_terms_add_up():
+    model = tiny("adaponder", iterations=4)
+    labels = ids().clone()
+    labels[0, :4] = -100
+    expected = stock()(ids(), labels=labels).loss
+    torch.testing.assert_close(model(ids(), labels=labels, max_iterations=1).loss.float(), expected)
+    output = model(ids(), labels=labels, objective=Objective(ponder_weight=0.5, ponder_fraction=0.3))
+    total = output.terms["cross_entropy"] + 0.5 * output.terms["ponder"]
+    torch.testing.assert_close(output.loss, total, rtol=1e-12, atol=0)
+    assert model(ids(), labels=labels).terms.keys() == {"cross_entropy"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_targets_are_labels_shifted(method):
+    model = tiny(method).train()
+    labels = ids(2, 9).clone()
+    labels[1, 3:5] = -100
+    targets = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], 1)
+    torch.testing.assert_close(model(ids(), labels=labels).loss, model(ids(), targets=targets).loss, rtol=0, atol=1e-12)
+    with pytest.raises(AdaPonderError, match="give one"):
+        model(ids(), labels=labels, targets=targets)
+
+
+def test_the_loss_of_half_precision_logits_is_computed_in_float32():
+    output = tiny(dtype=torch.bfloat16)(ids(), labels=ids())
+    assert output.logits.dtype == torch.bfloat16
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].float().flatten(0, 1), ids()[:, 1:].flatten())
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_the_ponder_term_does_not_depend_on_what_is_returned(execution):
+    """It ranks the gates of halted tokens too, whether or not they are asked for."""
+    ask = {"labels": ids(), "objective": Objective(ponder_weight=1.0, ponder_fraction=0.5), "execution": execution}
+    model = tiny(iterations=4)
+    with_gates, without = (model(ids(), **ask, output_gates=given).loss for given in (True, False))
+    torch.testing.assert_close(without, with_gates, rtol=1e-12, atol=0)
+
+
+def test_a_ponder_term_of_no_gates_is_exactly_zero():
+    output = tiny()(ids(), labels=ids(), objective=Objective(ponder_weight=1.0, ponder_fraction=1e-9))
+    assert output.terms["ponder"] == 0
+    assert torch.equal(output.loss, output.terms["cross_entropy"])
+
+
+def test_gates_come_for_every_iteration_but_the_last_and_can_be_left_out():
+    output = tiny(iterations=4)(ids())
+    assert output.gates.shape == (2, 9, 3)
+    assert ((output.gates > 0) & (output.gates < 1)).all()
+    assert tiny(iterations=4)(ids(), output_gates=False).gates is None
+    assert tiny("ponder")(ids()).gates is None
+
+
+def test_iteration_logits_end_with_the_logits():
+    for method in METHODS:
+        output = tiny(method, iterations=3)(ids(), output_iteration_logits=True)
+        assert torch.equal(output.iteration_logits[-1], output.logits)
+
+
+def test_logits_to_keep_is_a_slice_of_all():
+    model = tiny()
+    whole = model(ids()).logits
+    torch.testing.assert_close(model(ids(), logits_to_keep=2).logits, whole[:, -2:], rtol=0, atol=1e-12)
+    chosen = torch.tensor([0, 3])
+    torch.testing.assert_close(model(ids(), logits_to_keep=chosen).logits, whole[:, chosen], rtol=0, atol=1e-12)
+    with_loss = model(ids(), labels=ids(), logits_to_keep=1)
+    torch.testing.assert_close(with_loss.loss, model(ids(), labels=ids()).loss, rtol=0, atol=1e-12)
+    assert with_loss.logits.shape[1] == 1
+
+
+def test_hooks_see_every_iteration_as_it_happens():
+    seen: list[Iteration] = []
+    depths = torch.tensor([[1, 3, 2, 3]])
+    output = tiny(iterations=3)(depths, policy=ForcedDepths(depths), on_iteration=seen.append)
+    assert [step.index for step in seen] == [0, 1, 2]
+    assert [step.active.sum().item() for step in seen] == [4, 3, 2]
+    assert seen[-1].gate is None
+    torch.testing.assert_close(seen[0].gate, output.gates[..., 0], rtol=0, atol=1e-12)
+
+
+def test_return_dict_false_gives_a_tuple_that_starts_with_the_loss():
+    model = tiny()
+    loss, logits = model(ids(), labels=ids(), return_dict=False)[:2]
+    assert loss.ndim == 0
+    assert logits.shape == (2, 9, VOCABULARY)
+
+
+def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monkeypatch):
+    kinds = []
+
+    def watched(kind):
+        def build(*args, **kwargs):
+            kinds.append(kind.__name__)
+            return kind(*args, **kwargs)
+
+        return build
+
+    for kind in (runs.DenseRun, runs.CompactRun, runs.PackedRun):
+        monkeypatch.setattr(modeling, kind.__name__, watched(kind))
+    model = tiny()
+    model(ids())
+    model.train()(ids())
+    tiny("ponder")(ids())
+    tiny("ponder")(ids(), use_cache=True)
+    tiny(reuse="kv")(ids())
+    eager = tiny()
+    eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
+    eager(ids())
+    assert kinds == ["PackedRun", "DenseRun", "DenseRun", "CompactRun", "DenseRun", "CompactRun"]
+
+
+def test_shared_and_linear_gates_have_the_parameters_they_say():
+    assert len(tiny(iterations=5).method.gates) == 4
+    assert len(tiny(iterations=5, shared_gate=True).method.gates) == 1
+    assert len(tiny(iterations=1).method.gates) == 0
+    linear = tiny(iterations=2, gate_width=0).method
+    assert sum(parameter.numel() for parameter in linear.parameters()) == 16 + 1
+    wide = tiny(iterations=2, gate_width=4).method
+    assert sum(parameter.numel() for parameter in wide.parameters()) == 16 * 64 + 64 + 64 + 1
+
+
+def test_fresh_gates_are_open_by_exactly_what_the_config_says():
+    model = AdaPonderForCausalLM.from_backbone(stock(), gate_bias=2.5)
+    expected = torch.sigmoid(torch.tensor(2.5, dtype=torch.float64))
+    assert torch.equal(model(ids()).gates, expected.expand(2, 9, 3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_from_scratch_every_method_has_one_scale_but_loop_which_has_its_releases(method):
+    config = AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], method=method)
+    assert config.embedding_scale == (40**0.5 if method == "loop" else 4.0)
+    assert AdaPonderForCausalLM.from_backbone(stock(), method=method).config.embedding_scale == 1.0
+
+
+def test_an_embedding_scale_is_a_number_or_a_rule():
+    for given, scale in {"sqrt(d)": 4.0, "sqrt(2.5 d)": 40**0.5, 1.0: 1.0, 3: 3}.items():
+        assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale=given).embedding_scale == scale
+    with pytest.raises(ConfigError, match=r"embedding_scale='d': a number .* or sqrt\(d\)"):
+        AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale="d")
+
+
+def test_a_pause_can_be_an_unused_token_of_the_vocabulary():
+    model = tiny("pause", pause_token_id=VOCABULARY - 1)
+    assert not list(model.method.parameters())
+    base = stock()
+    spread = torch.stack([ids(), *[torch.full_like(ids(), VOCABULARY - 1)] * 2], -1).flatten(1)
+    position = torch.arange(9).repeat_interleave(3)[None].expand(2, -1)
+    mask = torch.tril(torch.ones(27, 27, dtype=torch.bool))[None, None].expand(2, 1, -1, -1)
+    expected = base(spread, position_ids=position, attention_mask=mask).logits[:, 2::3]
+    torch.testing.assert_close(model(ids()).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_loop_feeds_the_stream_and_norms_once():
+    model = tiny("loop", iterations=3)
+    body = model.backbone.gpt_neox
+    stream = body.embed_in(ids())
+    position = torch.arange(9)[None].expand(2, -1)
+    turn = body.rotary_emb(stream, position)
+    for _ in range(3):
+        for layer in body.layers:
+            stream = layer(stream, position_embeddings=turn)
+    expected = model.backbone.lm_head(body.final_layer_norm(stream))
+    torch.testing.assert_close(model(ids()).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_ouro_feeds_the_normed_state_and_spreads_its_loss_over_loops():
+    model = tiny("ouro", iterations=3).train()
+    body, x, losses, exits = model.backbone.gpt_neox, None, [], []
+    x = body.embed_in(ids())
+    for _ in range(3):
+        x = body(inputs_embeds=x).last_hidden_state
+        logits = model.backbone.lm_head(x)[:, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids()[:, 1:], reduction="none"))
+        exits.append(model.method.exit(x).squeeze(-1).sigmoid()[:, :-1])
+    p = [exits[0], (1 - exits[0]) * exits[1], (1 - exits[0]) * (1 - exits[1])]
+    entropy = -sum(q * q.log() for q in p)
+    expected = (sum(q * loss for q, loss in zip(p, losses, strict=True)) - 0.1 * entropy).mean()
+    output = model(ids(), labels=ids())
+    torch.testing.assert_close(output.loss, expected, rtol=1e-10, atol=0)
+
+    bce = 0.0
+    for t in (1, 2):
+        target = torch.sigmoid(50 * ((losses[t - 1] - losses[t]).clamp_min(0) - 0.005)).detach()
+        bce = bce - (target * (1 - exits[t]).log() + (1 - target) * exits[t].log()).mean()
+    stage2 = model(ids(), labels=ids(), objective=Objective(exit_stage=2)).loss
+    torch.testing.assert_close(stage2, bce / 2, rtol=1e-10, atol=0)
+
+
+def test_in_stage_two_ouros_losses_are_what_gates_are_held_against_and_learn_nothing_themselves():
+    generator = torch.Generator().manual_seed(0)
+    logit, losses = (torch.randn(3, 5, generator=generator, dtype=torch.double, requires_grad=True) for _ in range(2))
+    improvement_loss(logit, losses).sum().backward()
+    assert losses.grad is None
+    assert logit.grad is not None
+    assert logit.grad[1:].abs().min() > 0
+
+
+def test_ouros_beta_is_the_objectives_or_else_the_configs():
+    model = tiny("ouro", exit_entropy_weight=0.3).train()
+    for objective, beta in ((None, 0.3), (Objective(), 0.3), (Objective(exit_entropy_weight=0.0), 0.0)):
+        output = model(ids(), labels=ids(), objective=objective)
+        assert output.terms["entropy"] > 0
+        torch.testing.assert_close(output.loss, output.terms["expected"] - beta * output.terms["entropy"])
+
+
+def test_ouro_exits_once_the_cumulative_probability_reaches_the_threshold():
+    model = tiny("ouro", iterations=4, exit_threshold=0.6)
+    output = model(ids(4, 11))
+    staying = (1 - output.gates[..., :-1]).cumprod(-1)
+    expected = 1 + (1 - staying < 0.6).long().cumprod(-1).sum(-1)
+    assert torch.equal(output.depth, expected)
+    assert output.depth.unique().numel() > 1
+    assert tiny("ouro", iterations=4, exit_threshold=1.0)(ids()).depth.unique().tolist() == [4]
+
+
+@pytest.mark.parametrize(("alpha", "weight"), [(0.1, 1e-3), (0.7, 0.2)])
+def test_mor_updates_the_chosen_by_a_share_of_the_stack(alpha, weight):
+    recurrence = {"capacities": [1.0, 0.5], "router_alpha": alpha, "router_loss_weight": weight}
+    model = tiny("mor", iterations=2, **recurrence).train()
+    body = model.backbone.gpt_neox
+    prompt = ids(1, 8)
+    position = torch.arange(8)[None]
+
+    def stack(x, position):
+        turn = body.rotary_emb(x, position)
+        for layer in body.layers:
+            x = layer(x, position_embeddings=turn)
+        return x
+
+    x = stack(body.embed_in(prompt), position)
+    logit = model.method.routers[0](x)
+    chosen = logit[0].topk(4).indices.sort().values
+    y = stack(x[:, chosen], position[:, chosen])
+    x = x.index_add(1, chosen, alpha * logit[:, chosen].sigmoid()[..., None] * y)
+    expected = model.backbone.lm_head(body.final_layer_norm(x))
+    output = model(prompt, labels=prompt)
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=1e-12)
+    assert output.depth.sum() == 12
+    target = torch.zeros_like(logit[0]).index_fill(0, chosen, 1.0)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(logit[0], target)
+    torch.testing.assert_close(output.terms["router"], bce, rtol=1e-12, atol=0)
+    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + weight * bce, rtol=1e-12, atol=0)
+
+
+def test_capacity_warms_up_from_keeping_all():
+    method = tiny("mor", iterations=4).method
+    assert method.top_share(0.0).schedule.shares == (1.0, 1.0, 1.0)
+    assert method.top_share(1.0).schedule.shares == pytest.approx((0.97, 0.93, 0.9))
+    assert 0.97 < method.top_share(0.5).schedule.shares[0] < 1.0
+
+
+def test_a_deep_copy_is_a_model_of_its_own():
+    model = tiny()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(twin.backbone.parameters()).mul_(2)
+    assert twin.wrapped.stock is twin.backbone
+    assert not torch.equal(twin(ids()).logits, model(ids()).logits)
+
+
+def test_autocast_halts_by_the_same_rule():
+    model = tiny(dtype=torch.float32, iterations=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dense = model(ids(), execution="dense", policy=FixedDepth(3))
+        compact = model(ids(), execution="compact", policy=FixedDepth(3))
+    assert dense.gates.dtype == torch.float32
+    torch.testing.assert_close(dense.logits.float(), compact.logits.float(), rtol=0.05, atol=0.05)
+
+
+def test_tau_may_be_one_per_gate():
+    model = tiny(iterations=3)
+    assert model(ids(), policy=LearnedGate(0.0)).depth.unique().tolist() == [3]
+    several = model(ids(), policy=LearnedGate((0.0, 0.5)))
+    assert torch.equal(several.depth, 2 + (several.gates[..., 1] >= 0.5).long())
+    assert several.depth.unique().tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"max_iterations": 0}, "max_iterations"),
+        ({"max_iterations": 9}, "max_iterations"),
+        ({"execution": "sparse"}, "execution"),
+        ({"execution": "dense", "use_cache": True}, "execution"),
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, "labels"),
+        ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+        ({"position_ids": torch.zeros(2, 5, dtype=torch.long)}, "position_ids"),
+        ({"document_ids": torch.zeros(3, 9, dtype=torch.long)}, "document_ids"),
+        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "inputs_embeds"),
+        ({"polcy": Random(0.5)}, "polcy"),
+        ({"output_attentions": True}, "output_attentions"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_wrong_use_of_forward_names_the_field(asked, field):
+    with pytest.raises(AdaPonderError, match=field):
+        tiny()(ids(), **asked)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
+    """What gradient accumulation needs: with the whole's token count, every part's loss is its share."""
+    model = tiny(method, router_loss_weight=0.1).train()
+    batch, how = ids(4, 9), {"objective": Objective(ponder_weight=0.1, ponder_fraction=0.5)}
+    plain = [model(batch[i : i + 1], labels=batch[i : i + 1]).loss for i in range(4)]
+    whole = [model(batch[i : i + 1], labels=batch[i : i + 1], **how).loss for i in range(4)]
+    parts = [model(batch[i : i + 1], labels=batch[i : i + 1], num_items_in_batch=4 * 8, **how).loss for i in range(4)]
+    torch.testing.assert_close(sum(parts), sum(whole) / 4, rtol=1e-12, atol=0)
+    assert (sum(whole) > sum(plain)) == (method == "adaponder")
+
+
+@pytest.mark.parametrize("method", ["adaponder", "mor"])
+def test_a_caller_that_averages_forwards_says_what_the_other_terms_weigh(method):
+    """Of 32 targets 8 are here; the term counts whole all the same, and without a rounding to float32."""
+    model, batch = tiny(method, router_loss_weight=0.1).train(), ids(1, 9)
+    objective = Objective(ponder_weight=0.1, ponder_fraction=0.5, share=1.0)
+    output = model(batch, labels=batch, num_items_in_batch=torch.tensor(4 * 8), objective=objective)
+    term = output.terms["ponder" if method == "adaponder" else "router"]
+    assert term.dtype == torch.float64
+    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 0.1 * term, rtol=1e-15, atol=0)
+
+
+def test_the_router_loss_is_the_sum_over_recursions_of_the_mean_over_the_eligible():
+    model = tiny("mor", iterations=3, capacities=[1.0, 0.5, 0.25]).train()
+    seen = []
+    output = model(ids(1, 8), labels=ids(1, 8), on_iteration=seen.append)
+    expected = 0.0
+    for earlier, later, logit in zip(seen, seen[1:], output.gates.logit().unbind(-1), strict=False):
+        bce = torch.nn.functional.binary_cross_entropy_with_logits(logit, later.active.double(), reduction="none")
+        expected = expected + bce[earlier.active].mean()
+    torch.testing.assert_close(output.terms["router"], expected, rtol=1e-12, atol=0)
+
+
+def test_packed_documents_have_the_loss_of_documents_alone():
+    documents = [ids(1, n, seed=n) for n in (5, 3, 8)]
+    packed = torch.cat(documents, 1)
+    numbers = torch.cat([torch.full_like(doc, i) for i, doc in enumerate(documents)], 1)
+    model = tiny()
+    alone = [model(doc, labels=doc).loss * (doc.shape[1] - 1) for doc in documents]
+    together = model(packed, labels=packed, document_ids=numbers).loss
+    torch.testing.assert_close(together, sum(alone) / (4 + 2 + 7), rtol=1e-12, atol=0)
+
+
+def test_guidance_sees_the_same_policy():
+    model = tiny(iterations=3)
+    ask = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "guidance_scale": 1.5}
+    plain = tiny("vanilla").generate(ids(1, 6), **ask)
+    assert torch.equal(model.generate(ids(1, 6), **ask, max_iterations=1), plain)
+    assert torch.equal(model.generate(ids(1, 6), **ask, policy=FixedDepth(1)), plain)
+
+
+@pytest.mark.parametrize(("method", "given"), [("adaponder", True), ("adaponder", False), ("vanilla", False)])
+def test_the_dense_forward_compiles_as_one_graph(method, given):
+    model = tiny(method).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    objective = Objective(ponder_weight=0.3, ponder_fraction=0.2) if given else None
+    asked = {"targets": ids(2, 9, seed=1), "objective": objective}
+    expected = model(ids(), **asked).loss
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss = compiled(ids(), **asked).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["adaponder", "vanilla", "ouro", "mor"])  # by layer: test_compiling, all of them
+def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(method):
+    model, iterations = tiny(method, iterations=4).train(), 1 if method in ("vanilla", "pause") else 4
+    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+    losses, gradients = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if compiled:
+            # The residual stream is read by a hook, around which the compiler breaks its graph in two.
+            how = {"by": "pass", "backend": "aot_eager"}
+            model.compile_passes(**how, fullgraph=not model.method.needs_stream(iterations))
+        loss = model(ids(), **asked).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
+    # The first pass reuses nothing, later ones do; mor masks by presence instead, and its masks make two kinds as well.
+    parts = 2 if model.method.needs_stream(iterations) else 1
+    between = {"adaponder": 3, "ouro": 1}.get(method, 0)  # small functions between passes
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= parts * min(2, iterations) + between
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+# Passes that run compiled: the first one, which reads every token of unpadded sequences, and those over packed rows.
+PACKED = {
+    "plain": (("adaponder", "gpt_neox"), {}, {}, 2),
+    "grouped": (("adaponder", "llama"), {}, {}, 2),
+    "padded": (("adaponder", "gpt_neox"), {}, {"attention_mask": PADDED}, 2),
+    "kv": (("adaponder", "gpt_neox"), {"reuse": "kv"}, {}, 2),
+    "none": (("adaponder", "gpt_neox"), {"reuse": "none"}, {}, 2),
+    "mor": (("mor", "gpt_neox"), {}, {}, None),  # its residual stream is read by a hook, which breaks graphs
+    "documents": (("adaponder", "gpt_neox"), {}, {"document_ids": DOCUMENTS}, 0),
+    "windows": (("adaponder", "mistral"), {}, {}, 1),
+}
+
+
+@pytest.mark.parametrize(("case", "trains"), [*((case, True) for case in PACKED), ("plain", False), ("padded", False)])
+def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, trains):
+    (method, family), recurrence, given, graphs = PACKED[case]
+    model = tiny(method, family, iterations=4, **recurrence).train(trains)
+    expected = packed_results(model, given, trains)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile_passes(by="pass", backend="aot_eager", fullgraph=case != "mor")
+    for mine, theirs in zip(packed_results(model, given, trains), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    if graphs is not None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_packed_rows_are_checkpointed_compiled_and_right():
+    model = tiny(iterations=4).train()
+    expected = packed_results(model, {}, trains=True)
+    model.gradient_checkpointing_enable()
+    model.compile_passes(backend="aot_eager")
+    for mine, theirs in zip(packed_results(model, {}, trains=True), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_attention_that_drops_is_not_compiled_over_packed_rows():
+    model = tiny(iterations=4).train()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile_passes(backend="eager", fullgraph=True)
+    model.backbone.config.attention_dropout = 0.3
+    for layer in model.backbone.base_model.layers:
+        layer.attention.attention_dropout = 0.3
+    packed_results(model, {}, trains=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the first pass alone"
+    torch._dynamo.utils.counters.clear()
+    packed_results(model.eval(), {}, trains=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "in evaluation nothing is dropped"
+
+
+def test_the_check_does_not_depend_on_where_tensors_are_made_by_default():
+    """Models may be made under ``torch.device("cuda")``; meta is such a place that any machine has."""
+    model = tiny()
+    with torch.device("meta"):
+        model.wrapped.verify()
+
+
+def test_a_mask_may_lie_in_memory_as_it_likes():
+    model = tiny(iterations=4).eval()
+    strided = PADDED.t().contiguous().t()
+    assert not strided.is_contiguous()
+    found = [model(ids(2, 6), attention_mask=mask, execution="compact").logits for mask in (PADDED, strided)]
+    assert torch.equal(*found)
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
+    model = tiny().train()
+    model.compile_passes(backend="eager")
+    asked = {"targets": ids(2, 9, seed=1)}
+    before = model(ids(), **asked).loss
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.backbone.base_model.parameters():
+            parameter.mul_(0.5)
+    compiled = twin(ids(), **asked).loss
+    twin.wrapped.compile_options = None
+    torch.testing.assert_close(compiled, twin(ids(), **asked).loss)
+    torch.testing.assert_close(model(ids(), **asked).loss, before)
+    assert not torch.allclose(compiled, before)
+
+
+def test_a_memory_budget_keeps_fewer_activations_and_changes_nothing():
+    model = tiny(iterations=3).train()
+    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
+    kept, gradients = [], []
+    for budget in (1.0, 0.2):
+        torch._dynamo.reset()
+        model.compile_passes(by="pass", backend="aot_eager_decomp_partition", memory_budget=budget)
+        saved = 0
+
+        def count(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(ids(), **asked).loss
+        loss.backward()
+        kept.append(saved)
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        model.zero_grad()
+    assert kept[1] < 0.7 * kept[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ConfigError, match="memory_budget=0"):
+        model.compile_passes(memory_budget=0)
+
+
+def test_resizing_the_vocabulary_reaches_backbone_and_model(tmp_path):
+    model = tiny(dtype=torch.float32)
+    model.resize_token_embeddings(70)
+    assert model.config.vocab_size == model.backbone.config.vocab_size == 70
+    assert model(ids()).logits.shape[-1] == 70
+    model.backbone.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 70
+
+
+def test_another_backbone_is_read_once_it_is_there():
+    model = tiny()
+    model.backbone = stock(seed=9)
+    expected = stock(seed=9)(ids()).logits
+    torch.testing.assert_close(model(ids(), max_iterations=1).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_adapters_on_head_or_embedding_are_refused_and_elsewhere_are_fine():
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.weight = base, base.weight
+
+        def forward(self, x):
+            return self.base(x) + 0.1
+
+    model = tiny()
+    model.backbone.lm_head = Adapter(model.backbone.lm_head)
+    with pytest.raises(AdaPonderError, match="head"):
+        model(ids())
+    model = tiny()
+    model.backbone.gpt_neox.embed_in = Adapter(model.backbone.gpt_neox.embed_in)
+    with pytest.raises(AdaPonderError, match="embedding"):
+        model(ids())
+    model = tiny()
+    dense = model.backbone.gpt_neox.layers[0].attention
+    dense.dense = Adapter(dense.dense)
+    assert model(ids()).logits.isfinite().all()
+
+
+def test_offloaded_heads_are_refused_before_they_make_nonsense():
+    model = tiny()
+    model.backbone.lm_head.to("meta")
+    with pytest.raises(AdaPonderError, match="offloaded"):
+        model(ids())
+
+
+def test_the_trainer_predicts_logits_and_nothing_else(tmp_path):
+    model = tiny(dtype=torch.float32)
+    rows = [{"input_ids": row, "labels": row} for row in ids(2, 9)]
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    found = Trainer(model=model, args=arguments).predict(rows)
+    assert found.predictions.shape == (2, 9, VOCABULARY)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_loss_without_logits_is_the_loss(method):
+    tokens = ids(2, 9)
+    found = {}
+    for wanted in (True, False):
+        model = tiny(method).train()
+        output = model(
+            tokens, labels=tokens, objective=Objective(ponder_weight=0.5, ponder_fraction=0.5), output_logits=wanted
+        )
+        assert (output.logits is None) != wanted
+        output.loss.backward()
+        found[wanted] = output.loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    assert torch.allclose(found[True][0], found[False][0], atol=1e-12)
+    for name, gradient in found[True][1].items():
+        other = found[False][1][name]
+        assert (gradient is None) == (other is None), name
+        assert gradient is None or torch.allclose(gradient, other, atol=1e-12), name
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
+def test_families_that_are_read_whole_or_not_at_all_say_so(family):
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "n_layer": 2, "n_head": 2}
+    extra = {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4}
+    config = AutoConfig.for_model(family, **settings, **(extra if family == "gpt_neo" else {}))
+    torch.manual_seed(0)
+    stock_model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    tokens = ids(2, 9)
+    plain = AdaPonderForCausalLM.from_backbone(stock_model, method="vanilla")
+    with torch.no_grad():
+        assert torch.allclose(plain(tokens).logits, stock_model(tokens).logits, atol=1e-10)
+        with pytest.raises(AdaPonderError, match="only whole"):
+            plain(tokens, attention_mask=torch.tensor([[0] + [1] * 8, [1] * 9]))
+    with pytest.raises(AdaPonderError, match=f"{family} cannot be a backbone of adaponder"):
+        AdaPonderForCausalLM.from_backbone(stock_model, method="adaponder", iterations=2)

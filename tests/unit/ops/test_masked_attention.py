@@ -1,0 +1,113 @@
+"""Attention that is given a mask never runs by cuDNN, whose backward returns NaN for it; the rest may."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.backends.cuda import cudnn_sdp_enabled
+
+from adaponder.ops.compact_attention import Rows
+from adaponder.ops.compact_attention import torch as reference
+from adaponder.ops.masks import Places, masked_attention
+from support import ids, tiny
+
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+
+
+def cudnn_allowed(model, *, replay=False, compiles=False, **given) -> set[bool]:
+    """Whether cuDNN was a choice, in every pass of a training step and whatever it replays."""
+    allowed = set()
+    if replay:
+        model.gradient_checkpointing_enable()
+    if compiles:
+        model.compile_passes(backend="aot_eager")
+    layer = model.backbone.base_model.layers[0]
+    hook = layer.attention.register_forward_pre_hook(lambda *_: allowed.add(cudnn_sdp_enabled()))
+    try:
+        model.train()(ids(2, 6), labels=ids(2, 6), **given).loss.backward()
+    finally:
+        hook.remove()
+    return allowed
+
+
+@pytest.mark.parametrize("how", [{}, {"replay": True}, {"compiles": True}], ids=["eager", "replayed", "compiled"])
+def test_a_masked_pass_never_runs_by_cudnn(how):
+    assert cudnn_allowed(tiny("adaponder"), attention_mask=PADDED, **how) == {False}
+    assert cudnn_allowed(tiny("adaponder"), document_ids=torch.tensor([[0, 0, 1, 1, 1, 2]] * 2), **how) == {False}
+    assert cudnn_sdp_enabled()
+
+
+def test_a_graph_holds_the_choice_too():
+    graphs = []
+
+    def attend(query, mask):
+        with masked_attention():
+            return torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+    given = torch.randn(1, 1, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    torch.compile(attend, backend=lambda graph, _: graphs.append(graph.code) or graph, fullgraph=True)(*given)
+    chosen = graphs[0].split("scaled_dot_product_attention(")[0]
+    assert "EFFICIENT_ATTENTION" in chosen
+    assert "CUDNN" not in chosen
+
+
+def test_a_plain_causal_pass_may_run_by_cudnn():
+    assert cudnn_allowed(tiny("adaponder")) == {True}
+
+
+def test_scattered_rows_never_attend_by_cudnn(monkeypatch):
+    allowed, attend = [], reference.scaled_dot_product_attention
+    monkeypatch.setattr(
+        reference,
+        "scaled_dot_product_attention",
+        lambda *a, **k: allowed.append(cudnn_sdp_enabled()) or attend(*a, **k),
+    )
+    slot = torch.arange(4)[None]
+    keys = torch.randn(1, 2, 4, 8)
+    rows = Rows(torch.zeros(4, dtype=torch.long), Places(slot, slot), Places(slot, slot))
+    reference.compact_attention(torch.randn(4, 2, 8), keys, keys, rows)
+    assert allowed == [False]
+
+
+def test_an_error_inside_leaves_the_choice_as_it_was():
+    with pytest.raises(ZeroDivisionError), masked_attention():
+        raise ZeroDivisionError
+    assert cudnn_sdp_enabled()
+
+
+def test_threads_take_the_choice_back_together():
+    """One that began first and ends first does not bring cuDNN back for the other."""
+    first, second = masked_attention(), masked_attention()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert cudnn_sdp_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_under_a_mask_are_finite_where_cudnn_returns_nan(dtype):
+    """704 tokens, all scores near -120: what cuDNN cannot do (NaN in the gradient of the queries)."""
+    length, size = 704, 64
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(length, 1, size, generator=generator) * scale for scale in (0.1, 0.1, 1.0))
+    query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(size)
+    given = [query, *(x.transpose(0, 1)[None] for x in (key, value))]
+    slot = torch.arange(length, device="cuda")[None]
+    rows = Rows(torch.zeros(length, dtype=torch.long, device="cuda"), Places(slot, slot), Places(slot, slot))
+
+    def gradients(dtype):
+        leaves = [x.to("cuda", dtype).detach().clone().requires_grad_() for x in given]
+        reference.compact_attention(*leaves, rows).square().sum().backward()
+        return [leaf.grad.double() for leaf in leaves]
+
+    given = [x.to(dtype).double() for x in given]  # rounded once, for both
+    for found, true in zip(gradients(dtype), gradients(torch.float64), strict=True):
+        assert found.isfinite().all()
+        # The first part of a query meets a constant: its true gradient is 0, a sum of large numbers that cancel.
+        found, true = found[..., 1:], true[..., 1:]
+        assert (found - true).norm() <= 0.05 * true.norm()

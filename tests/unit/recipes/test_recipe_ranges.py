@@ -1,0 +1,356 @@
+"""Every field of a recipe has a type and a range; what leaves them is one line that names the field, at once."""
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal
+
+import pytest
+from transformers import PreTrainedConfig
+
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError
+from adaponder.recipes.recipe import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
+from adaponder.settings import METHODS, Recurrence, Span
+from adaponder.training import run
+from adaponder.training.sweeps.grid import config_of
+
+SECTIONS: dict[str, Any] = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
+TINY = """
+model:
+  backbone: {model_type: gpt_neox, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 256}
+data: {source: nowhere, sequence: 8}
+train: {steps: 100, global_batch: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def refusal(tiny: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(tiny, overrides)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+# --- every setting of a model, from recipe and command line --------------------------------------------------------
+
+# Another value than the default, for every field that AdaPonderConfig adds to Hugging Face's.
+OTHER = {
+    "method": "ponder",
+    "iterations": 3,
+    "tau": 0.25,
+    "gate_width": 2,
+    "gate_bias": -1.5,
+    "shared_gate": True,
+    "embedding_scale": 3.0,
+    "initial_multiplier": 2.0,
+    "expectation_top_k": 5,
+    "reuse": "kv",
+    "ponder_on": "logits",
+    "ponder_pool": "closed",
+    "pause_token_id": 255,
+    "capacities": [1.0, 0.5, 0.25, 0.25],
+    "router_alpha": 0.5,
+    "router_loss_weight": 0.01,
+    "exit_threshold": 0.75,
+    "exit_entropy_weight": 0.2,
+}
+
+
+def test_no_setting_of_the_config_is_forgotten():
+    own = {item.name for item in dataclasses.fields(AdaPonderConfig)} - {
+        item.name for item in dataclasses.fields(PreTrainedConfig)
+    }
+    assert own - {"backbone_config"} == set(OTHER)
+    assert {item.name for item in dataclasses.fields(Recurrence)} | {"ponder_on"} == set(OTHER)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_every_setting_of_the_config_is_set_by_the_command_line(tiny, name):
+    section = "train" if name == "ponder_on" else "model"
+    value = OTHER[name] if not isinstance(OTHER[name], bool) else str(OTHER[name]).lower()
+    method = ["model.method=mor"] if name == "capacities" else []
+    before, after = load_recipe(tiny, method), load_recipe(tiny, [*method, f"{section}.{name}={value}"])
+    config = config_of(after)
+    assert getattr(config, name) == OTHER[name]
+    assert getattr(config_of(before), name) != OTHER[name]
+    assert after.fingerprint != before.fingerprint
+
+
+def test_every_setting_of_the_config_is_set_by_a_file(tiny, tmp_path):
+    lines = "".join(f"  {name}: {value}\n" for name, value in OTHER.items() if name not in ("ponder_on", "method"))
+    (tmp_path / "all.yaml").write_text(f"base: {tiny}\nmodel:\n{lines}".replace("iterations: 3", "iterations: 4"))
+    recipe = load_recipe(str(tmp_path / "all.yaml"))
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(str(tmp_path / "again.yaml")).fingerprint == recipe.fingerprint
+    for made in (recipe, load_recipe(str(tmp_path / "again.yaml"))):
+        found = {name: getattr(config_of(made), name) for name in OTHER}
+        assert found == OTHER | {"method": "adaponder", "iterations": 4, "ponder_on": "probabilities"}
+
+
+def test_a_setting_that_stands_in_another_section_is_named(tiny):
+    assert "did you mean train.ponder_on?" in refusal(tiny, "model.ponder_on=logits")
+    assert "did you mean model.tau?" in refusal(tiny, "train.tau=0.1")
+
+
+# --- ranges --------------------------------------------------------------------------------------------------------
+
+# Numbers that may be 0, and that may be negative; nothing else may.
+ZERO = {
+    "model.gate_width",
+    "model.gate_bias",
+    "model.pause_token_id",
+    "model.router_loss_weight",
+    "model.exit_entropy_weight",
+    "data.validation",
+    "train.gate_lr",
+    "train.min_lr_ratio",
+    "train.warmup",
+    "train.joint_warmup",
+    "train.weight_decay",
+    "train.betas",
+    "train.ponder_weight",
+    "train.k_max",
+    "train.ponder_start",
+    "train.ponder_full",
+    "train.gate_start",
+    "train.freeze_backbone_steps",
+    "train.capacity_warmup",
+    "train.exit_entropy",
+    "train.exit_entropy_steps",
+    "train.seed",
+    "train.eval_every",
+    "train.save_every",
+    "train.log_every",
+}
+NEGATIVE = {"model.gate_bias"}
+NEVER = (".nan", ".inf", "-.inf", "nan", "1e30", "-1e30", "9" * 39, "9" * 5000, "0x" + "f" * 5000, "lots", "true")
+OF_ANOTHER_TYPE = ("{a: 1}", "[[1]]", "2001-99-99", "2001-01-01", "!!python/object/apply:os.getcwd []", "*x")
+
+
+def kind_of(hint: Any) -> Any:
+    """A field's type without ``None``, and that of its numbers where it has a number or a word."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return next(argument for argument in typing.get_args(hint) if argument is not type(None))
+    return hint
+
+
+def fields_of(*kinds: Any) -> list[str]:
+    """``section.field`` of every field of one of those types."""
+    found = []
+    for section, kind in SECTIONS.items():
+        hints = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            own = kind_of(hints[item.name])
+            if own in kinds or typing.get_origin(own) in kinds:
+                found.append(f"{section}.{item.name}")
+    return found
+
+
+def test_every_field_is_of_a_kind_that_is_walked():
+    walked = fields_of(int, float, tuple, bool, Literal, str)
+    everything = [f"{section}.{item.name}" for section, kind in SECTIONS.items() for item in dataclasses.fields(kind)]
+    assert set(everything) - set(walked) == {"model.backbone"}
+    assert len(walked) == len(set(walked))
+    for section, kind in SECTIONS.items():
+        for item in dataclasses.fields(kind):
+            if f"{section}.{item.name}" in fields_of(int, float, tuple):
+                assert "span" in item.metadata, f"{section}.{item.name} has no range"
+
+
+@pytest.mark.parametrize("field", fields_of(int, float))
+def test_a_number_outside_its_range_is_refused_by_name(tiny, field):
+    for value in (*NEVER, *OF_ANOTHER_TYPE, "[1]", "''"):
+        assert field in refusal(tiny, f"{field}={value}")
+    if field not in NEGATIVE:
+        assert field in refusal(tiny, f"{field}=-1")
+    if field not in ZERO:
+        assert field in refusal(tiny, f"{field}=0")
+    else:
+        load_recipe(tiny, [f"{field}=0"])
+    if field in fields_of(int):
+        assert field in refusal(tiny, f"{field}=1.5")
+
+
+@pytest.mark.parametrize("field", fields_of(tuple))
+def test_a_list_is_refused_for_any_number_in_it(tiny, field):
+    length = 4 if field == "model.capacities" else 2
+    for value in (*NEVER, "-1", "{a: 1}", "[1]", *(["0"] if field not in ZERO else [])):
+        assert field in refusal(tiny, f"{field}=[{', '.join([value] * length)}]")
+    for value in ("3", "text", "{a: 1}", "true", *(["[0.1]", "[0, 0, 0]"] if length == 2 else [])):
+        assert field in refusal(tiny, f"{field}={value}")
+
+
+@pytest.mark.parametrize("field", fields_of(bool, Literal))
+def test_a_choice_is_refused_by_name(tiny, field):
+    for value in ("lots", "5", "-1", ".nan", "[1]", "{a: 1}", "1.5", "''"):
+        message = refusal(tiny, f"{field}={value}")
+        assert field in message
+        assert "choose one of" in message or " is needed" in message
+
+
+@pytest.mark.parametrize("field", fields_of(str))
+def test_a_name_is_text(tiny, field):
+    for value in (".nan", "5", "true", "[a]", "{a: 1}", "''", "'  '", '"a\\0b"', "null"):
+        assert field in refusal(tiny, f"{field}={value}")
+
+
+def test_only_what_may_be_left_open_is_nothing(tiny):
+    for section, kind in SECTIONS.items():
+        hints = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            field = f"{section}.{item.name}"
+            if type(None) in typing.get_args(hints[item.name]):
+                load_recipe(tiny, [f"{field}=null"])
+            else:
+                assert field in refusal(tiny, f"{field}=null")
+
+
+def test_a_range_is_said_in_words_and_means_them():
+    words = {(False, False): "from 0 to 1", (True, False): "above 0 and up to 1"}
+    words |= {(False, True): "from 0 to below 1", (True, True): "above 0 and below 1"}
+    for (above, below), said in words.items():
+        span = Span(0, 1, above=above, below=below)
+        assert str(span) == said
+        inside = [value for value in (-0.1, 0, 0.5, 1, 1.1, float("nan")) if value in span]
+        assert inside == [*([] if above else [0]), 0.5, *([] if below else [1])]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["train.betas=[2, 3]"], "train.betas"),
+        (["train.warmup=101"], "train.warmup"),
+        (["train.warmup=1.5"], "train.warmup"),
+        (["train.joint_warmup=101"], "train.joint_warmup"),
+        (["train.freeze_backbone_steps=101"], "train.freeze_backbone_steps"),
+        (["train.ponder_start=5"], "train.ponder_full"),
+        (["train.eval_tokens=7"], "train.eval_tokens"),
+        (["model.iterations=3", "train.target_depth=3.5"], "train.target_depth"),
+        (["train.target_depth=2", "train.ponder_weight=0"], "train.target_depth"),
+        (["model.backbone=5"], "model.backbone"),
+        (["model.backbone=[1]"], "model.backbone"),
+        (["model.backbone={a: 1}"], "model.backbone.model_type"),
+        (["model.backbone=''"], "model.backbone"),
+        (["model.backbone.model_type=[1]"], "model.backbone.model_type"),
+        (["model.backbone.initializer_range=.nan"], "model.backbone.initializer_range"),
+        (["model.backbone.rope_parameters={rope_theta: .inf}"], "model.backbone.rope_parameters.rope_theta"),
+        (["model.backbone.hidden_size=1e30"], "model.backbone.hidden_size"),
+        (["model.embedding_scale=sqrt(e)"], "model.embedding_scale"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_by_name(tiny, overrides, names):
+    assert names in refusal(tiny, *overrides)
+
+
+def test_a_config_made_without_a_recipe_has_the_same_ranges():
+    backbone = load_recipe("cpu/demo").model.backbone | {"vocab_size": 256}
+    bad = {int: (0.5, "1", True, float("nan"), 10**400), float: ("1", True, float("nan"), float("inf"), 10**400)}
+    hints = typing.get_type_hints(Recurrence)
+    walked = 0
+    for name in hints:
+        for value in bad.get(kind_of(hints[name]), ([], 5)):
+            if name == "capacities" and value == []:
+                continue  # held against the iterations, where there is a router
+            with pytest.raises(ConfigError, match=rf"\b{name}\b"):
+                AdaPonderConfig(backbone_config=backbone, **{name: value})
+            walked += 1
+    assert walked > 50
+    for name in ("iterations", "tau", "reuse", "shared_gate", "exit_threshold"):
+        with pytest.raises(ConfigError, match=f"{name}=None"):
+            AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({name: None}))
+
+
+@pytest.mark.parametrize("backbone", [5, [1], "gpt2", {"model_type": [1]}, {"model_type": 5}], ids=str)
+def test_what_is_no_backbones_config_is_refused_by_name(backbone):
+    with pytest.raises(ConfigError, match="backbone_config"):
+        AdaPonderConfig(backbone_config=backbone)
+
+
+# --- found at once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["adaponde", "PONDER", "", "5"])
+def test_a_method_that_is_none_is_found_when_the_recipe_is_read(tiny, method):
+    message = refusal(tiny, f"model.method='{method}'")
+    assert message.startswith(f"model.method='{method}': choose one of {', '.join(METHODS)}")
+    assert message.endswith("did you mean adaponder?") == (method == "adaponde")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.backbone.model_type=gpt_neoxx", "model.backbone.model_type='gpt_neoxx'"),
+        ("model.backbone.num_attention_heads=3", "model.backbone.num_attention_heads=3"),
+        ("model.backbone.hiden_size=3", "hiden_size"),
+        ("model.backbone.max_position_embeddings=many", "max_position_embeddings"),
+        ("model.capacities=[1.0, 0.5]", "capacities"),
+        ("data.sequence=4096", "data.sequence=4096"),
+    ],
+)
+def test_what_no_model_can_be_built_from_is_found_before_data_is_prepared(tmp_path, monkeypatch, override, says):
+    monkeypatch.setattr(run, "shards_folder", lambda *a, **k: pytest.fail("data was prepared"))
+    recipe = load_recipe("cpu/demo", ["model.method=mor", override])
+    with pytest.raises(ConfigError, match=says.replace("[", r"\[")):
+        run.train(recipe, out=tmp_path / "out")
+
+
+# --- files that are no recipes -------------------------------------------------------------------------------------
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(20)
+)
+FILES: dict[str, tuple[bytes, str]] = {
+    "a bomb of aliases": (BOMB.encode(), "alias"),
+    "an alias of itself": (b"model: &m {backbone: *m}", "alias"),
+    "nested too deeply": (b"model: " + b"[" * 100_000, "nested"),
+    "nested mappings": (b"model: " + b"{a: " * 5000 + b"1" + b"}" * 5000, "nested"),
+    "a number of too many digits": (b"train: {steps: " + b"9" * 100_000 + b"}", "digits"),
+    "a hexadecimal of too many digits": (b"train: {steps: 0x" + b"f" * 100_000 + b"}", "digits"),
+    "a sexagesimal of too many digits": (b"train: {steps: 1" + b":59" * 50_000 + b"}", "digits"),
+    "a date that is none": (b"train: {steps: 2001-99-99}", "month"),
+    "a boolean that is none": (b"train: {compile: !!bool x}", "not valid YAML"),
+    "an object": (b"model: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    "not UTF-8": (b"about: \xff\xfe", "is not text in UTF-8"),
+    "a control character": (b"about: a\x00b", "not valid YAML"),
+    "too large": (b"about: " + b"x" * 2**20, "more than"),
+    "empty": (b"", "a mapping is needed"),
+    "a list": (b"[1, 2]", "a mapping is needed"),
+    "a base that is none": (b"base: 5", "base=5"),
+    "a list of bases": (b"base: [a, b]", "base="),
+    "a key twice": (b"train: {steps: 1, steps: 2}", "steps stands there twice"),
+    "a key that is a number": (b"5: 6", "5: no such field"),
+    "a key that is a list": (b"? [1]\n: 2", "not valid YAML"),
+    "a section that is none": (b"base: cpu/demo\ntrain: null", "train=None: a section"),
+    "a name that is a number": (b"base: cpu/demo\nabout: 5", "about=5"),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path, what):
+    content, says = FILES[what]
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(tmp_path / "mine.yaml"))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "/", "."])
+def test_a_name_that_no_file_can_have_is_no_recipe(name):
+    with pytest.raises(ConfigError, match="neither a recipe that ships nor a file"):
+        load_recipe(name)
+
+
+def test_text_in_quotes_stays_text(tiny):
+    assert load_recipe(tiny, ["data.source='123'"]).data.source == "123"
+    assert load_recipe(tiny, ["train.lr='1e-3'"]).train.lr == 1e-3
+    assert load_recipe(tiny, ["model.backbone.hidden_size='32'"]).model.backbone["hidden_size"] == 32

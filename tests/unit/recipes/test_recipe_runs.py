@@ -1,0 +1,73 @@
+"""What a recipe says reaches the model that is trained, from scratch or from a checkpoint."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adaponder.errors import ConfigError
+from adaponder.recipes.recipe import load_recipe
+from adaponder.training.build import build_model
+from adaponder.training.run import train
+from support import tiny
+from training_support import corpus, small
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    model = tiny("adaponder", iterations=3, dtype=torch.float32, tau=0.5, initial_multiplier=2.0)
+    folder = tmp_path_factory.mktemp("checkpoint") / "ada"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def goes_on(folder: Path, *overrides: str):
+    open_fields = [f"model.{name}=null" for name in ("iterations", "gate_bias")]
+    return build_model(load_recipe("cpu/demo", [f"model.backbone={folder}", *open_fields, *overrides]), 28)
+
+
+def test_a_checkpoint_of_the_same_method_goes_on_as_the_recipe_says(checkpoint):
+    model, folder = checkpoint
+    same = goes_on(folder, "model.gate_bias=1.0", "model.iterations=3")  # where gates began is past
+    assert (same.config.tau, same.config.initial_multiplier, same.config.gate_bias) == (0.5, 2.0, 4.0)
+    asked = ("model.tau=0.25", "model.reuse=kv", "model.embedding_scale=sqrt(d)", "train.ponder_on=logits")
+    changed = goes_on(folder, *asked)
+    assert (changed.config.tau, changed.config.reuse, changed.config.ponder_on) == (0.25, "kv", "logits")
+    assert (changed.config.embedding_scale, changed.config.initial_multiplier) == (4.0, 2.0)
+    for built in (same, changed):
+        found = built.state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        assert built.training
+
+
+@pytest.mark.parametrize("override", ["model.iterations=4", "model.gate_width=2", "model.shared_gate=True"])
+def test_a_setting_that_trained_gates_cannot_follow_is_refused_by_name(checkpoint, override):
+    name, value = override.split("=")
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}={value}.*another shape"):
+        goes_on(checkpoint[1], override)
+
+
+def test_ouros_schedule_and_silence_between_reach_the_run(shards, tmp_path):
+    def final(name: str, *overrides: str) -> dict[str, torch.Tensor]:
+        short = ("train.steps=3", "train.warmup=0", "train.log_every=0", "train.save_every=0")
+        recipe = small(shards, *short, *overrides, method="ouro")
+        train(recipe, out=tmp_path / name, quiet=True)
+        return load_file(tmp_path / name / "final" / "model.safetensors")
+
+    constant = final("constant", "model.exit_entropy_weight=0.3")
+    scheduled = final("scheduled", "train.exit_entropy=[0.3, 0.3]")
+    falling = final("falling", "train.exit_entropy=[0.3, 0.1]")
+    assert all(torch.equal(constant[name], scheduled[name]) for name in constant)
+    assert not all(torch.equal(constant[name], falling[name]) for name in constant)
+    lines = [json.loads(text) for text in (tmp_path / "falling" / "metrics.jsonl").read_text().splitlines()]
+    logged = [each for each in lines if "lr" in each]
+    assert [(each["step"], each["exit_entropy_weight"]) for each in logged] == [(2, 0.1)]  # only at the end

@@ -1,0 +1,305 @@
+"""The queue of experiments: what has a record is skipped, what cannot finish is not started, records name their run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from adaponder.cli import app
+from adaponder.commands import reproduce as command
+from adaponder.errors import InputError
+from adaponder.recipes.recipe import load_recipe
+from adaponder.reproduction.queue import Experiment, identity, read_queue
+from adaponder.reproduction.records import read_records, record_of, result
+from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
+from training_support import corpus
+
+ROOT = Path(__file__).parents[3]
+TINY = """
+base: cpu/demo
+model:
+  backbone: {model_type: gpt_neox, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32}
+data: {sequence: 16}
+train: {steps: 2, global_batch: 2, ponder_start: 0, ponder_full: 0, eval_tokens: 64, log_every: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return corpus(tmp_path_factory.mktemp("text"))
+
+
+def written(folder: Path, **changes) -> Path:
+    """A queue of two claims on a tiny recipe."""
+    tiny = folder / "tiny.yaml"
+    tiny.write_text(TINY)
+    raw = {
+        "data": {"folder": str(folder / "data"), "hash": "0" * 16, "prepare": "adaponder prepare TEXT --out data"},
+        "seconds": {"hardware": "NVIDIA H200", "start": 10, "iteration": 30},
+        "claims": {"lr": "rates", "table1": "methods"},
+        "runs": [
+            {"claim": "lr", "recipe": str(tiny), "each": {"train.lr": [0.001, 0.002]}},
+            {"claim": "table1", "recipe": str(tiny), "seeds": [0, 1]},
+        ],
+    }
+    path = folder / "queue.yaml"
+    path.write_text(yaml.safe_dump(raw | changes))
+    return path
+
+
+def test_the_queue_that_ships_is_whole_and_its_first_claims_are_lr_and_table1():
+    queue = read_queue(ROOT / "experiments" / "queue.yaml")
+    assert list(queue.claims)[:2] == ["lr", "table1"]
+    assert len({each.label for each in queue.experiments}) == len(
+        {(e.recipe, e.changes, e.seed) for e in queue.experiments}
+    )
+    methods = {each.resolved().model.method for each in queue.of_claim("lr")}
+    assert methods == {"vanilla", "ponder", "loop", "adaponder", "mor", "ouro", "pause"}
+    for each in queue.experiments:
+        assert each.resolved().train.steps * 32 * 1024 >= 90_000_000, "a claim stands on 90M tokens at least"
+
+
+def test_records_that_ship_are_of_runs_in_the_queue_and_say_what_they_stand_on():
+    queue = read_queue(ROOT / "experiments" / "queue.yaml")
+    records = [each for each in read_records(ROOT / "experiments" / "records") if each["data"] == queue.data_hash]
+    assert records
+    named = {"date", "commit", "hardware", "versions", "recipe_hash", "seed", "data", "embedding_scale"}
+    assert all(named <= record.keys() for record in records)
+    done = [each for each in queue.experiments if record_of(each, records, queue.data_hash)]
+    fair = {(e.recipe, e.changes) for e in done if e.claim == "lr"}
+    assert {("mini/vanilla", (f"train.lr={lr}",)) for lr in (0.002, 0.004, 0.008)} <= fair
+
+
+def test_tables_of_losses_are_what_the_records_say():
+    """README and experiments/README: every loss of the fair tables, beside the depth it was reached at."""
+    queue = read_queue(ROOT / "experiments" / "queue.yaml")
+    records = read_records(ROOT / "experiments" / "records")
+    known = {
+        each.changes[-1].partition("=")[2] + each.recipe + ("" if len(each.changes) == 1 else " unscaled"): result(
+            record
+        )
+        for each in queue.of_claim("lr")
+        if (record := record_of(each, records, queue.data_hash))
+    }
+    kinds = {"vanilla, embedding scale 1": "mini/vanilla unscaled", "vanilla": "mini/vanilla", "Loop": "mini/loop"}
+    kinds |= {"PonderLM, K = 2": "mini/ponder-k2", "PonderLM, K = 4": "mini/ponder", "AdaPonder": "mini/adaponder"}
+
+    def cells(text, start):
+        for row in re.findall(r"^\| (.*) \|$", text[text.index(start) :].split("\n\n", 3)[2], re.M)[1:]:
+            yield [cell.strip() for cell in row.replace("*", "").split("|")]
+
+    shown = 0
+    text = (ROOT / "experiments" / "README.md").read_text()
+    for name, *losses in cells(text, "## Learning rate and embedding scale"):
+        kind = next(recipe for word, recipe in kinds.items() if name.startswith(word))
+        for lr, cell in zip((0.001, 0.002, 0.004, 0.008), losses, strict=True):
+            if not cell:
+                assert f"{lr}{kind}" not in known, "a run with a record is in the table"
+                continue
+            loss, _, depth = cell.partition(" (")
+            assert loss == f"{known[f'{lr}{kind}']['validation_loss']:.4f}", (name, lr)
+            assert not depth or depth == f"{known[f'{lr}{kind}']['validation_depth']:.2f})", (name, lr)
+            shown += 1
+    for name, depth, loss, _, rate in cells((ROOT / "README.md").read_text(), "## What it learns"):
+        kind = next(recipe for word, recipe in kinds.items() if name.startswith(word))
+        tried = {key: each for key, each in known.items() if key.endswith(kind)}
+        best = min(tried, key=lambda key: tried[key]["validation_loss"])
+        assert float(rate.split()[0].rstrip(",")) == float(best.removesuffix(kind)), name
+        assert (loss, depth) == tuple(
+            f"{tried[best][f'validation_{key}']:.{n}f}" for key, n in (("loss", 4), ("depth", 2))
+        )
+        shown += 1
+    assert shown >= 24
+
+
+def test_seeds_that_the_readmes_speak_of_have_records():
+    records = read_records(ROOT / "experiments" / "records")
+    losses = {
+        (each["recipe"]["name"], each["seed"]): f"{result(each)['validation_loss']:.4f}"
+        for each in records
+        if each["recipe"]["train"]["lr"] == 0.004 and each["embedding_scale"] == 16
+    }
+    spoken = [losses["mini/vanilla", 1], losses["mini/vanilla", 2], losses["mini/ponder-k2", 1]]
+    for file in ("README.md", "experiments/README.md"):
+        text = (ROOT / file).read_text()
+        assert all(loss in text for loss in spoken), file
+
+
+def test_the_command_line_shows_a_claim_with_any_seeds(tmp_path):
+    listed = CliRunner().invoke(app, ["reproduce", "lr", "--list", "--seeds", "0,7", "--queue", str(written(tmp_path))])
+    assert listed.exit_code == 0, listed.output
+    assert listed.output.count("waiting") == 4
+
+
+def test_a_claim_with_other_seeds_has_every_setting_once_for_each(tmp_path):
+    queue = read_queue(written(tmp_path))
+    assert [each.seed for each in queue.of_claim("table1")] == [0, 1]
+    chosen = queue.of_claim("lr", seeds=[3, 4])
+    assert [(each.changes[-1], each.seed) for each in chosen] == [
+        ("train.lr=0.001", 3),
+        ("train.lr=0.002", 3),
+        ("train.lr=0.001", 4),
+        ("train.lr=0.002", 4),
+    ]
+    with pytest.raises(InputError, match="choose one of lr, table1"):
+        queue.of_claim("frontier")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": [{"claim": "lr", "recipe": "cpu/none"}]}, "cpu/none: neither a recipe"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "set": {"train.stpes": 3}}]}, "train.stpes: no such field"),
+        ({"runs": [{"claim": "other", "recipe": "cpu/demo"}]}, "claim other is not among"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "seed": 3}]}, "seed: no such field of a run"),
+        ({"data": {"folder": "x"}}, "hash"),
+        ({"seconds": None}, "NoneType"),
+        ({"claims": ["lr"]}, "AttributeError"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "each": [1]}]}, "AttributeError"),
+    ],
+)
+def test_a_queue_that_is_wrong_says_where(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        read_queue(written(tmp_path, **changes))
+
+
+def test_a_run_is_known_by_what_it_computes_alone():
+    recipe = load_recipe("mini/ponder").as_dict()
+    known = identity(recipe)
+    same = [
+        load_recipe("mini/ponder", ["data.source=elsewhere", "train.log_every=3", "train.keep_logits=true"]),
+        load_recipe("mini/ponder", ["model.embedding_scale=16", "train.gate_lr=null", "train.steps=3000.0"]),
+    ]
+    assert [identity(each.as_dict()) for each in same] == [known] * 2
+    later = json.loads(json.dumps(recipe))
+    del later["train"]["target_gain"]  # a record from before the field was there
+    assert identity(later) == known
+    for change in (
+        "train.seed=1",
+        "train.lr=2e-3",
+        "model.embedding_scale=1",
+        "data.sequence=512",
+        "model.iterations=2",
+        "train.clip=null",
+    ):
+        assert identity(load_recipe("mini/ponder", [change]).as_dict()) != known, change
+
+
+def test_seconds_come_from_runs_of_the_same_model_on_the_same_hardware(tmp_path):
+    queue = read_queue(written(tmp_path))
+    experiment = Experiment("lr", "mini/ponder-k2", ("train.lr=0.002",), 1)
+    tokens = 3000 * 32 * 1024
+    assert device_seconds(experiment, queue, [], "NVIDIA H200") == 60  # two iterations by the queue's estimate
+    assert device_seconds(experiment, queue, [], "another") is None
+    timed = {
+        "recipe": load_recipe("mini/ponder-k2", ["train.lr=8e-3"]).as_dict(),
+        "hardware": "another",
+        "tokens_per_second": tokens / 300,
+        "shared_device_with": 2,
+    }
+    assert device_seconds(experiment, queue, [timed], "another") == pytest.approx(100)
+    deeper = dataclasses.replace(experiment, recipe="mini/ponder")
+    assert device_seconds(deeper, queue, [timed], "another") is None
+    assert wall_seconds(100, queue, jobs=3) >= 10 + 300
+
+
+def test_what_cannot_finish_is_not_started_and_a_shorter_run_may_go_first():
+    long, short = (Experiment("lr", "mini/ponder", (), seed) for seed in (0, 1))
+    cost = {long: 100.0, short: 40.0}.__getitem__
+    assert choose([long, short], cost, left=100) is long
+    assert choose([long, short], cost, left=99) is short
+    assert choose([long, short], cost, left=39) is None
+    assert choose([long, short], cost, left=None) is long
+
+
+def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, monkeypatch, data):
+    """Children run in this process here: what they are is the same command."""
+    path = written(tmp_path)
+    place = {"queue": path, "data": data, "records": tmp_path / "records", "runs": tmp_path / "runs", "commit": "abc"}
+    started = []
+
+    def start(experiment, where, *, beside):
+        started.append(experiment.label)
+        words = dict(word.removeprefix("--").split("=", 1) for word in where.command(experiment, beside)[4:])
+        assert (words["run"], words["seeds"], words["beside"]) == (experiment.label, str(experiment.seed), "1")
+        assert command.run(None, one=experiment.label, seeds=[experiment.seed], beside=beside, **place) == 0
+        return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
+
+    monkeypatch.setattr(command, "_start", start)
+    assert command.run("lr", jobs=2, **place) == 0
+    assert len(started) == 2
+    assert command.run("lr", jobs=2, **place) == 0
+    assert len(started) == 2, "both have a record"
+    assert "2 have a record, 0 to do" in capsys.readouterr().out
+    records = read_records(tmp_path / "records")
+    assert {(each["commit"], each["shared_device_with"], each["embedding_scale"]) for each in records} == {
+        ("abc", 1, 4.0)
+    }
+    assert all(each["validation"][-1]["validation_loss"] > 0 for each in records)
+    for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
+        command.run("lr", listed=True, json=tmp_path / "list.json", **place | given)
+        assert {each["state"] for each in json.loads((tmp_path / "list.json").read_text())["runs"]} == {state}
+
+
+def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, data):
+    tiny = str(tmp_path / "tiny.yaml")
+    path = written(tmp_path, runs=[{"claim": claim, "recipe": tiny} for claim in ("lr", "table1")])
+    started = []
+
+    def start(experiment, where, *, beside):
+        started.append(experiment.label)
+        return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
+
+    monkeypatch.setattr(command, "_start", start)
+    command.run(None, following=True, jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc")
+    assert started == ["tiny-seed-0"]
+
+
+class _Ended:
+    returncode = 0
+
+    def poll(self) -> int:
+        return 0
+
+
+def test_time_that_nobody_can_estimate_starts_nothing(tmp_path, monkeypatch, data):
+    monkeypatch.setattr(command, "_start", lambda *_, **__: pytest.fail("started"))
+    place = {"queue": written(tmp_path), "data": data, "commit": "abc"}
+    with pytest.raises(InputError, match="no run of this kind has been timed on cpu"):
+        command.run(None, following=True, minutes=5, records=tmp_path / "records", **place)
+    with pytest.raises(InputError, match="name a claim"):
+        command.run(None, **place)
+    with pytest.raises(InputError, match="prepare it with: adaponder prepare TEXT"):
+        command.run("lr", **place | {"data": tmp_path / "nothing"})
+    for asked in ({"listed": True}, {"following": True}):
+        with pytest.raises(InputError, match="name the claim whose runs"):
+            command.run(None, seeds=[3], **asked, **place)
+    with pytest.raises(InputError, match="no such run"):
+        command.run(None, one="mini-nothing", **place)
+
+
+def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monkeypatch, capsys, data):
+    """A child that would never end, ended when time is over."""
+    children = []
+
+    def start(experiment, where, *, beside):
+        children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return command._Running(experiment, children[-1], tmp_path / "log")
+
+    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(command, "_costs", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 0.0))
+    path = written(tmp_path)
+    place = {"queue": path, "data": data, "commit": "abc", "runs": tmp_path / "runs"}
+    assert command.run("lr", jobs=2, minutes=0.02, records=tmp_path / "records", **place) == 1
+    assert len(children) == 2
+    assert all(child.returncode is not None for child in children)
+    assert "2 runs are cut and leave no record" in capsys.readouterr().out
+    assert not (tmp_path / "records").exists()

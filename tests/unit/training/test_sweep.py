@@ -1,0 +1,402 @@
+"""A sweep is its runs: checked before any begins, each as if run alone, none run twice, and one table of all."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adaponder.analysis.sensitivity import sensitivity
+from adaponder.analysis.style import save
+from adaponder.backbones.shape import parameters_of
+from adaponder.commands import sweep as command
+from adaponder.config import AdaPonderConfig
+from adaponder.data import prepare as preparing
+from adaponder.errors import AdaPonderError, InputError
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.recipes.recipe import load_recipe, recipe_names
+from adaponder.training import run as running
+from adaponder.training.run import train
+from adaponder.training.sweeps import sweep as sweeping
+from adaponder.training.sweeps.grid import config_of, plan
+from adaponder.training.sweeps.sweep import requested_depth
+from adaponder.training.telemetry import Telemetry
+from training_support import corpus, small
+
+ABLATIONS = [name for name in recipe_names() if name.startswith("ablation/")]
+GRID = ["train.ponder_weight=0,1", "train.k_max=0.5,0.9"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> str:
+    """A recipe file of four steps, two of them in stage 2."""
+    folder = tmp_path_factory.mktemp("sweep")
+    short = ("train.steps=4", "train.ponder_start=1", "train.ponder_full=2", "train.save_every=0")
+    (folder / "tiny.yaml").write_text(small(corpus(folder), *short).to_yaml())
+    return str(folder / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def swept(recipe, tmp_path_factory) -> Path:
+    """A finished two by two sweep. Others only read it."""
+    out = tmp_path_factory.mktemp("swept") / "out"
+    assert command.run(recipe, grids=GRID, out=out, quiet=True).exit_code == 0
+    return out
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def statuses(out: Path) -> list[str]:
+    return [each["status"] for each in json.loads((out / "sweep.json").read_text())["runs"]]
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_the_product_of_its_axes_and_names_say_what_differs():
+    runs = plan("mini/adaponder", ["train.ponder_weight=0,1e-2", "model.shared_gate=true,false"])
+    assert [run.name for run in runs] == [
+        "ponder_weight=0__shared_gate=true",
+        "ponder_weight=0__shared_gate=false",
+        "ponder_weight=0.01__shared_gate=true",
+        "ponder_weight=0.01__shared_gate=false",
+    ]
+    assert runs[2].recipe.train.ponder_weight == 0.01
+    assert runs[2].fields == {"train.ponder_weight": 0.01, "model.shared_gate": True}
+    for run in runs:
+        assert load_recipe("mini/adaponder", run.overrides).fingerprint == run.recipe.fingerprint
+
+
+def test_one_at_a_time_holds_the_recipe_once_and_every_other_value_of_each_axis():
+    axes = ["train.ponder_weight=0,0.1,0.2", "train.k_max=0.1,0.2"]
+    runs = plan("mini/adaponder", axes, one_at_a_time=True)
+    assert [run.name for run in runs] == ["base", "ponder_weight=0", "ponder_weight=0.2", "k_max=0.2"]
+    assert runs[0].recipe.fingerprint == load_recipe("mini/adaponder").fingerprint
+    assert runs[3].fields == {"train.ponder_weight": 0.1, "train.k_max": 0.2}
+    # What the recipe leaves open resolves to the config's own: width 4 is the base, not a second run of it.
+    assert [run.name for run in plan("mini/adaponder", ["model.gate_width=0,4"], one_at_a_time=True)] == [
+        "base",
+        "gate_width=0",
+    ]
+    moved = plan("mini/adaponder", axes, overrides=["train.k_max=0.2"], one_at_a_time=True)
+    assert moved[0].fields["train.k_max"] == 0.2
+
+
+def test_seeds_come_seed_by_seed_and_leave_the_names_of_the_first_alone():
+    alone = plan("mini/adaponder", ["train.k_max=0.1,0.2"])
+    runs = plan("mini/adaponder", ["train.k_max=0.1,0.2"], seeds=[0, 7])
+    assert [run.name for run in runs] == ["k_max=0.1", "k_max=0.2", "k_max=0.1__seed=7", "k_max=0.2__seed=7"]
+    assert [run.recipe.fingerprint for run in runs[:2]] == [run.recipe.fingerprint for run in alone]
+    assert [run.recipe.train.seed for run in runs] == [0, 0, 7, 7]
+    assert [run.name for run in plan("mini/adaponder", [], seeds=[0, 7])] == ["base", "seed=7"]
+
+
+def test_names_are_safe_for_file_systems_and_never_the_same():
+    axes = ["train.betas=[0.9, 0.95],[0.9, 0.9]", "data.source=a/b c,a/b:c", f"data.tokenizer={'x' * 200},y"]
+    names = [run.name for run in plan("mini/adaponder", axes)]
+    assert len({name.casefold() for name in names}) == 8
+    assert all(re.fullmatch(r"[A-Za-z0-9._=+-]{1,150}", name) for name in names)
+    names = [run.name for run in plan("mini/adaponder", ["train.lr=1,2", "train.gate_lr=1,2"])]
+    assert names[0] == "lr=1__gate_lr=1"
+
+
+@pytest.mark.parametrize(
+    ("grids", "says"),
+    [
+        ([], "--grid is missing"),
+        (["train.k_mx=0.1"], "did you mean train.k_max"),
+        (["trian.k_max=0.1"], "did you mean train"),
+        (["model.backbone.hiden_size=64"], "did you mean model.backbone.hidden_size"),
+        (["k_max=0.1"], "section.field=value"),
+        (["train.k_max"], "section.field=value"),
+        (["train.k_max="], "section.field=value"),
+        (["train.k_max=0.1,"], "section.field=value"),
+        (["train.k_max=0.1,,0.2"], "not a list"),
+        (["train.k_max=[0.1"], "not a list"),
+        (["train.steps=2001-99-99"], "'2001-99-99' is not a list of values"),
+        (["train.steps=" + "9" * 5000], "is not a list of values"),
+        (["train.clip=.nan"], "train.clip='NaN': a number"),
+        (["train.k_max=few"], "train.k_max='few': a number"),
+        (["train.k_max=0.1,2"], "train.k_max=2.0: a number from 0 to 1"),
+        (["train.k_max=0.1", "train.k_max=0.2"], "stands there twice"),
+        (["train.k_max=0.1,1e-1"], "list each value once"),
+        (["train.log_every=1,2"], "does not change what is trained"),
+        (["train.seed=0,1"], "--seeds 0,1"),
+        (["train.steps=many"], "train.steps"),
+        (["model.iterations=0"], "at least once"),
+        (["model.method=adaponder,pnder"], "choose one of"),
+        (["data.sequence.x=3"], "not a section"),
+        (["train.lr=1,2"], "both --set and --grid"),
+    ],
+)
+def test_a_bad_grid_is_an_error_that_names_the_field_before_anything_is_made(grids, says, tmp_path):
+    with pytest.raises(AdaPonderError, match=re.escape(says)):
+        command.run("cpu/demo", grids=grids, overrides=["train.lr=1e-3"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_seed_named_twice_is_refused():
+    with pytest.raises(InputError, match="--seeds 0,0: a seed stands there twice"):
+        command.run("cpu/demo", grids=["train.k_max=0.1"], seeds=[0, 0], dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "depth"),
+    [
+        ([], 3.7),
+        (["train.k_max=0.2"], 3.4),
+        (["train.ponder_weight=0"], 4.0),
+        (["model.iterations=2"], 1.9),
+        (["train.steps=1000"], 4.0),  # ends in stage 1
+        (["train.steps=1321"], 3.85),  # ends half way through the warm-up of k
+        (["model.method=ponder"], 4.0),
+        (["model.method=mor"], 3.8),
+        (["model.method=vanilla"], 1.0),
+        (["model.method=ouro"], None),
+        (["train.target_depth=2.5"], 2.5),
+    ],
+)
+def test_what_is_requested_is_what_the_last_step_asks_for(overrides, depth):
+    recipe = load_recipe("mini/adaponder", overrides)
+    found = requested_depth(recipe, config_of(recipe))
+    assert found == (None if depth is None else pytest.approx(depth))
+
+
+def test_a_dry_run_prints_commands_that_are_the_runs_and_makes_nothing(recipe, tmp_path, capsys):
+    out = tmp_path / "my out"
+    done = command.run(recipe, grids=GRID, overrides=["train.lr=0.5"], out=out, dry_run=True)
+    assert done.exit_code == 0
+    assert not out.exists()
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("adaponder train")]
+    assert len(lines) == 4
+    for words, each in zip(lines, done.result["runs"], strict=True):
+        sets = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+        assert load_recipe(words[2], sets).fingerprint == each["fingerprint"]
+        assert words[words.index("--out") + 1] == str(out / each["name"])
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_sweep_is_the_run_alone_bit_for_bit(recipe, swept, tmp_path):
+    alone = load_recipe(recipe, ["train.ponder_weight=1", "train.k_max=0.9"])
+    done = train(alone, out=tmp_path / "alone", quiet=True)
+    assert done.final is not None
+    mine, theirs = weights(swept / "ponder_weight=1__k_max=0.9"), weights(tmp_path / "alone")
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    found = done.trainer.evaluate(alone.train.eval_tokens)
+    [each] = [r for r in json.loads((swept / "sweep.json").read_text())["runs"] if r["name"].endswith("1__k_max=0.9")]
+    assert {name: each[name] for name in found} == found
+    assert (each["fingerprint"], each["step"], each["requested_depth"]) == (alone.fingerprint, 4, pytest.approx(1.2))
+
+
+def test_the_table_is_written_three_times_and_the_figure_comes_from_the_json_alone(swept, tmp_path):
+    result = json.loads((swept / "sweep.json").read_text(), parse_constant=pytest.fail)
+    assert statuses(swept) == ["finished"] * 4
+    assert [point["loss"]["count"] for point in result["points"]] == [1] * 4
+    with (swept / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row, each in zip(rows, result["runs"], strict=True):
+        assert float(row["train.k_max"]) == each["fields"]["train.k_max"]
+        assert (
+            float(row["embedding_scale"])
+            == each["embedding_scale"]
+            == AdaPonderConfig.from_pretrained(swept / each["name"] / "final").embedding_scale
+        )
+        assert float(row["validation_loss"]) == each["validation_loss"]
+        assert [float(row[f"validation_halted_{i}"]) for i in (1, 2)] == each["validation_halted"]
+        assert each["tokens_per_second"] > 0
+    for path in save(sensitivity(result["runs"]), tmp_path / "sensitivity"):
+        assert path.read_bytes() == (swept / path.name).read_bytes()
+
+
+def test_what_is_finished_is_never_run_again(recipe, swept, monkeypatch, capsys):
+    before = (swept / "sweep.json").read_bytes()
+    monkeypatch.setattr(sweeping, "train", lambda *a, **k: pytest.fail("trained again"))
+    assert command.run(recipe, grids=GRID, out=swept).exit_code == 0
+    assert (swept / "sweep.json").read_bytes() == before
+    shown = capsys.readouterr().out
+    assert "4 done before, 0 to do" in " ".join(shown.split())
+    assert "requested" in shown
+    assert "scale" in shown  # of embeddings: "emb." may stand on a line of its own
+
+
+@pytest.mark.parametrize(
+    ("override", "says"), [("train.lr=0.5", "train.lr: 0.01 → 0.5"), ("train.eval_tokens=128", "train.eval_tokens")]
+)
+def test_a_folder_that_holds_another_run_is_an_error_that_names_the_field(recipe, swept, override, says):
+    with pytest.raises(InputError, match=re.escape(says)):
+        command.run(recipe, grids=GRID, overrides=[override], out=swept, quiet=True)
+
+
+def stop_at(monkeypatch, name: str, step: int) -> None:
+    """Ctrl-C while that run makes that step."""
+    advance, folders = Telemetry.advance, []
+    begin = Telemetry.__init__
+
+    def beginning(self, folder, **settings):
+        folders.append(folder.name)
+        begin(self, folder, **settings)
+
+    def advancing(self, at):
+        advance(self, at)
+        if (folders[-1], at) == (name, step):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Telemetry, "__init__", beginning)
+    monkeypatch.setattr(Telemetry, "advance", advancing)
+
+
+def test_stopped_and_gone_on_with_is_never_having_stopped(recipe, swept, tmp_path, monkeypatch):
+    out, grid = tmp_path / "out", ["train.ponder_weight=1", "train.k_max=0.5,0.9"]
+    with monkeypatch.context() as patch:
+        stop_at(patch, "ponder_weight=1__k_max=0.5", 1)
+        done = command.run(recipe, grids=grid, out=out, quiet=True)
+    assert done.exit_code == 130
+    assert statuses(out) == ["stopped", "pending"]
+    assert done.result["runs"][0]["step"] == 2
+    # A run that was begun belongs to its recipe, as a finished one does.
+    with pytest.raises(InputError, match=r"k_max=0\.5 holds another run, which differs in train\.clip"):
+        command.run(recipe, grids=grid, overrides=["train.clip=9"], out=out, quiet=True)
+    assert command.run(recipe, grids=grid, out=out, quiet=True).exit_code == 0
+    for run in plan(recipe, grid):
+        mine, theirs = weights(out / run.name), weights(swept / run.name)
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def test_a_signal_in_a_runs_last_step_stops_the_sweep_all_the_same(recipe, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    stop_at(monkeypatch, "k_max=0.5", 3)
+    assert command.run(recipe, grids=["train.k_max=0.5,0.9"], out=out, quiet=True).exit_code == 130
+    assert statuses(out) == ["finished", "pending"]
+    (out / "k_max=0.5" / "metrics.jsonl").unlink()
+    with pytest.raises(AdaPonderError, match=r"metrics.jsonl has no validation at step 3: delete"):
+        command.run(recipe, grids=["train.k_max=0.5"], out=out, quiet=True)
+
+
+def test_a_run_that_fails_is_a_line_of_the_table_and_the_others_go_on(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    short = ["train.eval_tokens=64"]
+    done = command.run(recipe, grids=["train.lr=100,1e-2"], overrides=short, seeds=[0, 1], out=out, quiet=True)
+    assert done.exit_code == 1
+    assert statuses(out) == ["failed", "finished", "failed", "finished"]
+    failed, finished = done.result["points"]
+    assert (failed["loss"], failed["runs"]) == (None, 2)
+    assert finished["loss"]["count"] == 2
+    assert finished["loss"]["deviation"] > 0
+    assert "step" in done.result["runs"][0]["error"]
+    shown = capsys.readouterr().out
+    assert "lr=100__seed=1 failed: step" in shown
+    assert "±" in shown
+    assert (out / "sensitivity.png").stat().st_size > 1000
+
+
+def test_where_every_run_fails_there_is_no_figure_and_it_is_said(recipe, tmp_path, capsys):
+    assert command.run(recipe, grids=["train.lr=100"], out=tmp_path / "out", quiet=True).exit_code == 1
+    assert "no figure" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "sensitivity.png").exists()
+
+
+def test_the_data_is_prepared_once_for_all_runs(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 1)
+    made, prepare = [], preparing._prepare
+    monkeypatch.setattr(preparing, "_prepare", lambda *a, **k: made.append(1) or prepare(*a, **k))
+    raw = Path(recipe).parent / "made-up.jsonl"
+    overrides = [f"data.source={raw}", "data.tokenizer=train-bpe:300", "data.validation=0.1", "train.steps=2"]
+    done = command.run(recipe, grids=["train.k_max=0.5,0.9"], overrides=overrides, quiet=True)
+    assert done.exit_code == 0
+    assert made == [1]
+    assert len(list(Path("runs").glob("*-sweep/k_max=*/final"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"grids": ["train.micro_batch=3,4"]}, "train.micro_batch=3 does not divide"),
+        ({"grids": ["data.sequence=32,64"]}, "data.sequence=64 exceeds"),
+        ({"grids": ["train.global_batch=4,99999"]}, "global_batch"),
+        ({"grids": GRID, "device": "toaster"}, "--device toaster"),
+        ({"grids": GRID, "out": "nowhere/out"}, "nowhere does not exist"),
+    ],
+)
+def test_what_could_not_run_is_an_error_before_anything_runs(recipe, settings, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeping, "train", lambda *a, **k: pytest.fail("began"))
+    out = tmp_path / settings.pop("out", "out")
+    with pytest.raises(AdaPonderError, match=re.escape(says)):
+        command.run(recipe, out=out, quiet=True, **settings)
+
+
+def test_several_processes_and_missing_gpus_are_refused_with_the_cure(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="no GPU"):
+        command.run(recipe, grids=GRID, out=tmp_path / "out", device="cuda")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="--dry-run"):
+        command.run(recipe, grids=GRID, out=tmp_path / "out")
+
+
+# --- the recipes ---------------------------------------------------------------------------------------------------
+
+DIFFERS = {
+    "ablation/gate-linear": {"model.gate_width": 0},
+    "ablation/gate-narrow": {"model.gate_width": 1},
+    "ablation/iterations": {},
+    "ablation/iterations-2-halting": {"model.iterations": 2},
+    "ablation/iterations-3-halting": {"model.iterations": 3},
+    "ablation/iterations-5": {"model.iterations": 5, "model.method": "ponder", "train.ponder_weight": 0.0},
+    "ablation/iterations-5-halting": {"model.iterations": 5},
+    "ablation/kv-reuse": {"model.reuse": "kv"},
+    "ablation/lambda-and-k": {},
+    "ablation/logit-target": {"train.ponder_on": "logits"},
+    "ablation/mean-of-all-gates": {"train.k_max": 1.0},
+    "ablation/no-k-warm-up": {"train.ponder_full": 1200},
+    "ablation/no-reuse": {"model.reuse": "none"},
+    "ablation/no-stage-1": {"train.ponder_start": 0, "train.ponder_full": 240},
+    "ablation/shared-gate": {"model.shared_gate": True},
+}
+
+
+def test_every_ablation_is_the_main_run_but_for_what_its_name_says():
+    assert set(DIFFERS) == set(ABLATIONS)
+    main = load_recipe("mini/adaponder").as_dict()
+    for name in ABLATIONS:
+        made = load_recipe(name).as_dict()
+        changed = {
+            f"{section}.{key}": made[section][key]
+            for section in ("model", "data", "train")
+            for key in main[section]
+            if made[section][key] != main[section][key]
+        }
+        assert changed == DIFFERS[name], name
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_ablation_builds_with_the_parameters_it_says(name):
+    config = config_of(load_recipe(name))
+    with torch.device("meta"):
+        model = AdaPonderForCausalLM(config)
+    assert model.num_parameters() == parameters_of(config).total
+
+
+def test_two_to_five_iterations_are_there_with_and_without_halting():
+    configs = [config_of(load_recipe(name)) for name in recipe_names() if name.startswith(("mini/", "ablation/"))]
+    for method in ("adaponder", "ponder"):
+        assert {2, 3, 4, 5} <= {config.iterations for config in configs if config.method == method}
+
+
+@pytest.mark.parametrize(("name", "count"), [("lambda-and-k", 9), ("iterations", 8), ("gate-linear", 5)])
+def test_the_sweeps_that_recipes_name_are_sweeps(name, count):
+    about = load_recipe(f"ablation/{name}").about
+    [swept] = re.findall(r"adaponder sweep (\S+)", about)
+    grids = re.findall(r"--grid ([\w.]+=[\w.,]*\w)", about)
+    assert len(plan(swept, grids, one_at_a_time="--one-at-a-time" in about)) == count

@@ -1,0 +1,573 @@
+"""The loop against a plain one, resume against never having stopped, several processes against one."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import adaponder
+from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
+from adaponder.data import Sampler, Shards
+from adaponder.errors import AdaPonderError, CheckpointError, InputError
+from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.text import Text
+from adaponder.evaluation.windows import Windows
+from adaponder.methods import ponder
+from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
+from adaponder.ops.vocab_expectation import torch as vocab_expectation
+from adaponder.recipes.recipe import Recipe, load_recipe
+from adaponder.training.build import build_model
+from adaponder.training.controller import DepthController
+from adaponder.training.loop import Trainer
+from adaponder.training.run import train
+from adaponder.training.schedule import policy_at
+from adaponder.training.watch import collapse
+from training_support import corpus, small, uneven
+
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    return uneven(tmp_path_factory.mktemp("uneven"))
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def plain_loop(recipe: Recipe, shards: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What the loop must equal: nothing but torch. Cross-entropy is a mean over targets, ponder over micro-steps."""
+    opened, plan = Shards.open(shards, "train"), recipe.train
+    sampler = Sampler(opened, sequence=recipe.data.sequence, global_batch=plan.global_batch, seed=plan.seed)
+    model = build_model(recipe, opened.vocab_size)
+    rates = {True: plan.lr, False: plan.gate_lr}
+    groups = [
+        {
+            "params": [
+                p for n, p in model.named_parameters() if n.startswith("backbone") == own and (p.ndim > 1) == big
+            ],
+            "weight_decay": plan.weight_decay if big else 0.0,
+            "peak": rates[own],
+        }
+        for own in (True, False)
+        for big in (True, False)
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=plan.betas, eps=1e-8)
+    warmup, found = round(plan.warmup * plan.steps), []
+    for step in range(plan.steps):
+        done = (step - warmup) / (plan.steps - 1 - warmup)
+        cosine = plan.min_lr_ratio + (1 - plan.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * ((step + 1) / warmup if step < warmup else cosine)
+        drawn = sampler.batch(step)
+        tokens, documents = torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.documents)
+        targets = tokens[:, 1:].clone()
+        if not recipe.data.attend_across_documents:
+            targets[documents[:, 1:] != documents[:, :-1]] = -100
+        k = 0.0 if step <= 3 else plan.k_max * min(1.0, (step - 3) / 2)
+        objective = Objective(ponder_weight=plan.ponder_weight if step >= 3 else 0.0, ponder_fraction=k)
+        halting = {} if step >= 3 else {"policy": FixedDepth(3)}
+        if not recipe.data.attend_across_documents:
+            halting["document_ids"] = documents[:, :-1]
+        loss, size = torch.zeros((), dtype=torch.double), plan.micro_batch or plan.global_batch
+        for first in range(0, plan.global_batch, size):
+            part = slice(first, first + size)
+            how = {key: value[part] if key == "document_ids" else value for key, value in halting.items()}
+            output = model(tokens[part, :-1], targets=targets[part], objective=objective, **how)
+            share = (targets[part] != -100).sum() / (targets != -100).sum().double()
+            loss = loss + output.terms["cross_entropy"] * share
+            loss = loss + objective.ponder_weight * output.terms.get("ponder", 0.0) * size / plan.global_batch
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found, model.state_dict()
+
+
+APART = ("data.attend_across_documents=false", "train.micro_batch=1", "train.steps=12")
+
+
+@pytest.mark.parametrize(
+    ("data", "how"),
+    [("shards", ["train.steps=50"]), ("apart", APART), ("apart", [*APART, "data.sequence=1"])],
+    ids=["together", "documents apart", "no targets in some rows"],
+)
+def test_the_loop_equals_plain_lines_through_both_stages(data, how, tmp_path, request):
+    shards = request.getfixturevalue(data)
+    recipe = small(shards, "train.dtype=float64", "train.save_every=0", *how)
+    expected, state = plain_loop(recipe, shards)
+    done = train(recipe, out=tmp_path / "run", quiet=True)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
+    for name, value in done.trainer.model.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-9)
+    assert data == "apart" or expected[-1] < 0.7 * expected[0], "it must learn for this to mean anything"
+
+
+def test_a_step_with_nothing_to_predict_is_a_step_of_the_other_terms(apart, tmp_path):
+    how = ["data.sequence=1", "train.global_batch=1", "train.steps=16", "train.ponder_start=0", "train.ponder_full=0"]
+    recipe = small(apart, "data.attend_across_documents=false", *how)
+    train(recipe, out=tmp_path / "run", quiet=True)
+    lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert any(line["cross_entropy"] == 0 and line["loss"] == line["ponder"] > 0 for line in lines if "ponder" in line)
+    assert all(math.isfinite(line["loss"]) for line in lines)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_evaluates_and_opens_with_from_pretrained(shards, tmp_path, method):
+    done = train(small(shards, method=method), out=tmp_path / "run", quiet=True)
+    model = AdaPonderForCausalLM.from_pretrained(done.final)
+    assert model.config.method == method
+    line = metrics(tmp_path / "run")[-1]
+    assert 1 <= line["validation_depth"] <= 3
+    assert line["validation_loss"] < math.log(300) + 1
+
+
+def test_accumulated_gradients_equal_the_whole_batch(shards, tmp_path):
+    whole = small(shards, "train.dtype=float64", "train.ponder_weight=0")
+    parts = small(shards, "train.dtype=float64", "train.ponder_weight=0", "train.micro_batch=1")
+    train(whole, out=tmp_path / "whole", quiet=True)
+    train(parts, out=tmp_path / "parts", quiet=True)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-9)
+
+
+def test_checkpointed_training_equals_training(shards, tmp_path):
+    replayed = small(shards, "train.gradient_checkpointing=true")
+    train(replayed, out=tmp_path / "replayed", quiet=True)
+    train(small(shards), out=tmp_path / "plain", quiet=True)
+    assert losses(tmp_path / "replayed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation inside returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        found = [value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        self.elements = max(self.elements, *found, 0)
+        return result
+
+
+def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_tokens(shards, tmp_path, monkeypatch):
+    """Five windows, four at once: the three that fill up the second batch do not count."""
+    sizes = ["model.backbone.vocab_size=2000", "train.eval_tokens=160", "train.steps=1", "model.tau=0.99"]
+    recipe = small(shards, "train.dtype=float64", "train.ponder_start=0", "train.ponder_full=0", *sizes)
+    trainer = train(recipe, out=tmp_path / "run", quiet=True).trainer
+    for operation in (vocab_expectation, linear_cross_entropy):
+        monkeypatch.setattr(operation, "CHUNK_ELEMENTS", 2000 * 40)
+    with LargestTensor() as largest:
+        found = trainer.evaluate(160)
+    assert largest.elements < 2000 * 4 * 32
+
+    stream = trainer.validation.read(0, 161)
+    text = Text(stream, np.zeros(1, np.int64), ("",), np.ones(1, np.int64), None)
+    scores = score(trainer.model, text, Windows(32), how=Reading(execution="dense"))
+    assert found["validation_loss"] == pytest.approx(scores.loss, rel=1e-12)
+    assert found["validation_depth"] == pytest.approx(scores.depth.mean(), rel=1e-12)
+    halted = [(scores.depth <= depth).mean() for depth in (1, 2)]
+    assert found["validation_halted"] == pytest.approx(halted, rel=1e-12)
+
+
+def test_kept_logits_change_no_bit_and_a_run_may_go_on_with_them(shards, tmp_path, monkeypatch):
+    asked, original = [], ponder.vocab_expectation
+
+    def spy(*args, keep_logits, **options):
+        asked.append(keep_logits)
+        return original(*args, keep_logits=keep_logits, **options)
+
+    monkeypatch.setattr(ponder, "vocab_expectation", spy)
+    plain, keeping = small(shards), small(shards, "train.keep_logits=true")
+    assert plain.fingerprint == keeping.fingerprint
+    train(plain, out=tmp_path / "plain", quiet=True)
+    assert set(asked) == {False}
+    asked.clear()
+    train(keeping, out=tmp_path / "kept", quiet=True)
+    halfway = tmp_path / "plain" / "checkpoints" / "step-00000004"
+    train(keeping, out=tmp_path / "resumed", resume=str(halfway), quiet=True)
+    assert set(asked) == {True}
+    expected = weights(tmp_path / "plain" / "final")
+    for name in ("kept", "resumed"):
+        found = weights(tmp_path / name / "final")
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_gates_alone_train_first_and_the_backbone_waits(shards, tmp_path):
+    recipe = small(shards, "train.freeze_backbone_steps=4", "train.halt_before_ponder=true")
+    done = train(recipe, out=tmp_path / "run", quiet=True)
+    start = build_model(recipe, Shards.open(shards, "train").vocab_size).state_dict()
+    halfway = AdaPonderForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-00000004").state_dict()
+    moved = {name for name, value in halfway.items() if not torch.equal(value, start[name])}
+    assert moved
+    assert all(name.startswith("method.") for name in moved)
+    end = done.trainer.model.state_dict()
+    assert any(not torch.equal(value, end[name]) for name, value in halfway.items() if name.startswith("backbone."))
+    with pytest.raises(AdaPonderError, match="freeze_backbone_steps"):
+        train(small(shards, "train.freeze_backbone_steps=4", method="ponder"), out=tmp_path / "no", quiet=True)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 7])
+def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkeypatch, stop_at):
+    recipe = small(shards, "train.freeze_backbone_steps=2", "train.save_every=1")
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    original = Trainer._after_step
+
+    def after(self, end):
+        original(self, end)
+        return self.step == stop_at
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_after_step", after)
+        assert train(recipe, out=tmp_path / "broken", quiet=True).final is None
+    train(recipe, out=tmp_path / "broken", resume="auto", quiet=True)
+    whole, broken = (weights(tmp_path / name / "final") for name in ("whole", "broken"))
+    assert all(torch.equal(value, broken[name]) for name, value in whole.items())
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import torch; torch.set_num_threads(1)
+from contextlib import nullcontext
+from training_support import small
+from adaponder.training import run
+from adaponder.training.distributed import join
+with join("cpu") as world:
+    run.join = lambda device: nullcontext(world)  # processes find each other once, for all runs
+    for name, overrides in {runs!r}.items():
+        run.train(small(Path({shards!r}), *overrides), out=Path({out!r}) / name, quiet=True)
+"""
+
+
+def launch(processes: int, shards: Path, out: Path, runs: dict[str, list[str]]) -> None:
+    """Trains each of the runs, one after another, in so many processes."""
+    paths = [str(Path(__file__).parents[2]), str(Path(adaponder.__file__).parents[1])]
+    script = out / "launch.py"
+    script.write_text(LAUNCH.format(paths=paths, shards=str(shards), runs=runs, out=str(out)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+SHARED = ["train.dtype=float64", "train.save_every=0", "data.attend_across_documents=false", "train.steps=10"]
+SHARED += ["train.eval_tokens=160"]  # five windows: not as many for every process
+PHASES = ["train.freeze_backbone_steps=2", "train.halt_before_ponder=true"]
+# What two processes train, and the micro-batch with which one process takes the same rows at once.
+TOGETHER = {
+    "ddp": ([*PHASES, "train.parallel=ddp"], 2),
+    "fsdp": ([*PHASES, "train.parallel=fsdp", "train.keep_logits=true"], 2),
+    "nothing to predict in some rows": (["data.sequence=1", "train.steps=6", "train.eval_tokens=5"], 2),
+    "each process for itself": (["train.ponder_scope=process"], 1),
+    "mor": (["model.method=mor", "model.iterations=4", "train.capacity_warmup=4", "train.steps=4"], 2),
+    "ouro": (["model.method=ouro", "train.steps=4"], 2),
+}
+
+
+def test_two_processes_train_like_one_that_takes_their_rows_together(apart, tmp_path):
+    """Unequal numbers of targets, two micro-steps, a change of phase: the same losses, terms and weights to 1e-9."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    runs = {name: [*SHARED, *how, "train.micro_batch=1"] for name, (how, _) in TOGETHER.items()}
+    launch(2, apart, tmp_path / "two", runs)
+    for name, (how, together) in TOGETHER.items():
+        recipe = small(apart, *SHARED, *how, f"train.micro_batch={together}")
+        assert_targets_differ(recipe, apart)
+        train(recipe, out=tmp_path / "one" / name, quiet=True)
+        one, two = (metrics(tmp_path / folder / name) for folder in ("one", "two"))
+        for term in ("loss", "cross_entropy", "ponder", "router", "entropy", "grad_norm", "validation_loss"):
+            expected = [line[term] for line in one if term in line]
+            assert [line[term] for line in two if term in line] == pytest.approx(expected, rel=1e-9), (name, term)
+        theirs = weights(tmp_path / "two" / name / "final")
+        for parameter, value in weights(tmp_path / "one" / name / "final").items():
+            torch.testing.assert_close(theirs[parameter], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {parameter}")
+
+
+def assert_targets_differ(recipe: Recipe, shards: Path) -> None:
+    """In some micro-step the two rows have unequal numbers of targets; of windows of one token, some have none."""
+    sampler = Sampler(Shards.open(shards, "train"), sequence=recipe.data.sequence, global_batch=4, seed=0)
+    documents = np.stack([sampler.batch(step).documents for step in range(4)])
+    counts = (documents[..., 1:] == documents[..., :-1]).sum(-1).reshape(-1, 2)
+    assert (counts[:, 0] != counts[:, 1]).any()
+    assert recipe.data.sequence > 1 or (counts == 0).any()
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"], ids=["kept", "replayed"])
+def test_compact_training_equals_dense_training(shards, tmp_path, checkpointing, monkeypatch):
+    """Halting tokens are skipped, and nothing else changes: half of them halt early here."""
+    original = Trainer.__post_init__
+
+    def with_gates_that_disagree(self):
+        original(self)
+        generator = torch.Generator().manual_seed(0)
+        for gate in self.model.method.gates:
+            gate.out.weight.data.normal_(std=20.0, generator=generator)
+
+    monkeypatch.setattr(Trainer, "__post_init__", with_gates_that_disagree)
+    same = ["train.dtype=float64", "model.tau=0.5", "train.halt_before_ponder=true", "model.gate_bias=0.0"]
+    same += [f"train.gradient_checkpointing={checkpointing}", "train.ponder_start=2", "train.ponder_full=3"]
+    for execution in ("dense", "compact"):
+        train(small(shards, f"train.execution={execution}", *same), out=tmp_path / execution, quiet=True)
+    found = [metrics(tmp_path / execution) for execution in ("dense", "compact")]
+    halted = [line["mean_depth"] for line in found[0] if "mean_depth" in line]
+    assert min(halted) < 2.9
+    assert losses(tmp_path / "compact") == pytest.approx(losses(tmp_path / "dense"), abs=1e-10)
+    ours, theirs = weights(tmp_path / "compact" / "final"), weights(tmp_path / "dense" / "final")
+    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-9) for name in theirs)
+
+
+def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path, capsys):
+    moved = {}
+    for steps in (3, 4):
+        recipe = small(shards, "train.gate_start=3", f"train.steps={steps}", "train.ponder_start=0")
+        model = train(recipe, out=tmp_path / str(steps), quiet=True).trainer.model
+        start = build_model(recipe, model.config.vocab_size)
+        pairs = zip(start.named_parameters(), model.named_parameters(), strict=True)
+        moved[steps] = {name for (name, old), (_, new) in pairs if not torch.equal(old, new)}
+    assert not any(name.startswith("method.") for name in moved[3])
+    assert any(name.startswith("backbone.") for name in moved[3])
+    assert any(name.startswith("method.") for name in moved[4])
+    assert "gate_start=3 lies after ponder_start=0" in capsys.readouterr().out
+
+
+def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
+    train(small(shards, "train.steps=2", "train.ponder_start=2", "train.ponder_full=3"), out=tmp_path / "a", quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "train.ponder_start=2 is not before the end, train.steps=2" in said
+    assert "no validation loss" not in said
+    (tmp_path / "one.txt").write_text("a few words\n" * 99)
+    asked = (
+        "train.steps=2",
+        f"data.source={tmp_path / 'one.txt'}",
+        "data.tokenizer=train-bpe:300",
+        "data.validation=1e-9",
+    )
+    train(small(shards, *asked), out=tmp_path / "b", data=tmp_path / "data", quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no document fell to validation" in said
+    assert "there will be no validation loss" in said
+    prepared = tmp_path / "data" / "one.txt-train-bpe-300"
+    train(small(prepared, "train.steps=2", "data.validation=0.2"), out=tmp_path / "c", quiet=True)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "was prepared with" in said
+    assert "validation 1e-09: that holds, not the recipe's" in said
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "word"),
+    [
+        ({"device": "cuda:99"}, InputError, "--device cuda:99"),
+        ({"resume": "nothere"}, CheckpointError, "--resume nothere"),
+    ],
+)
+def test_what_is_not_there_is_said_before_any_work(tmp_path, how, kind, word):
+    recipe = small(tmp_path / "no-such-text")
+    with pytest.raises(kind, match=word):
+        train(recipe, out=tmp_path / "run", quiet=True, **how)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, capsys, monkeypatch):
+    """As seen in a real run: the second gate closes for every token, so the model is a shallower one in disguise."""
+    recipe = small(shards, "model.tau=0.9", "train.ponder_start=0", "train.ponder_full=0", "train.steps=2")
+    original = Trainer.__post_init__
+
+    def with_the_second_gate_shut(self):
+        original(self)
+        torch.nn.init.constant_(self.model.method.gates[1].out.bias, -20.0)
+
+    monkeypatch.setattr(Trainer, "__post_init__", with_the_second_gate_shut)
+    train(recipe, out=tmp_path / "run", quiet=True)
+    assert "every token halts after 2 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step", "halted", "gates", "kind"),
+    [
+        (10, [0.995, 0.995], [0.5, 0.5], "all"),
+        (10, [0.0, 0.995], [0.5, 0.5], "one"),
+        (200, [0.0, 0.0], [0.5, 0.5], "none"),
+        (199, [0.0, 0.1], [0.5, 0.5], None),
+        (10, [0.3, 0.6], [0.5, 0.5], "early"),
+        (10, [0.0, 0.0], [0.9, 0.001], "early"),  # nobody may halt yet, and the gate is shut all the same
+        (10, [0.0, 0.0], [0.9, 0.02], None),
+        (150, [0.0, 0.2], [0.9, 0.001], None),
+        (10, [], [], None),
+    ],
+)
+def test_what_is_said_of_gates_that_no_longer_tell_tokens_apart(step, halted, gates, kind):
+    plan = load_recipe("cpu/demo", ["train.steps=200", "train.ponder_start=100", "train.ponder_full=120"]).train
+    seen = collapse({"step": step, "halted": halted, "gate_means": gates}, plan)
+    assert (seen and seen[0]) == kind
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Where there is no C++ compiler only the tracing half of torch.compile can run: the half that could go wrong."""
+
+    def with_backend(backend):
+        plain = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda function, options=None: plain(function, backend=backend))
+
+    return with_backend
+
+
+@pytest.mark.parametrize("by", ["pass", "layer"])
+def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards, tmp_path, traced, by):
+    traced("aot_eager")
+    long = ["train.steps=14", "train.ponder_start=3", "train.ponder_full=11", "train.save_every=0"]
+    for name, how in (("eager", []), ("compiled", ["train.compile=true", f"train.compile_by={by}"])):
+        recipe = small(shards, "train.dtype=float64", *how, *long)
+        torch._dynamo.utils.counters.clear()
+        train(recipe, out=tmp_path / name, quiet=True)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=1e-12)
+    # The first pass, the later ones and three functions between them, in training and in evaluation: not one for every
+    # step of k's warm-up.
+    assert 5 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
+
+
+@pytest.mark.parametrize("by", ["pass", "layer"])
+def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, traced, by):
+    """Each phase has graphs of its own for training and evaluation; past its limit the compiler would go eager."""
+    traced("eager")
+    how = ["train.compile=true", f"train.compile_by={by}", "train.freeze_backbone_steps=3", "train.eval_every=1"]
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        train(small(shards, *how), out=tmp_path / "run", quiet=True)
+    assert len(losses(tmp_path / "run")) == 8
+
+
+def test_compact_training_is_refused_where_it_would_hang(shards):
+    with pytest.raises(AdaPonderError, match="parallel=fsdp"):
+        small(shards, "train.execution=compact", "train.parallel=fsdp")
+
+
+@pytest.mark.parametrize("target", [1.5, 2.5, 3.5])
+@pytest.mark.parametrize("effect", [0.4, 1.0, 2.5])
+def test_a_controller_brings_slow_gates_to_the_target(target, effect):
+    """The plant: k closes ``effect`` times what it should; promises follow in some turns, halting in many more."""
+    controller = DepthController(target=target, iterations=4, start=0, gain=0.5, every=1)
+    depth = promised = 4.0
+    for step in range(600):
+        steered = controller.steer(Objective(ponder_weight=0.1, ponder_fraction=0.1), step)
+        wanted = 4.0 - min(1.0, effect * 3 * steered.ponder_fraction) * 3
+        promised += 0.2 * (wanted - promised)
+        depth += 0.05 * (promised - depth)
+        controller.turn(torch.tensor([1.0, depth, promised], dtype=torch.double))
+    assert depth == pytest.approx(target, abs=0.05)
+
+
+def test_a_steered_run_resumes_bit_for_bit_between_two_turns(shards, tmp_path):
+    recipe = small(shards, "train.target_depth=2.2", "train.target_every=2", "train.steps=12", "train.save_every=1")
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    pressure = [line["pressure"] for line in metrics(tmp_path / "whole") if "pressure" in line]
+    turned = [step for step in range(1, 12) if pressure[step] != pressure[step - 1]]
+    assert turned == [6, 8, 10], "after every second step, from step 5 on"
+    for step in (6, 8, 9, 10, 11):
+        broken = tmp_path / f"broken-{step}"
+        shutil.copytree(
+            tmp_path / "whole" / "checkpoints" / f"step-{step:08d}", broken / f"checkpoints/step-{step:08d}"
+        )
+        train(recipe, out=broken, resume="auto", quiet=True)
+        whole, again = weights(tmp_path / "whole" / "final"), weights(broken / "final")
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("start", "every", "due"), [(0, 1, [0, 1, 2, 3]), (0, 3, [2, 5, 8]), (5, 3, [7, 10, 13])])
+def test_a_controller_turns_after_whole_spans_of_steps_from_its_start_on(start, every, due):
+    controller = DepthController(target=2.0, iterations=4, start=start, gain=0.5, every=every)
+    assert [step for step in range(due[-1] + 1) if controller.due(step)] == due
+
+
+def test_the_capacity_of_mor_shrinks_along_half_a_cosine(shards, tmp_path):
+    """After 0, 1/4, 1/2, 3/4 and all of the warm-up the capacity has gone this much of the way from 1."""
+    four = ["model.method=mor", "model.iterations=4"]
+    plan = small(shards, *four, "train.capacity_warmup=8", "train.steps=12").train
+    method = build_model(small(shards, *four), 300).method
+    _, *capacities = method.config.capacities
+    assert capacities == [0.97, 0.93, 0.9]
+    for step, way in ((0, 0.0), (2, 0.1464466094), (4, 0.5), (6, 0.8535533906), (8, 1.0), (11, 1.0)):
+        shares = policy_at(plan, method, step).schedule.shares
+        assert shares == pytest.approx([1 - way * (1 - capacity) for capacity in capacities], abs=1e-9), step
+    at_once = policy_at(replace(plan, capacity_warmup=0), method, 0)
+    assert at_once.schedule.shares == pytest.approx(capacities)
+
+    train(small(shards, *four, "train.capacity_warmup=2", "train.steps=3"), out=tmp_path / "run", quiet=True)
+    depths = [line["mean_depth"] for line in metrics(tmp_path / "run") if "mean_depth" in line]
+    tokens = 32
+    kept = [[int(tokens * (1 - way * (1 - share)) + 1e-9) for share in capacities] for way in (0.0, 0.5, 1.0)]
+    assert depths == pytest.approx([1 + sum(numbers) / tokens for numbers in kept])
+
+
+def test_a_target_out_of_reach_is_refused(shards, tmp_path):
+    with pytest.raises(AdaPonderError, match=r"train.target_depth=3.0: at least 1 and below 3"):
+        train(small(shards, "train.target_depth=3.0"), out=tmp_path / "a", quiet=True)
+    with pytest.raises(AdaPonderError, match="adaponder alone"):
+        train(small(shards, "train.target_depth=2.0", method="ponder"), out=tmp_path / "b", quiet=True)
+    with pytest.raises(AdaPonderError, match="above 0 are needed to steer with"):
+        small(shards, "train.target_depth=2.0", "train.k_max=0")
+
+
+def test_a_finished_model_brings_its_tokenizer(shards, tmp_path):
+    from transformers import AutoTokenizer
+
+    train(small(shards), out=tmp_path / "run", quiet=True)
+    words = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert words.decode(words("the cat sat").input_ids) == "the cat sat"
+    assert words.eos_token == "<|endoftext|>"
+
+
+def test_weights_and_biases_gets_what_the_log_gets(shards, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(AdaPonderError, match="--wandb: Weights & Biases is not installed"):
+        train(small(shards), out=tmp_path / "without", wandb="ponder", quiet=True)
+
+    class Remote:
+        """Stands in for the library, which would call home."""
+
+        def __init__(self):
+            self.lines, self.finished = [], False
+
+        def log(self, scalars, step):
+            self.lines.append({"step": step} | scalars)
+
+        def finish(self):
+            self.finished = True
+
+    remote, asked = Remote(), {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: asked.update(given) or remote))
+    train(small(shards), out=tmp_path / "with", wandb="ponder", quiet=True)
+    assert asked["project"] == "ponder"
+    assert asked["config"]["train"]["steps"] == 8
+    assert [line["loss"] for line in remote.lines if "loss" in line] == losses(tmp_path / "with")
+    assert remote.finished
