@@ -1,5 +1,6 @@
-"""What the README shows is run: its Python as written, its commands as far as parsing."""
+"""What the documents show is run: Python as written, commands as far as parsing, tables against records."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -14,11 +15,17 @@ from support import ids, stock
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
+USAGE = (ROOT / "docs" / "commands.md").read_text()
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 
 
-def test_the_python_of_the_readme_runs(monkeypatch, tmp_path):
-    blocks = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+def commands_of(text: str) -> list[str]:
+    """Command lines of a document, without ``adaponder`` in front and the comment behind."""
+    return re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", text, flags=re.MULTILINE)
+
+
+def test_the_python_of_the_documents_runs(monkeypatch, tmp_path):
+    blocks = re.findall(r"```python\n(.+?)```", README + USAGE, flags=re.DOTALL)
     assert len(blocks) == 2
     encoded = transformers.BatchEncoding({"input_ids": ids(1, 6)})
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: stock())
@@ -31,8 +38,8 @@ def test_the_python_of_the_readme_runs(monkeypatch, tmp_path):
     assert any(isinstance(one, PonderCallback) for one in begun[0].callback_handler.callbacks)
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_of_the_readme_parse(line):
+@pytest.mark.parametrize("line", sorted({line for text in (README, USAGE, BENCHMARKS) for line in commands_of(text)}))
+def test_the_commands_of_the_documents_parse(line):
     name, *arguments = shlex.split(line)
     command = get_command(app).commands[name]
     command.make_context(name, arguments)
@@ -42,7 +49,7 @@ def test_what_the_first_commands_read_is_there_in_a_fresh_clone():
     """What ``make demo`` left, what a line before it made, or a file of the checkout."""
     block = README[README.index("On a CPU, nothing downloaded") :].split("```")[1]
     made = {"runs/demo", "data/stdlib-train-bpe-2048"}
-    for line in re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", block, flags=re.MULTILINE):
+    for line in commands_of(block):
         words = shlex.split(line)
         taken = {word for word, before in zip(words[1:], words, strict=False) if before == "--data"}
         taken |= {word.partition("=")[2] for word in words if word.startswith("data.source=")}
@@ -54,10 +61,100 @@ def test_what_the_first_commands_read_is_there_in_a_fresh_clone():
         made |= {word for word, before in zip(words[1:], words, strict=False) if before == "--out"}
 
 
-def test_the_readme_shows_every_command_and_every_file_of_the_house():
-    assert {line.split()[0] for line in COMMANDS} | {"demo"} == set(get_command(app).commands)
-    source = ROOT / "src" / "adaponder"
-    shown = README[README.index("## The house") :]
-    for path in source.iterdir():
+def test_every_command_is_documented_and_the_readme_s_are_on_the_full_page():
+    assert {line.split()[0] for line in commands_of(USAGE)} == set(get_command(app).commands)
+    assert set(commands_of(README)) <= set(commands_of(USAGE))
+
+
+def test_the_house_shows_every_folder_and_file_of_the_package():
+    shown = README[README.index("## The house") :].split("```")[1]
+    for path in (ROOT / "src" / "adaponder").iterdir():
         if path.name not in ("__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed", "version.py"):
-            assert path.name in shown or path.name + "/" in shown, path.name
+            name = f"{path.name}/" if path.is_dir() else path.name
+            assert re.search(rf"(?<![\w/]){re.escape(name)}", shown), name
+    inside = {path.name for folder in ("src", "tests") for path in (ROOT / folder).rglob("*")}
+    inside |= {path.name for path in ROOT.iterdir()}
+    for name in re.findall(r"(?<![\w/])([a-z_]+(?:\.py|/))(?=\s)", shown):
+        assert name.removesuffix("/") in inside, f"{name} is not there"
+
+
+def test_links_and_pictures_of_the_documents_lead_somewhere():
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+VARIANTS = {
+    "plain PonderLM": "plain",
+    "PonderLM, ours, compiled": "ponder, compiled",
+    "AdaPonder, compiled": "adaponder, compiled",
+    "… with `train.keep_logits`": "adaponder, compiled, logits kept",
+    "… with `train.memory_budget=0.5`": "adaponder, compiled, memory budget 0.5",
+    "… checkpointed": "adaponder, compiled, checkpointed",
+    "dense, compiled": "dense, compiled",
+    "compact (halted tokens skipped), compiled": "compact, compiled",
+    "dense": "adaponder, compiled",
+    "compact": "adaponder, compiled, compact",
+}
+
+
+def table_after(mention: str) -> list[list[str]]:
+    """Cells of the first table that follows this mention of a record in benchmarks/README.md, heading excluded."""
+    table = BENCHMARKS[BENCHMARKS.index(mention) :].split("\n\n")[1]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def metrics_of(record: str) -> tuple[dict, dict]:
+    """A benchmark record's metrics, and its rows by the name of their variant."""
+    metrics = json.loads((ROOT / "benchmarks" / "records" / f"{record}.json").read_text())["metrics"]
+    return metrics, {row["variant"]: row for row in metrics["rows"]}
+
+
+def gib(row: dict) -> str:
+    return f"{row['peak_bytes'] / 2**30:.1f}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+@pytest.mark.parametrize("record", ["train-70m-h200", "train-410m-h200"])
+def test_tables_of_training_speed_are_what_the_records_say(record):
+    _, rows = metrics_of(record)
+    cells = table_after(f"`records/{record}.json`")
+    assert len(cells) == 6
+    for name, *shown in cells:
+        row = rows[VARIANTS[name]]
+        expected = [f"{row['tokens_per_second']:,.0f}", percent(row["spread"]), f"{row['times_plain']:.2f}", gib(row)]
+        expected += [f"{row['memory_of_plain']:.2f}", percent(row["matmul_share"])]
+        assert shown == expected, name
+
+
+def test_the_table_of_prefill_is_what_the_record_says():
+    _, rows = metrics_of("prefill-410m-h200")
+    for name, *shown in table_after("`records/prefill-410m-h200.json`"):
+        row = rows[VARIANTS[name]]
+        expected = [f"{1000 * row['median_seconds']:.1f}", percent(row["spread"]), f"{1 / row['times_compiled']:.2f}"]
+        assert shown == expected, name
+
+
+def test_the_table_of_training_with_halting_is_what_the_records_say():
+    cells = table_after("`records/train-halting-410m-h200.json`")
+    assert len(cells) == 4
+    for name, *shown in cells:
+        size, kind = name.lower().split(", ")
+        metrics, rows = metrics_of(f"train-halting-{size}-h200")
+        row, compact = rows[VARIANTS[kind]], kind == "compact"
+        speed, ponder = row["tokens_per_second"], rows["ponder, compiled"]["tokens_per_second"]
+        over_dense = (metrics["compact_over_dense"], metrics["compact_over_dense_by_flops"]) if compact else (1, 1)
+        expected = [f"{speed:,.0f}", percent(row["spread"]), *(f"{ratio:.2f}" for ratio in over_dense)]
+        assert shown == [*expected, f"{speed / ponder:.2f}", gib(row)], name
+
+
+def test_the_speeds_that_the_readme_quotes_are_those_of_the_tables():
+    sentence = README[README.index("**Speed**") :].split("\n\n")[0]
+    for record in ("train-70m-h200", "train-410m-h200"):
+        row = metrics_of(record)[1]["adaponder, compiled"]
+        assert f"{row['times_plain']:.2f} times" in sentence
+        assert f"{row['memory_of_plain']:.2f}" in sentence
+    assert f"{1 / metrics_of('prefill-410m-h200')[1]['compact, compiled']['times_compiled']:.2f} of dense" in sentence
