@@ -64,7 +64,7 @@ def gate_probability(logit: Tensor) -> Tensor:
     return torch.sigmoid(logit if logit.dtype == torch.float64 else logit.float())
 
 
-def stays_active(probability: Tensor, tau: float) -> Tensor:
+def stays_active(probability: Tensor, tau: float | Tensor) -> Tensor:
     """Equals ``s >= tau`` compared in float32 (eq. 4), so that no precision of the model moves the threshold."""
     return probability.float() >= tau
 

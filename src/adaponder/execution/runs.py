@@ -23,7 +23,7 @@ from adaponder.execution.tokens import Tokens
 from adaponder.halting import freeze_halted
 from adaponder.ops.compact_attention import Rows
 from adaponder.ops.masks import Places
-from adaponder.policies import Policy, PolicyInput
+from adaponder.policies import Policy, PolicyInput, SequencePolicy, as_int64
 
 
 class Pass(NamedTuple):
@@ -82,21 +82,25 @@ class Run(ABC):
         active = self.rows(self.active)
         if active.numel() == 0:
             return
-        slot, sequence = self.tokens.slot, torch.arange(gate.shape[0], device=gate.device)
-        seen = PolicyInput(
-            iteration=self.iteration - 1,
+        if isinstance(policy, SequencePolicy):
+            keep = policy.choose(gate, self.active, self.tokens.lengths, self.iteration - 1)
+            self.halt(self.rows(keep))
+            return
+        sequence = torch.arange(gate.shape[0], device=gate.device)[:, None].expand_as(self.tokens.slot)
+        slot = self.rows(self.tokens.slot)
+        rows = PolicyInput(
+            iteration=torch.full_like(slot, self.iteration - 1),
             gate=self.rows(gate),
             hidden=self.rows(hidden),
             position=self.rows(self.tokens.position),
-            seed=seed,
-            sequence=self.rows(sequence[:, None].expand_as(slot)),
-            slot=self.rows(slot),
+            seed=torch.full_like(slot, as_int64(seed)),
+            sequence=self.rows(sequence),
+            slot=slot,
             active=active,
-            lengths=self.tokens.lengths,
             head=self.backbone.logits,
             previous=None if previous is None else self.rows(previous),
         )
-        self.halt(policy(seen))
+        self.halt(policy(rows))
 
     @abstractmethod
     def _pass(self, x: Tensor) -> Pass: ...

@@ -278,6 +278,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         past = 0 if ledger is None else ledger.slots
         try:
             run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
+            ask.policy.check_batch(run.tokens.slot.shape[0], run.tokens.last_slot + 1)
             embedded = self.wrapped.embed(grid) if inputs_embeds is None else inputs_embeds
             seen: Trajectory = self.method(run, embedded, ask)
         except BaseException:

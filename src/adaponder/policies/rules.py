@@ -34,8 +34,8 @@ class LearnedGate(Policy):
         super().check(method, iterations)
         self._one_per_gate("tau", self.tau, iterations)
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return stays_active(seen.gate, at(self.tau, seen.iteration, "tau"))
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return stays_active(rows.gate, at(self.tau, rows.iteration, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class RouterThreshold(Policy):
 
     method: ClassVar[str | None] = "mor"
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return seen.gate.float() > 0.5
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return rows.gate.float() > 0.5
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ExitThreshold(Policy):
         if not 0.0 < self.q <= 1.0:
             raise InputError(f"q={self.q}: a probability above 0 is needed")
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return 1.0 - seen.gate.float() < self.q
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return 1.0 - rows.gate.float() < self.q
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class FixedDepth(Policy):
                 f"to {iterations}"
             )
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return torch.full_like(seen.active, seen.iteration + 1 < self.depth)
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return rows.iteration + 1 < self.depth
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ class ForcedDepths(Policy):
                 f"K={iterations} times"
             )
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        depths = self.depths.to(seen.slot.device)
-        # Asked once, because the host waits for the answer: later iterations have no other tokens.
-        first = seen.iteration == 0
-        if first and (int(seen.slot.max()) >= depths.shape[1] or int(seen.sequence.max()) >= depths.shape[0]):
-            raise InputError(f"depths has shape {tuple(depths.shape)}: too small for this batch")
-        return seen.iteration + 1 < depths[seen.sequence, seen.slot]
+    def check_batch(self, sequences: int, slots: int) -> None:
+        if sequences > self.depths.shape[0] or slots > self.depths.shape[1]:
+            raise InputError(f"depths has shape {tuple(self.depths.shape)}: too small for this batch")
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        depths = self.depths.to(rows.slot.device)  # copies unless they are there already
+        return rows.iteration + 1 < depths[rows.sequence, rows.slot]
 
     @property
     def fingerprint(self) -> str:
@@ -129,8 +129,8 @@ class Random(Policy):
         check_share("keep", self.keep)
         settle(self, keep=float(self.keep))
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return unit_hash(seen.position, seen.seed, seen.iteration) < self.keep
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return unit_hash(rows.position, rows.seed, rows.iteration) < self.keep
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,9 @@ class Entropy(Policy):
         super().check(method, iterations)
         self._one_per_gate("threshold", self.threshold, iterations)
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return entropy(seen) >= at(self.threshold, seen.iteration, "threshold")
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        signal = entropy(rows)
+        return signal >= at(self.threshold, rows.iteration, signal.dtype)
 
     def heads(self, iteration: int) -> int:
         return 1
@@ -169,8 +170,9 @@ class Divergence(Policy):
         super().check(method, iterations)
         self._one_per_gate("threshold", self.threshold, iterations)
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return divergence(seen) >= at(self.threshold, seen.iteration, "threshold")
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        signal = divergence(rows)
+        return signal >= at(self.threshold, rows.iteration, signal.dtype)
 
     def heads(self, iteration: int) -> int:
         return 2 if iteration else 0
@@ -192,38 +194,40 @@ class Change(Policy):
         super().check(method, iterations)
         self._one_per_gate("threshold", self.threshold, iterations)
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        return change(seen) >= at(self.threshold, seen.iteration, "threshold")
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        signal = change(rows)
+        return signal >= at(self.threshold, rows.iteration, signal.dtype)
 
 
-def entropy(seen: PolicyInput) -> Tensor:
+def entropy(rows: PolicyInput) -> Tensor:
     """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
 
     def of(hidden: Tensor) -> Tensor:
-        log_p = torch.log_softmax(_wide(seen.head(hidden)), dim=-1)
+        log_p = torch.log_softmax(_wide(rows.head(hidden)), dim=-1)
         return -(log_p.exp() * log_p).sum(-1)
 
-    return _in_rows(of, seen.hidden)
+    return _in_rows(of, rows.hidden)
 
 
-def divergence(seen: PolicyInput) -> Tensor:
+def divergence(rows: PolicyInput) -> Tensor:
     """Equals ``KL(p_i || p_{i-1})`` of a token's next-token distributions, in nats; infinite after iteration 0."""
-    if seen.previous is None:
-        return torch.full_like(seen.gate, math.inf)
+    if rows.previous is None:
+        return torch.full_like(rows.gate, math.inf)
 
     def of(hidden: Tensor, before: Tensor) -> Tensor:
-        log_p, log_q = (torch.log_softmax(_wide(seen.head(one)), dim=-1) for one in (hidden, before))
+        log_p, log_q = (torch.log_softmax(_wide(rows.head(one)), dim=-1) for one in (hidden, before))
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    return _in_rows(of, seen.hidden, seen.previous)
+    return torch.where(rows.iteration == 0, math.inf, _in_rows(of, rows.hidden, rows.previous))
 
 
-def change(seen: PolicyInput) -> Tensor:
+def change(rows: PolicyInput) -> Tensor:
     """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite after iteration 0."""
-    if seen.previous is None:
-        return torch.full_like(seen.gate, math.inf)
-    hidden, before = _wide(seen.hidden), _wide(seen.previous)
-    return (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
+    if rows.previous is None:
+        return torch.full_like(rows.gate, math.inf)
+    hidden, before = _wide(rows.hidden), _wide(rows.previous)
+    moved = (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
+    return torch.where(rows.iteration == 0, math.inf, moved)
 
 
 def _in_rows(function: Callable[..., Tensor], *states: Tensor) -> Tensor:
@@ -236,9 +240,12 @@ def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def unit_hash(position: Tensor, seed: int, iteration: int) -> Tensor:
-    """Equals a uniform number in [0, 1) that depends on (seed, position, iteration) alone (splitmix64)."""
-    x = position.long() + (seed * 0x9E3779B9 + iteration * 0x85EBCA6B) % (1 << 62)
+def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
+    """Equals a uniform number in [0, 1) that depends on (seed, position, iteration) alone (splitmix64).
+
+    All three are int64. Products wrap around modulo 2**64, of which 2**62 is a divisor: the remainder is the exact one.
+    """
+    x = position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1))
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)

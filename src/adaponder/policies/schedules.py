@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
 from adaponder.policies.base import Policy, PolicyInput, at, check_share, numbers, settle
+from adaponder.policies.sequence import SequencePolicy
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Schedule(Policy):
         if self.thresholds:
             self._one_per_gate("thresholds", self.thresholds, iterations)
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
+    def __call__(self, rows: PolicyInput) -> Tensor:
         if not self.thresholds:
             name = type(self).__name__
             raise InputError(
@@ -43,7 +43,7 @@ class Schedule(Policy):
                 f"profile (adaponder calibrate --rule {name.lower()}); or Ranked({name}(…)) ranks within the "
                 "sequence, for evaluation only"
             )
-        return stays_active(seen.gate, at(self.thresholds, seen.iteration, "thresholds"))
+        return stays_active(rows.gate, at(self.thresholds, rows.iteration, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,16 @@ class Shares(Schedule):
         self._one_per_gate("shares", self.shares, iterations)
 
     def share(self, iteration: int) -> float:
-        return at(self.shares, iteration, "shares")
+        if iteration >= len(self.shares):
+            raise InputError(f"shares has {len(self.shares)} entries, none for gate {iteration}: give one per gate")
+        return float(self.shares[iteration])
 
 
 @dataclass(frozen=True)
-class Ranked(Policy):
+class Ranked(SequencePolicy):
     """Prunes the lowest-gate tokens of each sequence down to the schedule's share: non-causal, evaluation only."""
 
     schedule: Schedule
-    causal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
@@ -109,13 +110,12 @@ class Ranked(Policy):
     def check(self, method: str, iterations: int) -> None:
         self.schedule.check(method, iterations)
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
+    def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
         # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
-        budget = (self.schedule.share(seen.iteration) * seen.lengths.double() + 1e-9).long()
-        grid = seen.gate.new_full((seen.lengths.shape[0], int(seen.slot.max()) + 1), -math.inf, dtype=torch.float32)
-        grid[seen.sequence, seen.slot] = torch.where(seen.active, seen.gate.float(), -math.inf)
-        rank = grid.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        return (rank[seen.sequence, seen.slot] < budget[seen.sequence]) & seen.active
+        budget = (self.schedule.share(iteration) * lengths.double() + 1e-9).long()
+        candidates = torch.where(active, gate.float(), -math.inf)
+        rank = candidates.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return (rank < budget[:, None]) & active
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:

@@ -82,12 +82,11 @@ def asked(gate: Tensor, *, iteration: int = 0, seed: int = 0, **given) -> Policy
     slot = torch.arange(gate.shape[0])
     given = {"position": slot, "sequence": torch.zeros_like(slot), "slot": slot} | given
     return PolicyInput(
-        iteration=iteration,
+        iteration=torch.full_like(slot, iteration),
         gate=gate,
         hidden=gate[:, None],
-        seed=seed,
+        seed=torch.full_like(slot, seed),
         active=torch.ones_like(slot, dtype=torch.bool),
-        lengths=torch.tensor([gate.shape[0]]),
         head=lambda hidden: hidden,
         **given,
     )
@@ -187,15 +186,14 @@ def test_the_signals_of_half_precision_states_are_computed_in_float32(signal):
     head = torch.nn.Linear(16, 61).bfloat16()
     slot = torch.arange(20)
     seen = PolicyInput(
-        iteration=1,
+        iteration=torch.ones_like(slot),
         gate=torch.ones(20),
         hidden=hidden,
         position=slot,
-        seed=0,
+        seed=torch.zeros_like(slot),
         sequence=torch.zeros_like(slot),
         slot=slot,
         active=slot >= 0,
-        lengths=torch.tensor([20]),
         head=head,
         previous=previous,
     )
@@ -268,7 +266,7 @@ def middling(model: AdaPonderForCausalLM, make: Callable[[float], Policy], signa
     found: list[Tensor] = []
 
     def watch(seen: PolicyInput) -> Tensor:
-        if seen.iteration == 1:
+        if bool((seen.iteration == 1).all()):
             found.append(signal(seen)[seen.active])
         return torch.ones_like(seen.active)
 
@@ -382,22 +380,24 @@ def test_the_policy_sees_one_entry_per_token_in_every_field(model, execution):
         return torch.ones_like(given.active)
 
     output = model(ids, attention_mask=mask, policy=watch, seed=7, execution=execution, output_iteration_logits=True)
-    assert [given.iteration for given in seen] == [0, 1, 2]
-    for given in seen:
+    assert len(seen) == K - 1
+    for iteration, given in enumerate(seen):
         real = given.active
-        assert {value.shape for value in (given.gate, given.position, given.sequence, given.slot)} == {real.shape}
+        fields = (given.gate, given.position, given.sequence, given.slot, given.iteration, given.seed)
+        assert {value.shape for value in fields} == {real.shape}
+        assert given.iteration.dtype == given.seed.dtype == torch.int64
+        assert given.iteration.unique().tolist() == [iteration]
         at = (given.sequence[real], given.slot[real])
         assert mask[at].all()
         assert real.sum() == mask.sum()
         assert torch.equal(given.position[real], position[at])
-        assert torch.equal(given.gate[real], output.gates[..., given.iteration][at])
-        assert torch.equal(given.lengths, mask.sum(1))
-        assert (given.previous is None) == (given.iteration == 0)
+        assert torch.equal(given.gate[real], output.gates[..., iteration][at])
+        assert (given.previous is None) == (iteration == 0)
         if given.previous is not None:
             before = given.head(given.previous)[real]
-            assert torch.allclose(before, output.iteration_logits[given.iteration - 1][at], rtol=0, atol=1e-12)
-        assert torch.allclose(given.logits[real], output.iteration_logits[given.iteration][at], rtol=0, atol=1e-12)
-        assert given.seed == 7
+            assert torch.allclose(before, output.iteration_logits[iteration - 1][at], rtol=0, atol=1e-12)
+        assert torch.allclose(given.logits[real], output.iteration_logits[iteration][at], rtol=0, atol=1e-12)
+        assert given.seed.unique().tolist() == [7]
 
 
 # --- random -------------------------------------------------------------------------------------------------------
@@ -612,7 +612,7 @@ def test_the_answers_about_halted_tokens_do_not_matter(model):
     ids, mask = padded()
 
     def resurrect(seen: PolicyInput) -> Tensor:
-        return torch.full_like(seen.active, seen.iteration > 0) | (seen.position % 2 == 0)
+        return (seen.iteration > 0) | (seen.position % 2 == 0)
 
     depth = model(ids, attention_mask=mask, policy=resurrect, execution="dense").depth
     even = (mask.cumsum(1) - 1) % 2 == 0
