@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adaponder.data.prepare import prepare
-from adaponder.recipes.recipe import Recipe, load_recipe
+from adaponder.recipes import Recipe, load_recipe
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "nobody", "read", "it", "again"]
 

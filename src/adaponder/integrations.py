@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from adaponder.errors import InputError
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import TrainRecipe
+from adaponder.recipes import TrainRecipe
 from adaponder.training.schedule import objective_at, policy_at
 
 

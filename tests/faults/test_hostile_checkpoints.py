@@ -26,7 +26,7 @@ from adaponder import AdaPonderForCausalLM, cli, config
 from adaponder.checkpoints.loading import refuse_unsafe
 from adaponder.conversion.convert import convert
 from adaponder.errors import CheckpointError
-from adaponder.recipes.recipe import load_recipe
+from adaponder.recipes import load_recipe
 from adaponder.training.build import build_model
 from support import stock
 from word_support import small_tokenizer

@@ -31,7 +31,7 @@ from adaponder.checkpoints.manifest import write_manifest
 from adaponder.data import Sampler, Shards
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.ops.vocab_expectation import torch as vocabulary_op
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
 from adaponder.training.checkpoint import newest_complete, step_folder, verify_checkpoint

@@ -15,7 +15,7 @@ from adaponder.bench.timing import forget
 from adaponder.errors import EvaluationError, InputError
 from adaponder.methods import Iteration
 from adaponder.policies import ForcedDepths
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 
 METHOD = "adaponder"
 

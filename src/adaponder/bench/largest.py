@@ -10,7 +10,7 @@ import torch
 from adaponder.bench import training
 from adaponder.bench.timing import capacity
 from adaponder.bench.training import Result, Variant
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 
 
 def search(

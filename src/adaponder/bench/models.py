@@ -16,7 +16,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.data.tokenizers import TRAIN
 from adaponder.errors import InputError
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.training.build import build_model
 
 PLAIN = "plain"

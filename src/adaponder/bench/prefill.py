@@ -15,7 +15,7 @@ from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 
 
 @dataclass(frozen=True)

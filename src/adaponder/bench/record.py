@@ -15,7 +15,7 @@ import torch
 
 from adaponder.bench.timing import copy_rate, matmul_rate
 from adaponder.errors import InputError
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.version import __version__
 
 # What a commit must hold for its name to say what was measured.

@@ -16,7 +16,7 @@ from adaponder.methods import Objective
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.training.optim import build_optimizer
 
 

@@ -28,7 +28,7 @@ from adaponder.bench.tables import (
 from adaponder.bench.timing import out_of_memory
 from adaponder.commands.bench_record import How, Record, begin, checked
 from adaponder.errors import InputError
-from adaponder.recipes.recipe import Recipe, load_recipe
+from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, table
 
 ON_GPU, ON_CPU = "paper/adaponder-70m", "cpu/demo"

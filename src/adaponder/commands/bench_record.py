@@ -13,7 +13,7 @@ from adaponder.bench.checks import require_tests
 from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
 from adaponder.conversion.convert import as_device
 from adaponder.errors import InputError
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.terminal import console, line, write_json
 
 

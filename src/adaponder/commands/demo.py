@@ -14,7 +14,7 @@ from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
-from adaponder.recipes.recipe import Recipe, load_recipe
+from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line, table, write_json
 from adaponder.training.loop import Trainer
 from adaponder.training.run import open_finished, train

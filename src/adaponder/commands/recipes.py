@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.padding import Padding
 
-from adaponder.recipes.recipe import DataRecipe, ModelRecipe, Recipe, TrainRecipe, base_of, load_recipe, recipe_names
+from adaponder.recipes import DataRecipe, ModelRecipe, Recipe, TrainRecipe, base_of, load_recipe, recipe_names
 from adaponder.terminal import console, line, write_json
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from adaponder.commands.recipes import show_recipe
-from adaponder.recipes.recipe import load_recipe
+from adaponder.recipes import load_recipe
 from adaponder.terminal import console, line, write_json
 from adaponder.training.run import Outcome, train
 

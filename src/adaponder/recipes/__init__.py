@@ -1,1 +1,15 @@
-"""Recipes: one complete run as data, and the recipes that ship."""
+"""Recipes: one complete training run as data, in YAML files that ship in the folders here or are a user's own."""
+
+from adaponder.recipes.reading import base_of, load_recipe, recipe_names
+from adaponder.recipes.schema import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe
+
+__all__ = [
+    "FREE_TRAIN",
+    "DataRecipe",
+    "ModelRecipe",
+    "Recipe",
+    "TrainRecipe",
+    "base_of",
+    "load_recipe",
+    "recipe_names",
+]

@@ -17,7 +17,7 @@ from typing import Any
 
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
-from adaponder.recipes.recipe import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe, load_recipe
+from adaponder.recipes import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe, load_recipe
 from adaponder.settings import scale_from_scratch, scale_of
 
 # What is known of a run's data by its hash, not by where it lay.

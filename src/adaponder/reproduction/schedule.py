@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.reproduction.queue import Experiment, Queue, identity
 
 # What a run may take beyond its estimate before it is too late.

@@ -15,7 +15,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.conversion.convert import open_source
 from adaponder.errors import ConfigError
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.settings import Recurrence
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.errors import CheckpointError, InputError, TrainingError
-from adaponder.recipes.recipe import FREE_TRAIN, Recipe
+from adaponder.recipes import FREE_TRAIN, Recipe
 from adaponder.settings import scale_from_scratch, scale_of
 from adaponder.terminal import console, line
 from adaponder.training.checkpoint import newest_complete, verify_checkpoint

@@ -21,7 +21,7 @@ from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderOutput
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import (
     load_optimizer,
     optimizer_state,

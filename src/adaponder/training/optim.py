@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from adaponder.recipes.recipe import TrainRecipe
+from adaponder.recipes import TrainRecipe
 from adaponder.training.schedule import learning_rate_factor
 
 

@@ -20,7 +20,7 @@ from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.files import write_whole
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import Recipe, TrainRecipe
+from adaponder.recipes import Recipe, TrainRecipe
 from adaponder.terminal import console, line
 from adaponder.training.build import build_model
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint

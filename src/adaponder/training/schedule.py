@@ -10,7 +10,7 @@ from adaponder.methods import Objective
 from adaponder.methods.base import Method
 from adaponder.methods.mor import MixtureOfRecursions
 from adaponder.policies import FixedDepth, Policy
-from adaponder.recipes.recipe import TrainRecipe
+from adaponder.recipes import TrainRecipe
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from adaponder.backbones.shape import Shape
 from adaponder.config import AdaPonderConfig
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderOutput
-from adaponder.recipes.recipe import TrainRecipe
+from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 
 # Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.

@@ -18,7 +18,7 @@ from adaponder.commands import bench as command
 from adaponder.commands import bench_record
 from adaponder.commands.bench import How
 from adaponder.errors import EvaluationError, InputError
-from adaponder.recipes.recipe import load_recipe
+from adaponder.recipes import load_recipe
 
 CPU = torch.device("cpu")
 TINY = [

@@ -15,7 +15,7 @@ from adaponder.commands import demo, doctor
 from adaponder.commands.generate import pieces
 from adaponder.commands.recipes import flat, show_recipe
 from adaponder.errors import AdaPonderError
-from adaponder.recipes.recipe import load_recipe, recipe_names
+from adaponder.recipes import load_recipe, recipe_names
 from stock_support import make_stock
 from training_support import corpus, small
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
-from adaponder.recipes.recipe import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
+from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
 from adaponder.settings import METHODS, Recurrence, Span
 from adaponder.training import run
 from adaponder.training.sweeps.grid import config_of

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from adaponder.errors import ConfigError
-from adaponder.recipes.recipe import load_recipe
+from adaponder.recipes import load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.run import train
 from support import tiny

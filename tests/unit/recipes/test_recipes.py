@@ -13,7 +13,7 @@ from adaponder.backbones.shape import parameters_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import FREE_TRAIN, Recipe, load_recipe, recipe_names
+from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
 from adaponder.settings import SCALES, scale_of
 from adaponder.training.build import scratch_config
 from adaponder.training.optim import build_optimizer

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from adaponder.cli import app
 from adaponder.commands import reproduce as command
 from adaponder.errors import InputError
-from adaponder.recipes.recipe import load_recipe
+from adaponder.recipes import load_recipe
 from adaponder.reproduction.queue import Experiment, identity, read_queue
 from adaponder.reproduction.records import read_records, record_of, result
 from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds

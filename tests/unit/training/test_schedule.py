@@ -5,7 +5,7 @@ import math
 import pytest
 
 from adaponder import FixedDepth
-from adaponder.recipes.recipe import TrainRecipe
+from adaponder.recipes import TrainRecipe
 from adaponder.training.optim import build_optimizer, named_groups, set_learning_rate
 from adaponder.training.schedule import learning_rate_factor, objective_at, policy_at
 from support import tiny

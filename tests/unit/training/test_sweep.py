@@ -20,7 +20,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.data import prepare as preparing
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import load_recipe, recipe_names
+from adaponder.recipes import load_recipe, recipe_names
 from adaponder.training import run as running
 from adaponder.training.run import train
 from adaponder.training.sweeps import sweep as sweeping

@@ -27,7 +27,7 @@ from adaponder.evaluation.windows import Windows
 from adaponder.methods import ponder
 from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
 from adaponder.ops.vocab_expectation import torch as vocab_expectation
-from adaponder.recipes.recipe import Recipe, load_recipe
+from adaponder.recipes import Recipe, load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.controller import DepthController
 from adaponder.training.loop import Trainer

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import parse_yaml
-from adaponder.recipes.recipe import Recipe, load_recipe
+from adaponder.recipes import Recipe, load_recipe
 from adaponder.training.build import scratch_config
 
 _LONGEST_NAME = 120

@@ -19,7 +19,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, InputError, TrainingError
 from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.recipes.recipe import Recipe
+from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import STATE, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
 from adaponder.training.loop import Trainer

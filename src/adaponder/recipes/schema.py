@@ -1,26 +1,18 @@
-"""A recipe is one complete run as data: model, data, schedule, seed. Its hash names the run."""
+"""A recipe is one complete training run as data: model, data, schedule, seed. Its hash names the run."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import difflib
 import hashlib
 import json
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from adaponder.errors import ConfigError
-from adaponder.files import parse_yaml, read_yaml
-from adaponder.settings import PonderOn, Recurrence, check_fields, fits, limited, scale_from_scratch, shown
+from adaponder.settings import PonderOn, Recurrence, check_fields, limited, scale_from_scratch, shown
 
 STEPS = 1_000_000_000
 
@@ -185,53 +177,65 @@ class TrainRecipe:
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
+        self._check_steps()
+        self._check_objective()
+        self._check_computing()
 
-        def require(holds: bool, message: str) -> None:
-            if not holds:
-                raise ConfigError(f"train.{message}")
-
+    def _check_steps(self) -> None:
+        """Raises where two fields that count steps contradict each other."""
         for name in ("warmup", "joint_warmup"):
-            given = getattr(self, name) or 0
-            require(
-                given < 1 or (given <= self.steps and given == int(given)),
-                f"{name}={given}: a share below 1, or whole steps up to steps={self.steps}",
+            warmup = getattr(self, name) or 0
+            _require(
+                warmup < 1 or (warmup <= self.steps and warmup == int(warmup)),
+                f"{name}={warmup}: a share below 1, or whole steps up to steps={self.steps}",
             )
-        require(
+        _require(
             self.ponder_start <= self.ponder_full,
             f"ponder_full={self.ponder_full} lies before ponder_start={self.ponder_start}",
         )
-        require(
+        _require(
             not (self.gate_start and self.freeze_backbone_steps),
             f"gate_start={self.gate_start}: 0 where freeze_backbone_steps={self.freeze_backbone_steps} trains gates "
             "alone first",
         )
-        require(
+        _require(
             self.freeze_backbone_steps <= self.steps,
             f"freeze_backbone_steps={self.freeze_backbone_steps}: lies between 0 and steps={self.steps}",
         )
-        require(
+
+    def _check_objective(self) -> None:
+        """Raises where a field of the loss needs another one that is not set."""
+        _require(
             self.target_depth is None or (self.ponder_weight > 0 and self.k_max > 0),
             f"target_depth={self.target_depth}: ponder_weight and k_max above 0 are needed to steer with",
         )
         first, last = self.exit_entropy_steps or (0, 0)
-        require(first <= last, f"exit_entropy_steps=[{first}, {last}]: the second lies before the first")
-        require(
+        _require(first <= last, f"exit_entropy_steps=[{first}, {last}]: the second lies before the first")
+        _require(
             self.exit_entropy_steps is None or self.exit_entropy is not None,
             "exit_entropy_steps: exit_entropy is missing, the two values to go between",
         )
-        require(
+
+    def _check_computing(self) -> None:
+        """Raises where two ways to compute a step exclude each other."""
+        _require(
             not (self.execution == "compact" and self.parallel == "fsdp"),
             "execution=compact with parallel=fsdp: a process whose tokens have all halted would leave the others "
             "waiting for its shards; use parallel=ddp",
         )
-        require(
+        _require(
             self.compile or self.memory_budget == 1,
             f"memory_budget={self.memory_budget}: below 1 only with compile=true",
         )
 
 
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(f"train.{message}")
+
+
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """Where a value of a paper's recipe is from.
 
     Attributes:
@@ -257,7 +261,7 @@ class Recipe:
     data: DataRecipe
     train: TrainRecipe
     about: str = ""
-    provenance: Mapping[str, Source] = field(default_factory=dict)
+    provenance: Mapping[str, Origin] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -296,185 +300,6 @@ class Recipe:
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(json.loads(json.dumps(self.as_dict())), sort_keys=False)
-
-
-def recipe_names() -> list[str]:
-    """The recipes that ship, as ``folder/name``."""
-    root = resources.files("adaponder") / "recipes"
-    folders = (folder for folder in root.iterdir() if folder.is_dir())
-    return sorted(
-        f"{folder.name}/{file.name.removesuffix('.yaml')}"
-        for folder in folders
-        for file in folder.iterdir()
-        if file.name.endswith(".yaml")
-    )
-
-
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or path, with ``section.field=value`` overrides; unknown fields are errors.
-
-    A recipe may name a ``base``: it then says only what differs from it.
-    """
-    raw = _read(name)
-    for override in overrides:
-        _override(raw, override)
-    return _build(Recipe, raw, "")
-
-
-def base_of(name: str) -> str | None:
-    """The recipe that this one says it differs from."""
-    return _written(name)[0].get("base")
-
-
-def _written(name: str) -> tuple[dict[str, Any], str]:
-    """(a recipe as it is written, its name)."""
-    if _is_file(name):
-        raw, called = read_yaml(Path(name), ConfigError), Path(name).stem
-    elif name in recipe_names():
-        raw, called = copy.deepcopy(_shipped(name)), name
-    else:
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; see adaponder recipes"
-        raise ConfigError(f"{name}: neither a recipe that ships nor a file{hint}")
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{name}: a mapping is needed")
-    if not isinstance(raw.get("base", ""), str):
-        raise ConfigError(f"{name}: base={shown(raw['base'])}: the name of a recipe is needed")
-    return raw, called
-
-
-@cache
-def _shipped(name: str) -> Any:
-    text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-    return parse_yaml(text, name, ConfigError)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
-def _read(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The recipe as written, laid over its base."""
-    if name in above:
-        raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
-    raw, called = _written(name)
-    base = raw.pop("base", None)
-    merged = raw if base is None else _merge(_read(base, (*above, name)), raw)
-    return merged | {"name": called}
-
-
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Sections are merged field by field; a backbone that changes family and a source are replaced whole."""
-    merged = dict(below)
-    for key, value in above.items():
-        whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
-        if isinstance(value, dict) and isinstance(merged.get(key), dict) and not whole:
-            merged[key] = _merge(merged[key], value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _override(raw: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    option = f"--set {override if len(override) <= 80 else override[:79] + '…'}"
-    if not equals or "." not in path:
-        raise ConfigError(f"{option}: section.field=value is needed, e.g. train.steps=100")
-    *sections, last = path.split(".")
-    place = raw
-    for section in sections:
-        place = place.setdefault(section, {})
-        if not isinstance(place, dict):
-            raise ConfigError(f"{option}: {section} is not a section")
-    place[last] = parse_yaml(value, option, ConfigError)
-
-
-# --- from plain data to a recipe -----------------------------------------------------------------------------------
-
-_SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
-
-
-def _build(kind: Any, raw: Mapping[str, Any], path: str) -> Any:
-    known = {item.name: item for item in fields(kind)}
-    hints = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key not in known:
-            raise ConfigError(f"{path}{key}: no such field{_meant(str(key), path, known)}")
-        if key in _SECTIONS and kind is Recipe:
-            values[key] = _build(_SECTIONS[key], _mapping(value, key), f"{key}.")
-        elif key == "provenance" and kind is Recipe:
-            sources = _mapping(value, key).items()
-            values[key] = {
-                name: _build(Source, _mapping(source, f"provenance.{name}"), f"provenance.{name}.")
-                for name, source in sources
-            }
-        else:
-            values[key] = _numbers(value) if key == "backbone" else _coerced(value, hints[key])
-    for name, item in known.items():
-        if name not in values and item.default is MISSING and item.default_factory is MISSING:
-            raise ConfigError(f"{path}{name} is missing")
-    made = kind(**values)
-    check_fields(made, path)  # the sections have done so; a source knows its name only here
-    return made
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}={shown(value)}: a section is needed")
-    return value
-
-
-def _meant(key: str, path: str, known: Mapping[str, Any]) -> str:
-    """A suggestion: the field of that name in another section, else the one spelled most alike in this."""
-    elsewhere = [
-        f"{section}.{key}" for section, kind in _SECTIONS.items() if key in {item.name for item in fields(kind)}
-    ]
-    near = elsewhere or [f"{path}{name}" for name in difflib.get_close_matches(key, known, n=1)]
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _coerced(value: Any, hint: Any) -> Any:
-    """The value as the field's type where it means the same: 3 for 3.0, a list for a tuple, text that is a number."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        tried = [(argument, _coerced(value, argument)) for argument in arguments]
-        return next((made for argument, made in tried if fits(made, argument, None)), value)
-    if origin is tuple and isinstance(value, list):
-        hints = [arguments[0]] * len(value) if ... in arguments else arguments
-        same = len(hints) == len(value)
-        return tuple(_coerced(part, each) for part, each in zip(value, hints, strict=True)) if same else value
-    if hint in (int, float):
-        number = _number(value)
-        if hint is int and isinstance(number, float) and number.is_integer():
-            return int(number)
-        if hint is float and isinstance(number, int) and not isinstance(number, bool):
-            return float(number) if abs(number) < 1e300 else number
-        return number
-    return value
-
-
-def _number(value: Any) -> Any:
-    """YAML reads 1e-3 as a string (it wants 1.0e-3); everybody means a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _numbers(value: Any) -> Any:
-    """As :func:`_number`, for everything in a backbone's mapping; whole numbers stay whole."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    number = _number(value)
-    return int(number) if isinstance(value, str) and isinstance(number, float) and number.is_integer() else number
 
 
 def _check_numbers(value: Any, where: str) -> None:

@@ -1,0 +1,203 @@
+"""A recipe by name or path: its file laid over its bases, then the command line's overrides, checked field by field."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from adaponder.errors import ConfigError
+from adaponder.files import parse_yaml, read_yaml
+from adaponder.recipes.schema import DataRecipe, ModelRecipe, Origin, Recipe, TrainRecipe
+from adaponder.settings import check_fields, fits, shown
+
+_SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of that name or path, with ``section.field=value`` overrides; unknown fields are errors.
+
+    A recipe may name a ``base``: it then says only what differs from it.
+    """
+    values = _with_bases(name)
+    for override in overrides:
+        _set_field(values, override)
+    return _build(Recipe, values, "")
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship, as ``folder/name``."""
+    root = resources.files("adaponder") / "recipes"
+    folders = (folder for folder in root.iterdir() if folder.is_dir())
+    return sorted(
+        f"{folder.name}/{file.name.removesuffix('.yaml')}"
+        for folder in folders
+        for file in folder.iterdir()
+        if file.name.endswith(".yaml")
+    )
+
+
+def base_of(name: str) -> str | None:
+    """The name of the recipe's ``base``, if it has one."""
+    return _read(name)[0].get("base")
+
+
+# --- files, bases, overrides ---------------------------------------------------------------------------------------
+
+
+def _read(name: str) -> tuple[dict[str, Any], str]:
+    """(what the recipe's file says, the recipe's name): a path, or the name of a recipe that ships."""
+    if _is_file(name):
+        values, recipe_name = read_yaml(Path(name), ConfigError), Path(name).stem
+    elif name in recipe_names():
+        values, recipe_name = copy.deepcopy(_shipped(name)), name
+    else:
+        near = difflib.get_close_matches(name, recipe_names(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; see adaponder recipes"
+        raise ConfigError(f"{name}: neither a recipe that ships nor a file{hint}")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: a mapping is needed")
+    if not isinstance(values.get("base", ""), str):
+        raise ConfigError(f"{name}: base={shown(values['base'])}: the name of a recipe is needed")
+    return values, recipe_name
+
+
+@cache
+def _shipped(name: str) -> Any:
+    """The content of a recipe that ships, parsed once."""
+    text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    return parse_yaml(text, name, ConfigError)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What the recipe's file says, laid over its base; ``above`` are the recipes whose bases led here."""
+    if name in above:
+        raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
+    values, recipe_name = _read(name)
+    base = values.pop("base", None)
+    merged = values if base is None else _merge(_with_bases(base, (*above, name)), values)
+    return merged | {"name": recipe_name}
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """``above`` over ``below``, field by field; a backbone with a ``model_type`` and an origin are replaced whole."""
+    merged = dict(below)
+    for key, value in above.items():
+        whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
+        if isinstance(value, dict) and isinstance(merged.get(key), dict) and not whole:
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _set_field(values: dict[str, Any], override: str) -> None:
+    """Writes one ``section.field=value`` of the command line into ``values``."""
+    path, equals, value = override.partition("=")
+    option = f"--set {override if len(override) <= 80 else override[:79] + '…'}"
+    if not equals or "." not in path:
+        raise ConfigError(f"{option}: section.field=value is needed, e.g. train.steps=100")
+    *sections, field = path.split(".")
+    inner = values
+    for section in sections:
+        inner = inner.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{option}: {section} is not a section")
+    inner[field] = parse_yaml(value, option, ConfigError)
+
+
+# --- from plain data to a recipe -----------------------------------------------------------------------------------
+
+
+def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
+    """An object of dataclass ``kind``; ``path`` (``train.``) stands before a field's name in errors."""
+    known = {item.name: item for item in fields(kind)}
+    hints = typing.get_type_hints(kind)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{path}{key}: no such field{_suggestion(str(key), path, known)}")
+        if key in _SECTIONS and kind is Recipe:
+            arguments[key] = _build(_SECTIONS[key], _mapping(value, key), f"{key}.")
+        elif key == "provenance" and kind is Recipe:
+            arguments[key] = {
+                name: _build(Origin, _mapping(origin, f"provenance.{name}"), f"provenance.{name}.")
+                for name, origin in _mapping(value, key).items()
+            }
+        else:
+            arguments[key] = _numbers(value) if key == "backbone" else _coerced(value, hints[key])
+    for name, item in known.items():
+        if name not in arguments and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{path}{name} is missing")
+    built = kind(**arguments)
+    check_fields(built, path)  # the sections have done so; an origin's path is known only here
+    return built
+
+
+def _mapping(value: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path}={shown(value)}: a section is needed")
+    return value
+
+
+def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
+    """The field of that name in another section, else the one spelled most alike in this section."""
+    elsewhere = [
+        f"{section}.{key}" for section, kind in _SECTIONS.items() if key in {item.name for item in fields(kind)}
+    ]
+    near = elsewhere or [f"{path}{name}" for name in difflib.get_close_matches(key, known, n=1)]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _coerced(value: Any, hint: Any) -> Any:
+    """The value as the field's type where it means the same: 3 for 3.0, a list for a tuple, text that is a number."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        tried = [(argument, _coerced(value, argument)) for argument in arguments]
+        return next((coerced for argument, coerced in tried if fits(coerced, argument, None)), value)
+    if origin is tuple and isinstance(value, list):
+        hints = [arguments[0]] * len(value) if ... in arguments else arguments
+        same = len(hints) == len(value)
+        return tuple(_coerced(part, each) for part, each in zip(value, hints, strict=True)) if same else value
+    if hint in (int, float):
+        number = _number(value)
+        if hint is int and isinstance(number, float) and number.is_integer():
+            return int(number)
+        if hint is float and isinstance(number, int) and not isinstance(number, bool):
+            return float(number) if abs(number) < 1e300 else number
+        return number
+    return value
+
+
+def _number(value: Any) -> Any:
+    """A float where ``value`` is text that spells one: YAML reads 1e-3 as text (it wants 1.0e-3)."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    """:func:`_number` of everything in a backbone's mapping; whole numbers stay whole."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    number = _number(value)
+    return int(number) if isinstance(value, str) and isinstance(number, float) and number.is_integer() else number
