@@ -503,7 +503,7 @@ def test_19_what_is_done_is_not_done_again(corpus, whole, tmp_path, monkeypatch)
         if (tmp_path / "out" / "train" / shards["train"][1].tokens_name).exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 5)
     with pytest.raises(KeyboardInterrupt):
         prepare(**arguments(corpus, tmp_path / "out"), progress=stop)
     kept = json.loads((tmp_path / "out" / "progress.json").read_text())
@@ -610,7 +610,7 @@ def test_19_two_preparations_do_not_write_to_one_folder(corpus, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux lets one wait for another's children")
 def test_19_kill_9_takes_the_workers_along_and_a_rerun_goes_on(corpus, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 20)
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 20)
     reading, writing = os.pipe()
 
     def stop(now) -> None:
@@ -638,7 +638,7 @@ def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_pat
     from adaponder.data import prepare as module
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr(module, "_CHUNK_DOCUMENTS", 5)
     command = ["adaponder", "train", "cpu/demo", "--out", str(tmp_path / "run")]
     settings = {"source": corpus, "tokenizer": "train-bpe:270", "validation": 0.3}
     monkeypatch.setattr("sys.argv", command + [f"--set=data.{name}={value}" for name, value in settings.items()])

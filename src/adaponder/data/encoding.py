@@ -1,4 +1,4 @@
-"""Text becomes the same tokens wherever it is encoded: in this process, or in many, in any order of work."""
+"""Encodes documents into tokens, in this process or in several; the result and its order are the same."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from adaponder.data.manifest import DataError
 from adaponder.data.tokenizers import PIECE, pieces
 from adaponder.errors import AdaPonderError, InputError
 
-# Characters that are being encoded at a time: each takes some ten bytes in all, wherever it is.
+# At most so many characters are being encoded at a time: each takes some ten bytes of memory in all.
 _UNDER_WAY = 2**27
 
 
 class Item(NamedTuple):
-    """One document to encode: text, or tokens that someone else made (``origin`` names where, for errors)."""
+    """One document to encode: text, or tokens made elsewhere (``origin`` names their file, for errors)."""
 
     index: int
     content: str | np.ndarray
@@ -34,7 +34,7 @@ class Item(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Documents of one batch in order, their tokens end to end; those left out by ``Encoder.done`` are missing."""
+    """The encoded documents of one chunk, without those that ``Encoder.done`` skips; their tokens stand end to end."""
 
     tokens: np.ndarray
     lengths: list[int]
@@ -47,11 +47,11 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Maps a batch of items to tokens; travels to other processes as plain data.
+    """Callable: a chunk (list) of items to :class:`Encoded`. Can be pickled and sent to other processes.
 
     Attributes:
         validation: share of documents, by hash, that go to validation.
-        done: per side (train, validation), items below this index are finished and left out.
+        done: for train and for validation, the index below which items are done already and skipped.
     """
 
     tokenizer_json: str
@@ -74,19 +74,19 @@ class Encoder:
             self._tokenizer.encode_special_tokens = True
         return self._tokenizer
 
-    def __call__(self, batch: list[Item]) -> Encoded:
+    def __call__(self, chunk: list[Item]) -> Encoded:
         kept: list[tuple[Item, _Measure, bool]] = []
-        for item in batch:
+        for item in chunk:
             measure = _measured(item.content)
-            side = measure.hash / 2**64 < self.validation
-            if item.index >= self.done[side]:
-                kept.append((item, measure, side))
+            validates = measure.hash / 2**64 < self.validation
+            if item.index >= self.done[validates]:
+                kept.append((item, measure, validates))
         tokens = self._encode([item for item, _, _ in kept])
         return Encoded(
             tokens=np.concatenate([np.empty(0, self.dtype), *tokens], dtype=self.dtype),
             lengths=[len(part) for part in tokens],
             indices=[item.index for item, _, _ in kept],
-            validation=[side for _, _, side in kept],
+            validation=[validates for _, _, validates in kept],
             sources=[item.source for item, _, _ in kept],
             utf8_bytes=[
                 measure.size if isinstance(item.content, str) else self._spelled_bytes(item.content)
@@ -100,12 +100,12 @@ class Encoder:
         parts: list[list[np.ndarray]] = [[] for _ in items]
         group: list[tuple[int, str]] = []
         size = 0
-        for place, item in enumerate(items):
+        for number, item in enumerate(items):
             if not isinstance(item.content, str):
-                parts[place].append(self._accepted(item.content, item.origin).astype(self.dtype))
+                parts[number].append(self._accepted(item.content, item.origin).astype(self.dtype))
                 continue
             for piece in pieces(item.content):
-                group.append((place, piece))
+                group.append((number, piece))
                 size += len(piece)
                 if size >= PIECE:
                     # The library takes up to 200 bytes for a token: it is never given a long document at once.
@@ -116,13 +116,13 @@ class Encoder:
         return [np.concatenate([*part, end]) for part in parts]
 
     def _encode_group(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
-        """Appends the tokens of each (place, piece) to ``parts[place]``."""
+        """Appends the tokens of each (item number, piece) to ``parts[number]``."""
         encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-        for (place, _), one in zip(group, encoded, strict=True):
-            parts[place].append(np.array(one.ids, self.dtype))
+        for (number, _), one in zip(group, encoded, strict=True):
+            parts[number].append(np.array(one.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
-        """Someone else's tokens, refused where this tokenizer cannot have made them; a final end token is dropped."""
+        """Tokens made elsewhere, without a final end token; raises where this tokenizer cannot have made them."""
         if self.vocab_size > 2 ** (8 * tokens.itemsize):
             raise InputError(
                 f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
@@ -148,7 +148,7 @@ class _Measure(NamedTuple):
 
 
 def _measured(content: str | np.ndarray) -> _Measure:
-    """Encodes a long document part by part: a copy of the whole in UTF-8 is never made."""
+    """Hashes a document piece by piece: a copy of the whole in UTF-8 is never made."""
     digest, size = hashlib.sha256(), 0
     for start in range(0, len(content), PIECE):
         part = content[start : start + PIECE]
@@ -163,24 +163,24 @@ def content_hash(content: str | np.ndarray) -> int:
     return _measured(content).hash
 
 
-def encode_in_order(encoder: Encoder, batches: Iterable[list[Item]], *, workers: int) -> Generator[Encoded]:
-    """Equals ``map(encoder, batches)``, computed by ``workers`` processes; one means here."""
+def encode_in_order(encoder: Encoder, chunks: Iterable[list[Item]], *, workers: int) -> Generator[Encoded]:
+    """Equals ``map(encoder, chunks)``, computed by ``workers`` processes; with one worker, in this process."""
     if workers == 1:
-        yield from map(encoder, batches)
+        yield from map(encoder, chunks)
         return
-    crew = _hire(encoder, workers)
+    pool = _start_workers(encoder, workers)
     try:
-        yield from _deal(crew, iter(batches))
+        yield from _distribute(pool, iter(chunks))
     finally:
-        for connection, process in crew.items():
+        for connection, process in pool.items():
             connection.close()
-            process.terminate()  # idle, or at something that nobody waits for any more
-        for process in crew.values():
+            process.terminate()  # idle, or at a chunk that is not needed any more
+        for process in pool.values():
             process.join(timeout=5)
 
 
-def _hire(encoder: Encoder, workers: int) -> dict[Connection, Any]:
-    """One pipe per worker, whose other end only that worker holds: if this process is killed, they all see it closed.
+def _start_workers(encoder: Encoder, workers: int) -> dict[Connection, Any]:
+    """Worker processes by the connection to each. If this process is killed, they see their connections closed and end.
 
     Workers start from a clean server process, so neither threads nor a GPU of this one are forked into them.
     """
@@ -216,28 +216,28 @@ def _start(context: Any, encoder: Encoder) -> tuple[Connection, Any]:
     return ours, process
 
 
-def _deal(crew: dict[Connection, Any], batches: Iterator[list[Item]]) -> Iterator[Encoded]:
-    """A free worker gets the next batch, results wait for their turn; how far work runs ahead is bounded."""
-    idle, busy, ready = list(crew), {}, {}
-    under_way: dict[int, int] = {}  # characters of each batch that was sent and not yet given back
+def _distribute(pool: dict[Connection, Any], chunks: Iterator[list[Item]]) -> Iterator[Encoded]:
+    """Sends each chunk to a free worker and yields the results in order; how far work runs ahead is bounded."""
+    idle, busy, ready = list(pool), {}, {}
+    under_way: dict[int, int] = {}  # characters of each chunk that was sent and whose result was not yet yielded
     sent = turn = 0
-    more, batch = True, None
+    more, chunk = True, None
     while more or busy:
-        while more and idle and sent - turn < 4 * len(crew):
-            batch = batch or next(batches, None)
-            if batch is None:
+        while more and idle and sent - turn < 4 * len(pool):
+            chunk = chunk or next(chunks, None)
+            if chunk is None:
                 more = False
                 break
-            size = sum(len(item.content) for item in batch)
+            size = sum(len(item.content) for item in chunk)
             if under_way and sum(under_way.values()) + size > _UNDER_WAY:
                 break  # long documents: as many at a time as memory allows, one at least
             worker = idle.pop()
-            _talk(lambda worker=worker, batch=batch: worker.send(batch))
-            busy[worker], under_way[sent], batch = sent, size, None
+            _exchange(lambda worker=worker, chunk=chunk: worker.send(chunk))
+            busy[worker], under_way[sent], chunk = sent, size, None
             sent += 1
-        # Nobody may be busy: the last results can have come before the batches were known to be over.
+        # No worker may be busy: the last results can have come before the chunks were known to be over.
         for worker in cast("list[Connection]", wait(list(busy)) if busy else []):
-            ready[busy.pop(worker)] = result = _talk(worker.recv)
+            ready[busy.pop(worker)] = result = _exchange(worker.recv)
             idle.append(worker)
             if isinstance(result, AdaPonderError):
                 raise result
@@ -247,9 +247,10 @@ def _deal(crew: dict[Connection, Any], batches: Iterator[list[Item]]) -> Iterato
             turn += 1
 
 
-def _talk(exchange: Any) -> Any:
+def _exchange(action: Any) -> Any:
+    """``action()``, a send or receive; raises where the worker has died."""
     try:
-        return exchange()
+        return action()
     except (EOFError, ConnectionError):
         raise DataError(
             "a tokenising process died, most likely for want of memory: run the same command again with fewer --workers"
@@ -257,14 +258,14 @@ def _talk(exchange: Any) -> Any:
 
 
 def _work(connection: Connection, encoder: Encoder) -> None:
-    """A worker's life. Interrupting is the parent's decision, and processes rather than threads share the cores."""
+    """Runs in a worker process: encodes chunks in one thread until the connection closes; SIGINT is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         while True:
-            batch = connection.recv()
+            chunk = connection.recv()
             try:
-                result: Encoded | AdaPonderError = encoder(batch)
+                result: Encoded | AdaPonderError = encoder(chunk)
             except AdaPonderError as error:
                 result = error
             connection.send(result)

@@ -1,4 +1,4 @@
-"""How each kind of file is read: as documents one after another, with an error that names the place of a bad one."""
+"""Readers, one per kind of file: each yields documents, and an error names the line or table row at fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adaponder.data.packing import inner_suffix, unpacked, without_packing
 from adaponder.errors import InputError
 from adaponder.files import open_plain
 
-# A document is held in memory several times over while it is encoded; a longer one is not one that a model reads.
+# The most bytes of one document: it is held in memory several times over while it is encoded.
 LONGEST = 2**30
 _HEAD = 8192
 # Rows of a table that are unpacked together, unless one alone is larger.
@@ -39,8 +39,8 @@ class Pretokenised(NamedTuple):
 
 
 @dataclass
-class Tally:
-    """What was read so far (``read``: bytes of input files), and what was left out or mended."""
+class Counts:
+    """Bytes of input files read so far (``read``), and how much was left out or mended, by kind."""
 
     read: int = 0
     hidden: int = 0
@@ -53,36 +53,41 @@ class Tally:
         return {kind: count for kind, count in vars(self).items() if kind != "read"}
 
 
-class Leaf(NamedTuple):
-    """One file (or hub dataset) of an input: ``name`` is its place within the input, ``reader`` how it is read.
+class InputPart(NamedTuple):
+    """What is read at once of an input: a file, a pair of Megatron files, or a hub dataset.
 
-    ``files`` are those it is read from, none for a hub dataset, and ``stamps`` says of each when it was changed last.
+    Attributes:
+        argument: the input as the user named it.
+        name: path within the input.
+        reader: yields the documents.
+        files: the files it is read from, none for a hub dataset.
+        stamps: modification time, size and inode of each of ``files``.
     """
 
-    given: str
+    argument: str
     name: str
     path: Path
     size: int
-    reader: Callable[[Leaf, Tally], Iterator[Document | Pretokenised]]
+    reader: Callable[[InputPart, Counts], Iterator[Document | Pretokenised]]
     files: tuple[Path, ...] = ()
     stamps: tuple[tuple[int, ...], ...] = ()
 
 
-def _decoded(data: bytes, tally: Tally) -> str:
+def _decoded(data: bytes, counts: Counts) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        tally.invalid_utf8 += 1
+        counts.invalid_utf8 += 1
         return data.decode(errors="replace")
 
 
-def mended(record: Document | Pretokenised, tally: Tally) -> Document | Pretokenised:
-    """``record`` with U+FFFD for what no UTF-8 can hold: JSON may spell half a surrogate pair, a file name any byte."""
-    sound = {name: _sound(value) for name, value in record._asdict().items() if isinstance(value, str)}
-    if all(getattr(record, name) is value for name, value in sound.items()):
-        return record
-    tally.invalid_utf8 += 1
-    return record._replace(**sound)
+def mended(document: Document | Pretokenised, counts: Counts) -> Document | Pretokenised:
+    """``document`` with U+FFFD for what is not valid Unicode: JSON may spell half a surrogate pair, a name any byte."""
+    sound = {name: _sound(value) for name, value in document._asdict().items() if isinstance(value, str)}
+    if all(getattr(document, name) is value for name, value in sound.items()):
+        return document
+    counts.invalid_utf8 += 1
+    return document._replace(**sound)
 
 
 def _sound(text: str) -> str:
@@ -95,24 +100,24 @@ def _sound(text: str) -> str:
     return text
 
 
-def text(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    with unpacked(leaf.path) as opened:
-        content = _rest(opened.stream, leaf.path)
-    yield Document(_decoded(content, tally), inner_suffix(leaf.path)[1:] or "text")
+def text(part: InputPart, counts: Counts) -> Iterator[Document]:
+    with unpacked(part.path) as opened:
+        content = _rest(opened.stream, part.path)
+    yield Document(_decoded(content, counts), inner_suffix(part.path)[1:] or "text")
 
 
-def stdlib_text(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    yield from (document._replace(source="stdlib") for document in text(leaf, tally))
+def stdlib_text(part: InputPart, counts: Counts) -> Iterator[Document]:
+    yield from (document._replace(source="stdlib") for document in text(part, counts))
 
 
-def text_unless_binary(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    with unpacked(leaf.path) as opened:
+def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
+    with unpacked(part.path) as opened:
         head = opened.stream.read(_HEAD)
     # Text in an old encoding has some bytes that are not UTF-8; pictures and programs have mostly such.
     if b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head):
-        tally.binary += 1
+        counts.binary += 1
         return
-    yield from text(leaf, tally)
+    yield from text(part, counts)
 
 
 def _rest(stream: IO[bytes], path: Path) -> bytes:
@@ -129,47 +134,48 @@ def _too_long(where: str) -> str:
     )
 
 
-def jsonl(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    default, start, number = without_packing(leaf.path).stem, tally.read, 0
-    with unpacked(leaf.path) as opened:
+def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
+    default, start, number = without_packing(part.path).stem, counts.read, 0
+    with unpacked(part.path) as opened:
         while line := opened.stream.readline(LONGEST + 1):
             number += 1
-            where = f"{leaf.path}, line {number}"
+            where = f"{part.path}, line {number}"
             if len(line) > LONGEST:
                 raise DataError(_too_long(where))
-            tally.read = start + opened.raw.tell()
-            record = None if line.isspace() else _record(_decoded(line, tally), default, where)
+            counts.read = start + opened.raw.tell()
+            document = None if line.isspace() else _parse_line(_decoded(line, counts), default, where)
             del line  # a long one need not be held while its document is worked on
-            if record is not None:
-                yield record
+            if document is not None:
+                yield document
 
 
-def _record(line: str, default: str, where: str) -> Document:
+def _parse_line(line: str, default: str, where: str) -> Document:
+    """The document of one line of a .jsonl; ``default`` is its source where the line names none."""
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error})") from None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+    if not isinstance(fields, dict) or not isinstance(fields.get("text"), str):
         raise DataError(f'{where}: a record must be an object with a string "text"')
-    source = found.get("source", default)
+    source = fields.get("source", default)
     if not isinstance(source, str):
         raise DataError(f'{where}: "source" must be a string')
-    return Document(found["text"], source)
+    return Document(fields["text"], source)
 
 
-def parquet(leaf: Leaf, tally: Tally) -> Iterator[Document]:
-    start = tally.read
+def parquet(part: InputPart, counts: Counts) -> Iterator[Document]:
+    start = counts.read
     try:
-        with pq.ParquetFile(leaf.path) as file:
-            columns = _columns(file.schema_arrow.names, leaf.path)
+        with pq.ParquetFile(part.path) as file:
+            columns = _columns(file.schema_arrow.names, part.path)
             rows, size = 0, sum(_group_bytes(file.metadata, columns))
             together = max(1, min(256, _BATCH_BYTES * file.metadata.num_rows // max(1, size)))
             for batch in file.iter_batches(batch_size=together, columns=columns):
-                yield from _rows(batch, leaf.path, rows, tally)
+                yield from _table_documents(batch, part.path, rows, counts)
                 rows += batch.num_rows
-                tally.read = start + leaf.size * rows // file.metadata.num_rows
+                counts.read = start + part.size * rows // file.metadata.num_rows
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{leaf.path}: damaged or not a Parquet file ({error})") from None
+        raise DataError(f"{part.path}: damaged or not a Parquet file ({error})") from None
 
 
 def _group_bytes(about: Any, columns: list[str]) -> Iterator[int]:
@@ -181,31 +187,33 @@ def _group_bytes(about: Any, columns: list[str]) -> Iterator[int]:
                 yield chunk.total_uncompressed_size
 
 
-def arrow(leaf: Leaf, tally: Tally) -> Iterator[Document]:
+def arrow(part: InputPart, counts: Counts) -> Iterator[Document]:
     """A data file of ``datasets.save_to_disk``: Arrow's stream format, for which ``datasets`` is not needed."""
-    start, rows = tally.read, 0
+    start, rows = counts.read, 0
     try:
-        with open_plain(leaf.path, DataError) as raw, pa.ipc.open_stream(raw) as stream:
-            columns = _columns(stream.schema.names, leaf.path)
+        with open_plain(part.path, DataError) as raw, pa.ipc.open_stream(raw) as stream:
+            columns = _columns(stream.schema.names, part.path)
             for batch in stream:
                 together = max(1, min(256, _BATCH_BYTES * batch.num_rows // max(1, batch.nbytes)))
                 for first in range(0, batch.num_rows, together):
-                    yield from _rows(batch.select(columns).slice(first, together), leaf.path, rows + first, tally)
+                    yield from _table_documents(
+                        batch.select(columns).slice(first, together), part.path, rows + first, counts
+                    )
                 rows += batch.num_rows
-                tally.read = start + raw.tell()
+                counts.read = start + raw.tell()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{leaf.path}: damaged or not an Arrow file ({error})") from None
+        raise DataError(f"{part.path}: damaged or not an Arrow file ({error})") from None
 
 
 def _columns(names: Iterable[str], where: Path) -> list[str]:
-    found = [name for name in ("text", "source") if name in names]
-    if "text" not in found:
+    columns = [name for name in ("text", "source") if name in names]
+    if "text" not in columns:
         raise DataError(f"{where}: no column text, it has {', '.join(names)}")
-    return found
+    return columns
 
 
-def _rows(batch: pa.RecordBatch, where: Path, first: int, tally: Tally) -> Iterator[Document]:
-    """Read as bytes: Arrow's strings are UTF-8 by promise only."""
+def _table_documents(batch: pa.RecordBatch, where: Path, first: int, counts: Counts) -> Iterator[Document]:
+    """The documents of one piece of a table; texts are read as bytes, as Arrow does not make sure of UTF-8."""
     texts = _strings(batch.column("text"), "text", where)
     sources = _strings(batch.column("source"), "source", where) if "source" in batch.schema.names else None
     for row, text in enumerate(texts):
@@ -213,8 +221,8 @@ def _rows(batch: pa.RecordBatch, where: Path, first: int, tally: Tally) -> Itera
             raise DataError(f"{where}, row {first + row}: text is null")
         if len(text) > LONGEST:
             raise DataError(_too_long(f"{where}, row {first + row}"))
-        source = where.stem if sources is None else _decoded(sources[row] or b"", tally) or where.stem
-        yield Document(_decoded(text, tally), source)
+        source = where.stem if sources is None else _decoded(sources[row] or b"", counts) or where.stem
+        yield Document(_decoded(text, counts), source)
 
 
 def _strings(column: pa.Array, name: str, where: Path) -> list[bytes | None]:
@@ -225,48 +233,48 @@ def _strings(column: pa.Array, name: str, where: Path) -> list[bytes | None]:
     return column.cast(pa.binary() if pa.types.is_string(column.type) else pa.large_binary()).to_pylist()
 
 
-def hub(leaf: Leaf, tally: Tally) -> Iterator[Document]:
+def hub(part: InputPart, counts: Counts) -> Iterator[Document]:
     """``hf:NAME[:CONFIG][:SPLIT]`` through the ``datasets`` library; the split is train unless named."""
-    name, _, _ = parse_hub(leaf.given)
-    rows = _load(leaf.given)
-    _columns(rows.column_names, leaf.path)
+    name, _, _ = parse_hub(part.argument)
+    rows = _load(part.argument)
+    _columns(rows.column_names, part.path)
     for number, row in enumerate(rows):
         if not isinstance(row["text"], str):
-            raise DataError(f"{leaf.given}, row {number}: text is not a string")
+            raise DataError(f"{part.argument}, row {number}: text is not a string")
         yield Document(row["text"], str(row.get("source") or name))
 
 
-def hub_version(leaf: Leaf) -> str:
+def hub_version(part: InputPart) -> str:
     """What the ``datasets`` library calls this state of the data: another one has another name."""
-    return str(getattr(_load(leaf.given), "_fingerprint", ""))
+    return str(getattr(_load(part.argument), "_fingerprint", ""))
 
 
-def _load(given: str) -> Any:
+def _load(argument: str) -> Any:
     try:
         import datasets  # an extra
     except ImportError:
-        raise InputError(f"{given} needs the datasets library: pip install datasets") from None
-    name, config, split = parse_hub(given)
+        raise InputError(f"{argument} needs the datasets library: pip install datasets") from None
+    name, config, split = parse_hub(argument)
     try:
         return datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
-        raise InputError(f"{given}: could not be loaded ({error})") from error
+        raise InputError(f"{argument}: could not be loaded ({error})") from error
 
 
-def parse_hub(given: str) -> tuple[str, str | None, str]:
+def parse_hub(argument: str) -> tuple[str, str | None, str]:
     """(name, config, split) of ``hf:NAME[:CONFIG][:SPLIT]``; a single word after the name that is a split is one."""
-    name, *rest = given.removeprefix("hf:").split(":")
+    name, *rest = argument.removeprefix("hf:").split(":")
     if not name or len(rest) > 2:
-        raise InputError(f"input {given}: hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+        raise InputError(f"input {argument}: hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
     if len(rest) == 1 and rest[0].partition("[")[0] in ("train", "validation", "test"):
         rest = ["", *rest]
     config, split = (*rest, "", "")[:2]
     return name, config or None, split or "train"
 
 
-def megatron_documents(leaf: Leaf, tally: Tally) -> Iterator[Pretokenised]:
-    start, read = tally.read, 0
-    for number, tokens in enumerate(megatron(leaf.path)):
-        yield Pretokenised(tokens, leaf.path.stem, f"{leaf.path.with_suffix('.bin')}, document {number}")
+def megatron_documents(part: InputPart, counts: Counts) -> Iterator[Pretokenised]:
+    start, read = counts.read, 0
+    for number, tokens in enumerate(megatron(part.path)):
+        yield Pretokenised(tokens, part.path.stem, f"{part.path.with_suffix('.bin')}, document {number}")
         read += tokens.nbytes
-        tally.read = start + read
+        counts.read = start + read

@@ -1,4 +1,4 @@
-"""A folder belongs to one preparation: what is done stands in a journal, and other arguments are refused by name."""
+"""The journal of a preparation (``progress.json``): what is done, and with which arguments it was begun."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Journal:
     @classmethod
     def load(cls, out: Path) -> Journal:
         try:
-            found = unsealed(out / JOURNAL)
-            del found["format"]
-            found["shards"] = {split: [shard_from(shard) for shard in found["shards"][split]] for split in SPLITS}
-            return cls(**found)
+            content = unsealed(out / JOURNAL)
+            del content["format"]
+            content["shards"] = {split: [shard_from(shard) for shard in content["shards"][split]] for split in SPLITS}
+            return cls(**content)
         except DataError:
             raise
         except (ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What a prepared folder holds, in numbers and checksums; one changed byte of ``manifest.json`` itself is found too."""
+"""``manifest.json``: what a prepared folder holds, in numbers and checksums; its last line is a checksum of itself."""
 
 from __future__ import annotations
 
@@ -102,18 +102,18 @@ class Manifest:
 
     def remarks(self) -> list[str]:
         """What preparation left out or mended, and a split that was wanted and is empty, in words."""
-        found = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
+        remarks = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
         share = self.fingerprint["validation"]
         for split, other, chance, change in (
             ("validation", "train", share, "larger"),
             ("train", "validation", 1 - share, "smaller"),
         ):
             if chance and not self.total(split, "documents"):
-                found.append(
+                remarks.append(
                     f"no document fell to {_SIDES[split]}: of {self.total(other, 'documents'):,}, each does with "
                     f"probability {chance:g}; give more documents, or a {change} share to --validation"
                 )
-        return found
+        return remarks
 
     def as_dict(self) -> dict[str, Any]:
         splits = {
@@ -164,7 +164,7 @@ def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
 
 
 def shard_from(content: dict[str, Any]) -> Shard:
-    """A shard's entry, once every number is a count and every checksum one."""
+    """The shard of one entry; raises ``ValueError`` where a number is no count or a checksum is none."""
     shard = Shard(**content)
     for name, value in asdict(shard).items():
         if not (_is_sum(value) if name.endswith("sha256") else _is_count(value)):

@@ -1,4 +1,4 @@
-"""Documents that Megatron tokenised, read from its pair of .bin and .idx once the two are known to agree."""
+"""Reads documents that Megatron tokenised: a pair of .bin and .idx files, checked to agree."""
 
 from __future__ import annotations
 

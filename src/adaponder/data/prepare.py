@@ -1,4 +1,4 @@
-"""Preparation may be stopped at any instant: the same command goes on, and the bytes are those of an unbroken run.
+"""Turns inputs into token shards. It may be stopped at any instant: the same command goes on and gives the same bytes.
 
 Shards are complete or absent, ``progress.json`` says which are done, of which inputs, and from which document on each
 split is still open, and ``manifest.json`` comes last. A rerun reads past what is done; it encodes only what no complete
@@ -21,14 +21,14 @@ from adaponder.data import sources
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
 from adaponder.data.journal import Journal, claimed, finished, owned
 from adaponder.data.manifest import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
-from adaponder.data.sources import Document, Leaf, Tally
+from adaponder.data.sources import Counts, Document, InputPart
 from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
 from adaponder.files import sha256_of, write_whole
 from adaponder.terminal import errors
 
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1024, 2**20
+_CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 1024, 2**20
 _MOST_WORKERS = 1024
 
 
@@ -59,12 +59,12 @@ def prepare(
     2**64, lies below ``validation``: the same text always lands on the same side. A finished ``out`` is left as it is.
     """
     _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
-    tally = Tally()
-    leaves = sources.find(inputs, tally)
+    counts = Counts()
+    parts = sources.find(inputs, counts)
     with owned(out):
         fingerprint = {
             # Of every byte: an input that was rewritten since must not be mixed with what was made of it before.
-            "inputs": sources.describe(leaves, _counting(leaves, progress)),
+            "inputs": sources.describe(parts, _counting(parts, progress)),
             "tokenizer": tokenizer,
             "tokenizer_file": _file_hash(tokenizer),
             "end_token": end_token,
@@ -76,15 +76,15 @@ def prepare(
             return before
         journal = claimed(out, fingerprint)
         try:
-            return _prepare(leaves, tally, journal, out, workers=workers, progress=progress)
+            return _prepare(parts, counts, journal, out, workers=workers, progress=progress)
         except KeyboardInterrupt:
             errors.print(f"{out}: interrupted; the same command goes on from here", soft_wrap=True)
             raise
 
 
-def _counting(leaves: Sequence[Leaf], progress: Callable[[Progress], None]) -> Callable[[int], None]:
+def _counting(parts: Sequence[InputPart], progress: Callable[[Progress], None]) -> Callable[[int], None]:
     """Turns bytes hashed, by any thread, into progress of the stage ``inputs``."""
-    lock, read, total = threading.Lock(), 0, sum(leaf.size for leaf in leaves)
+    lock, read, total = threading.Lock(), 0, sum(part.size for part in parts)
 
     def advance(size: int) -> None:
         nonlocal read
@@ -96,31 +96,31 @@ def _counting(leaves: Sequence[Leaf], progress: Callable[[Progress], None]) -> C
 
 
 def _prepare(
-    leaves: Sequence[Leaf],
-    tally: Tally,
+    parts: Sequence[InputPart],
+    counts: Counts,
     journal: Journal,
     out: Path,
     *,
     workers: int,
     progress: Callable[[Progress], None],
 ) -> Manifest:
-    """Goes on from ``journal`` to the manifest."""
-    total = sum(leaf.size for leaf in leaves)
-    words, end_id = _tokenizer(journal, out, leaves, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
+    """Does what ``journal`` says is left to do, up to the manifest."""
+    total = sum(part.size for part in parts)
+    tokenizer, end_id = _tokenizer(journal, out, parts, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
     encoder = Encoder(
-        tokenizer_json=words.to_str(),
+        tokenizer_json=tokenizer.to_str(),
         end_id=end_id,
-        vocab_size=vocabulary_size(words),
-        dtype=dtype_of(vocabulary_size(words)),
+        vocab_size=vocabulary_size(tokenizer),
+        dtype=dtype_of(vocabulary_size(tokenizer)),
         validation=journal.fingerprint["validation"],
         done=(journal.documents["train"], journal.documents["validation"]),
     )
-    items = _Items(leaves, tally, skip=min(encoder.done))
+    items = _Items(parts, counts, skip=min(encoder.done))
     writing = _Writing(out, journal, dtype=encoder.dtype)
-    with contextlib.closing(encode_in_order(encoder, items.batches(), workers=workers)) as encoded:
-        for batch in encoded:
-            writing.add(batch)
-            progress(Progress("tokens", items.count, writing.tokens, tally.read, total))
+    with contextlib.closing(encode_in_order(encoder, items.chunks(), workers=workers)) as encoded:
+        for chunk in encoded:
+            writing.add(chunk)
+            progress(Progress("tokens", items.count, writing.tokens, counts.read, total))
     if not items.count:
         raise DataError("the inputs hold not one document that is not empty")
     writing.finish(items.count)
@@ -128,11 +128,11 @@ def _prepare(
         dtype=encoder.dtype,
         vocab_size=encoder.vocab_size,
         end_id=end_id,
-        tokenizer_hash=tokenizer_hash(words),
+        tokenizer_hash=tokenizer_hash(tokenizer),
         tokenizer_sha256=sha256_of(out / TOKENIZER, DataError),
         splits={split: tuple(shards) for split, shards in journal.shards.items()},
         fingerprint=journal.fingerprint,
-        skipped=tally.skipped(),
+        skipped=counts.skipped(),
     )
     write_whole(out / MANIFEST, sealed(manifest.as_dict()).encode(), DataError)
     (out / JOURNAL).unlink()
@@ -143,9 +143,11 @@ def _prepare(
 def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int, shard_tokens: int) -> None:
     if not inputs:
         raise InputError("inputs: name at least one file, folder or stdlib")
-    for given in inputs:
-        if os.path.isdir(given) and out.resolve().is_relative_to(Path(given).resolve()):
-            raise InputError(f"--out {out} lies inside the input {given}: its shards would become input; name another")
+    for argument in inputs:
+        if os.path.isdir(argument) and out.resolve().is_relative_to(Path(argument).resolve()):
+            raise InputError(
+                f"--out {out} lies inside the input {argument}: its shards would become input; name another"
+            )
     if not 0 <= validation < 1:
         raise InputError(f"--validation {validation}: a share from 0 up to, but not, 1")
     if not 1 <= workers <= _MOST_WORKERS:
@@ -155,30 +157,30 @@ def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int,
 
 
 class _Items:
-    """The documents of the inputs, numbered, in batches; ``count`` is how many were read, ``skip`` are done."""
+    """The documents of the inputs, numbered, in chunks; ``count`` is how many were read, ``skip`` are done."""
 
-    def __init__(self, leaves: Sequence[Leaf], tally: Tally, *, skip: int):
-        self.leaves, self.tally, self.skip, self.count = leaves, tally, skip, 0
+    def __init__(self, parts: Sequence[InputPart], counts: Counts, *, skip: int):
+        self.parts, self.counts, self.skip, self.count = parts, counts, skip, 0
 
-    def batches(self) -> Iterator[list[Item]]:
-        batch: list[Item] = []
+    def chunks(self) -> Iterator[list[Item]]:
+        chunk: list[Item] = []
         size = 0
-        for record in sources.read(self.leaves, self.tally):
+        for document in sources.read(self.parts, self.counts):
             index, self.count = self.count, self.count + 1
             if index < self.skip:
                 continue
-            origin = "" if isinstance(record, Document) else record.origin
-            batch.append(Item(index, record[0], record.source, origin))
-            size += len(record[0])
-            if len(batch) >= _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
+            origin = "" if isinstance(document, Document) else document.origin
+            chunk.append(Item(index, document[0], document.source, origin))
+            size += len(document[0])
+            if len(chunk) >= _CHUNK_DOCUMENTS or size >= _CHUNK_CHARACTERS:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
 
 
 class _Writing:
-    """Both splits being written, and the journal kept in step with the disk."""
+    """Writes both splits, and the journal after each shard."""
 
     def __init__(self, out: Path, journal: Journal, *, dtype: str):
         self.out, self.journal = out, journal
@@ -189,21 +191,21 @@ class _Writing:
             for split, shards in journal.shards.items()
         }
 
-    def add(self, batch: Encoded) -> None:
+    def add(self, chunk: Encoded) -> None:
         start = 0
-        for document, length in enumerate(batch.lengths):
-            split = SPLITS[batch.validation[document]]
+        for document, length in enumerate(chunk.lengths):
+            split = SPLITS[chunk.validation[document]]
             writer = self.writers[split]
             writer.add(
-                batch.tokens[start : start + length],
-                source=batch.sources[document],
-                utf8_bytes=batch.utf8_bytes[document],
-                content_hash=batch.hashes[document],
+                chunk.tokens[start : start + length],
+                source=chunk.sources[document],
+                utf8_bytes=chunk.utf8_bytes[document],
+                content_hash=chunk.hashes[document],
             )
             start += length
             self.tokens += length
             if writer.full:
-                self._write(split, batch.indices[document] + 1)
+                self._write(split, chunk.indices[document] + 1)
 
     def finish(self, documents: int) -> None:
         for split, writer in self.writers.items():
@@ -217,35 +219,37 @@ class _Writing:
 
 
 def _tokenizer(
-    journal: Journal, out: Path, leaves: Sequence[Leaf], progress: Callable[[int], None]
+    journal: Journal, out: Path, parts: Sequence[InputPart], progress: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
     """(tokenizer, id of its end token) of the journal's arguments; an interrupted run's own, if it got so far."""
     if journal.end_token is not None:
-        words, end_id = load_tokenizer(str(out / TOKENIZER), end_token=journal.end_token)
-        if tokenizer_hash(words) != journal.tokenizer_hash:
+        tokenizer, end_id = load_tokenizer(str(out / TOKENIZER), end_token=journal.end_token)
+        if tokenizer_hash(tokenizer) != journal.tokenizer_hash:
             raise DataError(f"{out / TOKENIZER} is not the one begun with: delete {out} and prepare again")
-        return words, end_id
-    texts = _training_texts(leaves, journal.fingerprint["validation"], progress)
-    words, end_id = load_tokenizer(journal.fingerprint["tokenizer"], texts, end_token=journal.fingerprint["end_token"])
-    write_whole(out / TOKENIZER, words.to_str(pretty=True).encode(), DataError)
-    journal.tokenizer_hash, journal.end_token = tokenizer_hash(words), words.id_to_token(end_id)
+        return tokenizer, end_id
+    texts = _training_texts(parts, journal.fingerprint["validation"], progress)
+    tokenizer, end_id = load_tokenizer(
+        journal.fingerprint["tokenizer"], texts, end_token=journal.fingerprint["end_token"]
+    )
+    write_whole(out / TOKENIZER, tokenizer.to_str(pretty=True).encode(), DataError)
+    journal.tokenizer_hash, journal.end_token = tokenizer_hash(tokenizer), tokenizer.id_to_token(end_id)
     journal.save(out)
-    return words, end_id
+    return tokenizer, end_id
 
 
-def _training_texts(leaves: Iterable[Leaf], validation: float, progress: Callable[[int], None]) -> Iterator[str]:
-    """Texts of the training side only: not even the vocabulary has seen the validation side."""
-    tally = Tally()
-    for record in sources.read(leaves, tally):
-        if not isinstance(record, Document):
-            raise InputError(f"{record.origin}: tokens already; name the tokenizer that made them, not {TRAIN}N")
-        progress(tally.read)
-        if content_hash(record.text) / 2**64 >= validation:
-            yield record.text
+def _training_texts(parts: Iterable[InputPart], validation: float, progress: Callable[[int], None]) -> Iterator[str]:
+    """Texts of the training split only: the vocabulary is not trained on validation documents."""
+    counts = Counts()
+    for document in sources.read(parts, counts):
+        if not isinstance(document, Document):
+            raise InputError(f"{document.origin}: tokens already; name the tokenizer that made them, not {TRAIN}N")
+        progress(counts.read)
+        if content_hash(document.text) / 2**64 >= validation:
+            yield document.text
 
 
 def _file_hash(spec: str) -> str | None:
-    """Of a tokenizer that is a file here; what the hub or training gives is fixed by the spec and by tokenizer.json."""
+    """SHA-256 of a tokenizer that is a local file; ``None`` where the hub or training gives it."""
     for path in (Path(spec), Path(spec) / "tokenizer.json"):
         if os.path.isfile(path):
             return sha256_of(path, InputError)

@@ -18,12 +18,12 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """Rows of a global batch; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """Windows that a model is trained on together; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
 
     Attributes:
-        tokens: ``int64[rows, sequence + 1]``.
-        documents: ``int64[rows, sequence + 1]``, the running number of each token's document in the split.
-        windows: ``int64[rows]``, which block of the split each row is.
+        tokens: ``int64[windows, sequence + 1]``.
+        documents: ``int64[windows, sequence + 1]``, the running number of each token's document in the split.
+        windows: ``int64[windows]``, the number of each window in the split.
     """
 
     tokens: np.ndarray
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 def count_windows(shards: Shards, sequence: int) -> int:
-    """How many disjoint blocks of ``sequence + 1`` tokens the split holds; the rest of it is never read."""
+    """Number of windows in the split: disjoint blocks of ``sequence + 1`` tokens. A shorter rest is never read."""
     if sequence < 1:
         raise InputError(f"sequence={sequence}: a window must predict at least one token")
     windows = shards.tokens // (sequence + 1)
@@ -45,16 +45,19 @@ def count_windows(shards: Shards, sequence: int) -> int:
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int) -> Batch:
-    """The given blocks of the split as rows, in the given order (``np.arange(…)`` for evaluation)."""
+    """The windows of these numbers, in this order (``np.arange(…)`` for evaluation)."""
     starts = windows * (sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     return Batch(tokens, shards.number_blocks(starts, sequence + 1), windows)
 
 
 class Sampler:
-    """Row r of step s is window ``permute(i % windows)`` of epoch ``i // windows`` for ``i = s * global_batch + r``.
+    """The n-th window of step s is number ``permute(i % windows)`` of epoch ``i // windows``, i = s * global_batch + n.
 
-    Epochs are without replacement, and a batch may straddle two. ``windows`` says how many an epoch has.
+    An epoch visits every window once, in an order of its own; a batch may straddle two epochs.
+
+    Attributes:
+        windows: how many windows an epoch has.
     """
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):
@@ -70,10 +73,11 @@ class Sampler:
             )
 
     def batch(self, step: int) -> Batch:
-        return self.rows(step, 0, self.global_batch)
+        """All windows of a step."""
+        return self.part(step, 0, self.global_batch)
 
-    def rows(self, step: int, first: int, count: int) -> Batch:
-        """``batch(step)`` cut to rows ``first … first + count - 1``, reading only those."""
+    def part(self, step: int, first: int, count: int) -> Batch:
+        """Windows ``first … first + count - 1`` of ``batch(step)``; only those are read."""
         if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
             raise InputError(f"step {step}, rows {first} … {first + count}: a step has rows 0 … {self.global_batch}")
         return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
@@ -90,11 +94,11 @@ class Sampler:
 
     def _windows(self, step: int, first: int, count: int) -> np.ndarray:
         index = step * self.global_batch + first + np.arange(count, dtype=np.int64)
-        epochs, places = np.divmod(index, self.windows)
-        chosen = np.empty_like(places)
+        epochs, positions = np.divmod(index, self.windows)
+        chosen = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            chosen[here] = permute(places[here], self.windows, keys=round_keys(self.seed, epoch))
+            in_epoch = epochs == epoch
+            chosen[in_epoch] = permute(positions[in_epoch], self.windows, keys=round_keys(self.seed, epoch))
         return chosen
 
 
@@ -102,7 +106,7 @@ class Sampler:
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     """Eight 64-bit keys that any change of seed or epoch changes."""
     digest = hashlib.shake_256(f"adaponder sampler {seed} {epoch}".encode()).digest(8 * _ROUNDS)
-    return tuple(int.from_bytes(digest[place : place + 8], "little") for place in range(0, len(digest), 8))
+    return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8))
 
 
 def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A shard is whole or it is refused: tokens, document table and manifest must agree before one token is read."""
+"""Reads the tokens of a prepared folder, once tokens, document tables and manifest are known to agree."""
 
 from __future__ import annotations
 
@@ -73,27 +73,27 @@ class Shards:
         return self.number_blocks(np.array([start]), count)[0]
 
     def read_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``int64[len(starts), count]``: equals ``read`` of each start."""
+        """``int64[len(starts), count]``: ``read(start, count)`` of each start."""
         self._check_range(starts, count)
-        found = np.empty((len(starts), count), self._dtype)
-        for row, start in enumerate(starts.tolist()):
-            self._fill(found[row], start)
-        if found.size and found.max() >= self.vocab_size:
-            self._refuse_foreign(found, starts)
-        return found.astype(np.int64)
+        blocks = np.empty((len(starts), count), self._dtype)
+        for block, start in zip(blocks, starts.tolist(), strict=True):
+            self._fill(block, start)
+        if blocks.size and blocks.max() >= self.vocab_size:
+            self._refuse_foreign(blocks, starts)
+        return blocks.astype(np.int64)
 
     def number_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``int64[len(starts), count]``: equals ``document_numbers`` of each start."""
+        """``int64[len(starts), count]``: ``document_numbers(start, count)`` of each start."""
         self._check_range(starts, count)
-        # Documents that begin inside a block: one step up there, and the numbers are running sums.
+        # A 1 where a document begins inside a block: numbers are running sums of these.
         first = np.searchsorted(self._document_starts, starts, "right")
         inside = np.searchsorted(self._document_starts, starts + count, "left") - first
         inside = np.maximum(inside, 0)
-        row = np.repeat(np.arange(len(starts)), inside)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(inside) - inside, inside)
-        steps = np.zeros((len(starts), count), np.int64)
-        steps[row, self._document_starts[first[row] + nth] - starts[row]] = 1
-        return (first - 1)[:, None] + np.cumsum(steps, 1)
+        block = np.repeat(np.arange(len(starts)), inside)
+        nth = np.arange(len(block)) - np.repeat(np.cumsum(inside) - inside, inside)
+        begins = np.zeros((len(starts), count), np.int64)
+        begins[block, self._document_starts[first[block] + nth] - starts[block]] = 1
+        return (first - 1)[:, None] + np.cumsum(begins, 1)
 
     def tokenizer_files(self) -> dict[str, str]:
         """The files, by name, with which a model folder's tokenizer opens in transformers."""
@@ -114,14 +114,14 @@ class Shards:
         if count < 0 or (len(starts) and (starts.min() < 0 or starts.max() + count > self.tokens)):
             raise DataError(f"{count} tokens from {starts} asked of {self.folder}/{self.split}, it has {self.tokens}")
 
-    def _fill(self, row: np.ndarray, start: int) -> None:
-        """Puts tokens ``start …`` into ``row``, from as many shards as they lie in."""
+    def _fill(self, block: np.ndarray, start: int) -> None:
+        """Writes the tokens from ``start`` on into ``block``, from as many shards as they lie in."""
         number = bisect_right(self._bounds, start) - 1
         filled = 0
-        while filled < len(row):
+        while filled < len(block):
             offset = start + filled - self._bounds[number]
-            part = self._read_shard(self._shards[number], offset, len(row) - filled)
-            row[filled : filled + len(part)] = part
+            part = self._read_shard(self._shards[number], offset, len(block) - filled)
+            block[filled : filled + len(part)] = part
             filled, number = filled + len(part), number + 1
 
     def _read_shard(self, shard: Shard, offset: int, count: int) -> np.ndarray:
@@ -136,11 +136,14 @@ class Shards:
             raise DataError(f"{path}: truncated since it was opened: {count} tokens from {offset}, found {len(tokens)}")
         return tokens
 
-    def _refuse_foreign(self, found: np.ndarray, starts: np.ndarray) -> None:
-        row, place = (int(where[0]) for where in np.nonzero(found >= self.vocab_size))
-        number = bisect_right(self._bounds, starts[row] + place) - 1
+    def _refuse_foreign(self, blocks: np.ndarray, starts: np.ndarray) -> None:
+        """Raises for the first token id that the tokenizer does not have."""
+        block, offset = (int(indices[0]) for indices in np.nonzero(blocks >= self.vocab_size))
+        token = starts[block] + offset
+        number = bisect_right(self._bounds, token) - 1
+        path = self.folder / self.split / self._shards[number].tokens_name
         raise DataError(
-            f"{self.folder / self.split / self._shards[number].tokens_name}: token id {found[row, place]} at offset "
-            f"{starts[row] + place - self._bounds[number]} lies outside the vocabulary of {self.vocab_size}: "
+            f"{path}: token id {blocks[block, offset]} at offset {token - self._bounds[number]} "
+            f"lies outside the vocabulary of {self.vocab_size}: "
             "the shard is corrupt, prepare the data again"
         )

@@ -1,4 +1,4 @@
-"""Inputs become documents in an order that depends on names and contents alone, and nothing is dropped uncounted.
+"""Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
 
 What happens to the odd ones: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); an empty document
 is left out (counted); one of a single character or token is kept; NUL is a character like any other in a file that was
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaponder.data import formats
-from adaponder.data.formats import Document, Leaf, Pretokenised, Tally
+from adaponder.data.formats import Counts, Document, InputPart, Pretokenised
 from adaponder.data.manifest import DataError
 from adaponder.data.megatron import megatron
 from adaponder.data.packing import inner_suffix, packing_of
@@ -38,113 +38,115 @@ _STDLIB_WITHOUT = {
 _ARCHIVES = {".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".arrow"}
 _UNPACKED_ONLY = {".parquet", ".idx", ".bin"}
 
-__all__ = ["Document", "Leaf", "Pretokenised", "Tally", "describe", "documents", "find", "megatron", "read"]
+__all__ = ["Counts", "Document", "InputPart", "Pretokenised", "describe", "documents", "find", "megatron", "read"]
 
 
-def documents(inputs: Sequence[str], *, tally: Tally | None = None) -> Iterator[Document]:
+def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document]:
     """The documents of ``inputs``, in order; an input is a file, a folder, ``stdlib`` or ``hf:NAME[:CONFIG][:SPLIT]``.
 
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and perhaps ``source``; any other file is one document. Text
     and records may be packed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one that
     ``datasets`` saved is read as that dataset.
     """
-    tally = tally or Tally()
-    for record in read(find(inputs, tally), tally):
-        if isinstance(record, Pretokenised):
-            raise InputError(f"{record.origin}: holds tokens, not text")
-        yield record
+    counts = counts or Counts()
+    for document in read(find(inputs, counts), counts):
+        if isinstance(document, Pretokenised):
+            raise InputError(f"{document.origin}: holds tokens, not text")
+        yield document
 
 
-def read(leaves: Iterable[Leaf], tally: Tally) -> Iterator[Document | Pretokenised]:
-    """What the leaves hold, texts valid Unicode and not empty; a file that changes on the way is an error."""
-    before = tally.read
-    for leaf in leaves:
-        for record in leaf.reader(leaf, tally):
-            if len(record[0]):
-                yield formats.mended(record, tally)
+def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document | Pretokenised]:
+    """The documents of ``parts``: valid Unicode, none empty. A file that changes meanwhile is an error."""
+    before = counts.read
+    for part in parts:
+        for document in part.reader(part, counts):
+            if len(document[0]):
+                yield formats.mended(document, counts)
             else:
-                tally.empty += 1
-        if tuple(map(_stamp, leaf.files)) != leaf.stamps:
-            raise DataError(f"{leaf.path} changed while it was read: start again when nobody writes to it")
-        before += leaf.size
-        tally.read = before
+                counts.empty += 1
+        if tuple(map(_stamp, part.files)) != part.stamps:
+            raise DataError(f"{part.path} changed while it was read: start again when nobody writes to it")
+        before += part.size
+        counts.read = before
 
 
-def find(inputs: Sequence[str], tally: Tally) -> list[Leaf]:
+def find(inputs: Sequence[str], counts: Counts) -> list[InputPart]:
     """The files behind ``inputs`` in the order in which they are read."""
-    leaves = []
-    for given in inputs:
-        path = Path(given)
-        if given == STDLIB:
-            leaves += _stdlib()
-        elif given.startswith(HUB):
-            leaves.append(Leaf(given, given, path, 0, formats.hub))
-        elif (kind := _kind(given)) == "folder":
-            leaves += _folder(given, path, tally)
+    parts = []
+    for argument in inputs:
+        path = Path(argument)
+        if argument == STDLIB:
+            parts += _stdlib()
+        elif argument.startswith(HUB):
+            parts.append(InputPart(argument, argument, path, 0, formats.hub))
+        elif (kind := _kind(argument)) == "folder":
+            parts += _folder(argument, path, counts)
         elif kind == "file":
-            leaves += _named_file(given, path)
+            parts += _named_file(argument, path)
         elif kind == "special":
-            raise InputError(f"input {given}: a pipe or device, which cannot be read twice; write it to a file first")
-        elif _kind(given + ".idx") == "file":
-            leaves += _file(given, path.name, path.with_name(path.name + ".idx"), text=formats.text)
+            raise InputError(
+                f"input {argument}: a pipe or device, which cannot be read twice; write it to a file first"
+            )
+        elif _kind(argument + ".idx") == "file":
+            parts += _file(argument, path.name, path.with_name(path.name + ".idx"), text=formats.text)
         else:
-            raise InputError(f"input {given}: no such file or folder (nor {STDLIB}, nor {HUB}NAME)")
-    return leaves
+            raise InputError(f"input {argument}: no such file or folder (nor {STDLIB}, nor {HUB}NAME)")
+    return parts
 
 
-def describe(leaves: Sequence[Leaf], advance: Callable[[int], None] = lambda _: None) -> list[dict[str, Any]]:
+def describe(parts: Sequence[InputPart], advance: Callable[[int], None] = lambda _: None) -> list[dict[str, Any]]:
     """For each input its number of files, their bytes, and a hash of their names and of every byte in them.
 
     ``advance`` is told of bytes as they are hashed, by any thread.
     """
-    files = [path for leaf in leaves for path in leaf.files]
+    files = [path for part in parts for path in part.files]
     sums = dict(zip(files, sha256_of_each(files, DataError, advance=advance), strict=True))
-    found: dict[str, list[Leaf]] = {}
-    for leaf in leaves:
-        found.setdefault(leaf.given, []).append(leaf)
+    by_argument: dict[str, list[InputPart]] = {}
+    for part in parts:
+        by_argument.setdefault(part.argument, []).append(part)
     return [
         {
-            "input": given,
-            "files": len(part),
-            "bytes": sum(leaf.size for leaf in part),
-            "contents": hashlib.sha256(json.dumps([_contents(leaf, sums) for leaf in part]).encode()).hexdigest(),
+            "input": argument,
+            "files": len(parts),
+            "bytes": sum(part.size for part in parts),
+            "contents": hashlib.sha256(json.dumps([_contents(part, sums) for part in parts]).encode()).hexdigest(),
         }
-        for given, part in found.items()
+        for argument, parts in by_argument.items()
     ]
 
 
-def _contents(leaf: Leaf, sums: dict[Path, str]) -> list[str]:
-    return [leaf.name, *(sums[path] for path in leaf.files)] if leaf.files else [leaf.name, formats.hub_version(leaf)]
+def _contents(part: InputPart, sums: dict[Path, str]) -> list[str]:
+    return [part.name, *(sums[path] for path in part.files)] if part.files else [part.name, formats.hub_version(part)]
 
 
 def stdlib_root() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _stdlib() -> Iterator[Leaf]:
+def _stdlib() -> Iterator[InputPart]:
     root = stdlib_root()
     for folder, folders, files in os.walk(root, onerror=_refuse_unreadable):
         folders[:] = sorted(set(folders) - _STDLIB_WITHOUT)
         for path in (Path(folder, name) for name in sorted(files)):
             if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and _kind(path) == "file":
-                yield _leaf(STDLIB, path.relative_to(root).as_posix(), path, formats.stdlib_text)
+                yield _part(STDLIB, path.relative_to(root).as_posix(), path, formats.stdlib_text)
 
 
-def _folder(given: str, folder: Path, tally: Tally) -> Iterator[Leaf]:
+def _folder(argument: str, folder: Path, counts: Counts) -> Iterator[InputPart]:
     if any(_kind(folder / name) == "file" for name in ("dataset_dict.json", "state.json")):
-        yield from _saved_dataset(given, folder)
+        yield from _saved_dataset(argument, folder)
         return
     for root, folders, files in os.walk(folder, onerror=_refuse_unreadable):
-        tally.hidden += sum(name.startswith(".") for name in (*folders, *files))
+        counts.hidden += sum(name.startswith(".") for name in (*folders, *files))
         shown = sorted(name for name in folders if not name.startswith("."))
         # A link may lead back up, and then there is no end.
         folders[:] = [name for name in shown if not Path(root, name).is_symlink()]
-        tally.special += len(shown) - len(folders)
+        counts.special += len(shown) - len(folders)
         for path in (Path(root, name) for name in sorted(files) if not name.startswith(".")):
             if _kind(path) == "file":
-                yield from _file(given, path.relative_to(folder).as_posix(), path, text=formats.text_unless_binary)
+                yield from _file(argument, path.relative_to(folder).as_posix(), path, text=formats.text_unless_binary)
             else:
-                tally.special += 1
+                counts.special += 1
 
 
 def _kind(path: Path | str) -> str:
@@ -174,52 +176,52 @@ def _stamp(path: Path) -> tuple[int, ...]:
     return about.st_mtime_ns, about.st_size, about.st_ino
 
 
-def _leaf(given: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> Leaf:
-    """A leaf that is read from ``files``, or from ``path`` alone; its size is that of the last of them."""
+def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
+    """A part that is read from ``files``, or from ``path`` alone; its size is that of the last of them."""
     files = files or (path,)
     stamps = tuple(map(_stamp, files))
-    return Leaf(given, name, path, stamps[-1][1], reader, files, stamps)
+    return InputPart(argument, name, path, stamps[-1][1], reader, files, stamps)
 
 
-def _named_file(given: str, path: Path) -> Iterator[Leaf]:
+def _named_file(argument: str, path: Path) -> Iterator[InputPart]:
     """A file that was named by itself: text whatever it holds, but not a container that would be read as garbage."""
     inner = inner_suffix(path)
     if inner in _ARCHIVES or (packing_of(path) and inner in _UNPACKED_ONLY):
         raise InputError(
-            f"input {given}: {path.name} is no text but a container: unpack it (of a saved dataset, name the folder)"
+            f"input {argument}: {path.name} is no text but a container: unpack it (of a saved dataset, name the folder)"
         )
-    yield from _file(given, path.name, path, text=formats.text)
+    yield from _file(argument, path.name, path, text=formats.text)
 
 
-def _file(given: str, name: str, path: Path, *, text: Callable[..., Iterator[Document]]) -> Iterator[Leaf]:
+def _file(argument: str, name: str, path: Path, *, text: Callable[..., Iterator[Document]]) -> Iterator[InputPart]:
     suffix = path.suffix.lower()
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     if inner_suffix(path) == ".jsonl":
-        yield _leaf(given, name, path, formats.jsonl)
+        yield _part(argument, name, path, formats.jsonl)
     elif suffix == ".parquet":
-        yield _leaf(given, name, path, formats.parquet)
+        yield _part(argument, name, path, formats.parquet)
     elif path == index and _kind(data) == "file":
-        yield _leaf(given, name, path, formats.megatron_documents, index, data)
+        yield _part(argument, name, path, formats.megatron_documents, index, data)
     elif path == data and _kind(index) == "file":
         # Named by itself it stands for the pair; in a folder the pair is found by its .idx.
         if text is formats.text:
-            yield _leaf(given, name, path, formats.megatron_documents, index, data)
+            yield _part(argument, name, path, formats.megatron_documents, index, data)
     else:
-        yield _leaf(given, name, path, text)
+        yield _part(argument, name, path, text)
 
 
-def _saved_dataset(given: str, folder: Path) -> Iterator[Leaf]:
+def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
     """The train split, or the only one, of a folder that ``datasets.save_to_disk`` wrote."""
     if _kind(folder / "dataset_dict.json") == "file":
         splits = _names(folder / "dataset_dict.json", "splits")
         if "train" not in splits and len(splits) != 1:
-            raise InputError(f"input {given}: splits {', '.join(splits)}; name the folder of one: {given}/SPLIT")
+            raise InputError(f"input {argument}: splits {', '.join(splits)}; name the folder of one: {argument}/SPLIT")
         folder = folder / ("train" if "train" in splits else splits[0])
     for name in _names(folder / "state.json", "_data_files", "filename"):
         path = folder / name
         if _kind(path) != "file":
             raise DataError(f"{path} is missing, state.json names it")
-        yield _leaf(given, name, path, formats.arrow)
+        yield _part(argument, name, path, formats.arrow)
 
 
 def _names(path: Path, key: str, inner: str | None = None) -> list[str]:

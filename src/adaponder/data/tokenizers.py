@@ -1,4 +1,4 @@
-"""A tokenizer is known by its hash, ends documents with one token, and takes whatever text spells as text."""
+"""Loads or trains the tokenizer of a corpus, and hashes it; text that spells a special token stays text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from adaponder.files import read_bytes, read_json
 
 END = "<|endoftext|>"
 TRAIN = "train-bpe:"
-# A vocabulary does not get better with more text than this, and counting words takes memory.
+# Text beyond this does not improve the vocabulary, and counting its words takes memory.
 TRAINING_BYTES = 2**28
-# The library makes room for as many as it is told.
+# The library allocates as many entries as it is told.
 MOST_ENTRIES = 2**22
 # A longer document is encoded piece by piece: memory and time stay bounded for one line of any length.
 PIECE = 2**20
@@ -66,7 +66,7 @@ def hash_of_json(text: str) -> str:
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
-    """SHA-256 of a tokenizer whatever its layout; padding and truncation are habits of use, not identity."""
+    """SHA-256 of a tokenizer's content, however its JSON is laid out; padding and truncation are left out."""
     kept = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -95,7 +95,7 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
 
 
 def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
-    """Does ``work`` so that Ctrl-C is heard meanwhile: merging, the library listens to nobody, and that takes minutes.
+    """Runs ``work`` in a thread, so that Ctrl-C works meanwhile: the library's training takes minutes and ignores it.
 
     ``work`` gets a function that turns false when its result is not wanted any more.
     """
@@ -177,11 +177,11 @@ def _read(path: Path) -> Tokenizer:
 def _eos_token(path: Path) -> str | None:
     if not os.path.exists(path):
         return None
-    found = read_json(path, InputError).get("eos_token")
-    found = found.get("content") if isinstance(found, dict) else found
-    if found is not None and not isinstance(found, str):
+    token = read_json(path, InputError).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
         raise InputError(f"{path}: eos_token must be a token's text")
-    return found
+    return token
 
 
 def pieces(text: str, limit: int = PIECE) -> Iterator[str]:

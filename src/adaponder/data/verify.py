@@ -1,4 +1,4 @@
-"""One changed byte in tokens, document tables or tokenizer is found when they are opened, and its file named.
+"""Checks that tokens, document tables and tokenizer are, byte for byte, those that the manifest lists.
 
 The cost: each file is read once per start and hashed by several threads, about 1.2 GB per second and core.
 ``ADAPONDER_VERIFY=0`` leaves checksums of tokens and tables out, for data whose reading takes too long; sizes, types
@@ -32,10 +32,10 @@ _LARGE = 2**33
 def check_tokenizer(path: Path, manifest: Manifest) -> None:
     """Raises unless ``tokenizer.json`` is, byte for byte, the one that made the data; always, for it is small."""
     raw = read_bytes(path, DataError)
-    found = hash_of_content(parse_json(raw, path, DataError))
-    if found != manifest.tokenizer_hash:
+    tokenizer_hash = hash_of_content(parse_json(raw, path, DataError))
+    if tokenizer_hash != manifest.tokenizer_hash:
         raise DataError(
-            f"{path} has hash {found[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
+            f"{path} has hash {tokenizer_hash[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
             "put the right tokenizer back or prepare the data again"
         )
     if hashlib.sha256(raw).hexdigest() != manifest.tokenizer_sha256:
@@ -43,12 +43,10 @@ def check_tokenizer(path: Path, manifest: Manifest) -> None:
 
 
 def check_size(path: Path, shard: Shard, dtype: np.dtype) -> None:
-    wanted = shard.tokens * dtype.itemsize
-    found = size_of(path)
-    if found != wanted:
-        raise DataError(
-            f"{path}: {found} bytes, {shard.tokens} tokens of {dtype.name} are {wanted}: damaged or foreign"
-        )
+    """Raises unless the file has as many bytes as the shard's tokens take."""
+    wanted, size = shard.tokens * dtype.itemsize, size_of(path)
+    if size != wanted:
+        raise DataError(f"{path}: {size} bytes, {shard.tokens} tokens of {dtype.name} are {wanted}: damaged or foreign")
 
 
 def document_starts(path: Path, shard: Shard) -> np.ndarray:
@@ -100,8 +98,8 @@ def verify_sums(folder: Path, sums: Mapping[Path, str], *, share: tuple[int, int
         return
     files = list(sums)[number::processes]
     with_progress = _say_progress(folder, sum(map(size_of, files))) if number == 0 else None
-    found = sha256_of_each(files, DataError, advance=with_progress)
-    wrong = [(path, sha) for path, sha in zip(files, found, strict=True) if sha != sums[path]]
+    actual = sha256_of_each(files, DataError, advance=with_progress)
+    wrong = [(path, sha) for path, sha in zip(files, actual, strict=True) if sha != sums[path]]
     if wrong:
         path, sha = wrong[0]
         more = f"; {len(wrong) - 1} more files likewise" if len(wrong) > 1 else ""

@@ -1,4 +1,4 @@
-"""Documents of one split become whole shards: tokens, and the table of documents that cuts them."""
+"""Writes the documents of one split as shards: their tokens end to end, and a table of where each document lies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShardWriter:
         self.folder, self.dtype, self.shard_tokens, self.number = folder, DTYPES[dtype], shard_tokens, number
         self.tokens = 0
         self._parts: list[np.ndarray] = []
-        self._rows: list[tuple[int, int, str, int, int]] = []
+        self._table: list[tuple[int, int, str, int, int]] = []
 
     @property
     def full(self) -> bool:
@@ -29,32 +29,32 @@ class ShardWriter:
         return self.tokens >= self.shard_tokens
 
     def add(self, tokens: np.ndarray, *, source: str, utf8_bytes: int, content_hash: int) -> None:
-        self._rows.append((self.tokens, len(tokens), source, utf8_bytes, content_hash))
+        self._table.append((self.tokens, len(tokens), source, utf8_bytes, content_hash))
         self._parts.append(tokens)
         self.tokens += len(tokens)
 
     def write(self) -> Shard:
         """Writes what was gathered and starts the next shard. Tokens come last: where they are, the table is too."""
         tokens = np.concatenate(self._parts, dtype=self.dtype).tobytes()
-        columns = dict(zip(DOCS.names, zip(*self._rows, strict=True), strict=True))
+        columns = dict(zip(DOCS.names, zip(*self._table, strict=True), strict=True))
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table({name: list(values) for name, values in columns.items()}, schema=DOCS), sink)
         docs = sink.getvalue().to_pybytes()
         shard = Shard(
             number=self.number,
             tokens=self.tokens,
-            documents=len(self._rows),
+            documents=len(self._table),
             utf8_bytes=sum(columns["utf8_bytes"]),
             tokens_sha256=hashlib.sha256(tokens).hexdigest(),
             docs_sha256=hashlib.sha256(docs).hexdigest(),
         )
         write_whole(self.folder / shard.docs_name, docs, DataError)
         write_whole(self.folder / shard.tokens_name, tokens, DataError)
-        self.number, self.tokens, self._parts, self._rows = self.number + 1, 0, [], []
+        self.number, self.tokens, self._parts, self._table = self.number + 1, 0, [], []
         return shard
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
-    """Temporary files that an interruption left."""
+    """Temporary files that an interrupted preparation left in ``folder``."""
     yield from folder.glob("*.tmp")
     yield from folder.glob("*/*.tmp")

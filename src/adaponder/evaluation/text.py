@@ -147,8 +147,8 @@ def _documents(shards: Shards, batch: pa.RecordBatch, first: int) -> Iterator[_P
 def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
     size = vocabulary_size(vocabulary.tokenizer)
     encoder = Encoder(vocabulary.tokenizer.to_str(), vocabulary.end_id, size, dtype_of(size), 0.0)
-    tally = sources.Tally()
-    records = sources.documents([data], tally=tally)
+    counts = sources.Counts()
+    records = sources.documents([data], counts=counts)
     try:
         while batch := list(islice(records, 64)):
             items = [Item(index, record.text, record.source) for index, record in enumerate(batch)]
@@ -156,8 +156,8 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
             parts = np.split(encoded.tokens.astype(np.int64), np.cumsum(encoded.lengths)[:-1])
             yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
     finally:
-        if tally.invalid_utf8:
-            errors.print(line((f"{data}:", "yellow"), f" {SKIPPED['invalid_utf8']}: {tally.invalid_utf8:,}"))
+        if counts.invalid_utf8:
+            errors.print(line((f"{data}:", "yellow"), f" {SKIPPED['invalid_utf8']}: {counts.invalid_utf8:,}"))
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:

@@ -174,7 +174,7 @@ class Trainer:
         with as many rows at once would take.
         """
         first = [(index * self.world.size + self.world.rank) * self.micro for index in range(self.micro_steps)]
-        return [self.sampler.rows(step, row, self.micro) for row in first]
+        return [self.sampler.part(step, row, self.micro) for row in first]
 
     def _part(self, drawn: Batch) -> dict[str, Tensor]:
         """What a forward reads of one micro-step."""

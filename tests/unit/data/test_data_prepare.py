@@ -95,7 +95,7 @@ def test_the_manifest_counts_what_is_there(prepared):
 
 
 def test_any_number_of_workers_gives_the_same_bytes(prepared, corpus, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 7)
     prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0.2, shard_tokens=900, workers=3)
     assert contents(tmp_path / "out") == contents(prepared)
 
@@ -104,7 +104,7 @@ def test_workers_that_are_done_before_the_batches_are_known_to_be_over(
     prepared, corpus, tokenizer, tmp_path, monkeypatch
 ):
     """Every result is there before anybody asks: then nobody is busy, and there is nothing to wait for."""
-    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 40)
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 40)
     monkeypatch.setattr("adaponder.data.encoding.wait", lambda busy: _all_of(busy))
     prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0.2, shard_tokens=900, workers=3)
     assert contents(tmp_path / "out") == contents(prepared)
@@ -145,7 +145,7 @@ def test_a_workers_refusal_is_the_commands(tmp_path, tokenizer):
 
 
 def test_a_worker_that_dies_is_reported_and_the_rest_goes_home(corpus, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 1)
 
     def end_one(now: Progress) -> None:
         for worker in multiprocessing.active_children()[:1]:
@@ -332,7 +332,7 @@ def test_long_documents_are_encoded_as_many_at_a_time_as_memory_allows(monkeypat
     monkeypatch.setattr(encoding, "wait", lambda busy: busy[-1:])
     counts = {"now": 0, "most": 0}
     batches = [[Item(index, "ten chars.", "s")] for index in range(20)]
-    assert list(encoding._deal({Desk(counts): None for _ in range(4)}, iter(batches))) == batches
+    assert list(encoding._distribute({Desk(counts): None for _ in range(4)}, iter(batches))) == batches
     assert counts == {"now": 0, "most": most}
 
 
@@ -357,7 +357,7 @@ def test_an_interruption_is_heard_while_a_tokenizer_is_trained(ctrl_c):
 
 
 def test_progress_grows_to_the_end(corpus, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("adaponder.data.prepare._BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 10)
     seen: list[Progress] = []
     prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), progress=seen.append)
     inputs, seen = [now for now in seen if now.stage == "inputs"], [now for now in seen if now.stage != "inputs"]

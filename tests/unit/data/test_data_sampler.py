@@ -93,7 +93,7 @@ def test_another_seed_is_another_order(shards):
 def test_slices_by_process_and_accumulation_add_up_to_the_whole(shards, data, sequence, global_batch, step):
     sampler = Sampler(shards, sequence=sequence, global_batch=global_batch, seed=1)
     cuts = data.draw(st.lists(st.integers(0, global_batch), max_size=4))
-    slices = [sampler.rows(step, a, b - a) for a, b in pairwise([0, *sorted(cuts), global_batch])]
+    slices = [sampler.part(step, a, b - a) for a, b in pairwise([0, *sorted(cuts), global_batch])]
     for whole, *parts in zip(sampler.batch(step), *slices, strict=True):
         assert np.array_equal(whole, np.concatenate(parts))
 
@@ -163,7 +163,7 @@ def test_nonsense_is_refused(shards):
     sampler = Sampler(shards, sequence=4, global_batch=4, seed=0)
     for step, first, count in ((-1, 0, 1), (0, 3, 2), (0, -1, 1)):
         with pytest.raises(InputError, match=r"rows 0 … 4"):
-            sampler.rows(step, first, count)
+            sampler.part(step, first, count)
 
 
 def test_a_split_that_is_not_there_is_named(shards, tmp_path):

@@ -22,7 +22,7 @@ from adaponder.data import formats, sources
 from adaponder.data.formats import parse_hub
 from adaponder.data.manifest import DataError
 from adaponder.data.packing import Opened
-from adaponder.data.sources import Document, Tally, documents, megatron
+from adaponder.data.sources import Counts, Document, documents, megatron
 from adaponder.errors import InputError
 
 RECORDS = [{"text": "one", "source": "web"}, {"text": "zwei — 2"}, {"text": "drei\n\n3"}]
@@ -53,10 +53,10 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
     (tmp_path / "picture").write_bytes(b"GIF\0\1\2")
     (tmp_path / "packed").write_bytes(bytes(range(128, 256)))
     (tmp_path / "d.jsonl").write_bytes(LINES)
-    tally = Tally()
-    found = [document.text for document in documents([str(tmp_path)], tally=tally)]
+    counts = Counts()
+    found = [document.text for document in documents([str(tmp_path)], counts=counts)]
     assert found == ["a.txt", *(record["text"] for record in RECORDS), "b/1.txt", "b/2.txt"]
-    assert (tally.hidden, tally.binary) == (2, 2)
+    assert (counts.hidden, counts.binary) == (2, 2)
 
 
 def packed(data: bytes, packing: str) -> bytes:
@@ -78,10 +78,10 @@ def test_text_and_records_are_the_same_however_they_are_packed(tmp_path, packing
     for name in ("notes.txt", "notes", "x.py"):
         (tmp_path / (name + packing)).write_bytes(packed(text.encode(), packing.lower()))
     (tmp_path / f"picture{packing}").write_bytes(packed(b"GIF\0 and twenty more bytes", packing.lower()))
-    tally = Tally()
-    found = list(documents([str(tmp_path)], tally=tally))
+    counts = Counts()
+    found = list(documents([str(tmp_path)], counts=counts))
     assert sorted(found) == sorted([*wanted, *(Document(text, source) for source in ("txt", "text", "py"))])
-    assert tally.binary == 1
+    assert counts.binary == 1
     assert list(documents([str(tmp_path / f"notes.txt{packing}")])) == [Document(text, "txt")]
 
 
@@ -289,10 +289,10 @@ def test_stdlib_is_the_running_interpreters_without_tests_and_leftovers(tmp_path
 
 
 def test_the_real_stdlib_is_there():
-    leaves = sources.find(["stdlib"], Tally())
-    assert {"os.py", "json/decoder.py"} <= {leaf.name for leaf in leaves}
-    assert sum(leaf.size for leaf in leaves) > 5_000_000
-    assert leaves == sources.find(["stdlib"], Tally())
+    parts = sources.find(["stdlib"], Counts())
+    assert {"os.py", "json/decoder.py"} <= {part.name for part in parts}
+    assert sum(part.size for part in parts) > 5_000_000
+    assert parts == sources.find(["stdlib"], Counts())
 
 
 def test_megatron_gives_back_what_was_written(tmp_path):
