@@ -132,6 +132,7 @@ class Method(nn.Module, ABC):
     """
 
     halts: ClassVar[bool] = False
+    signal: ClassVar[str] = "gate"  # what policies are given as ``gate``
     loss_needs_states: ClassVar[bool] = False
     has_ponder_term: ClassVar[bool] = False
 

@@ -48,6 +48,7 @@ class MixtureOfRecursions(Method):
     """
 
     halts = True
+    signal = "router"
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)

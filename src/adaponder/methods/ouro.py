@@ -16,6 +16,7 @@ class Ouro(Method):
     """One exit gate for all loops; training always runs every loop, exits happen in evaluation."""
 
     halts = True
+    signal = "exit"
     loss_needs_states = True
 
     def __init__(self, config: AdaPonderConfig):

@@ -326,7 +326,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             raise InputError(
                 f"policy: {self.config.method} reads every token equally often; use max_iterations to read less"
             )
-        as_policy(asked).check(self.config.method, self.config.iterations)
+        policy = as_policy(asked)
+        policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
+        policy.check(self.config.method, self.config.iterations)
 
     def _policy(self, asked: PolicyLike | None, *, generates: bool) -> Policy:
         self.check_policy(asked)

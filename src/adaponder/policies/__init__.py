@@ -1,20 +1,14 @@
 """Who decides depth at run time: the learned gate, fixed depths, signals of doubt, shares, or one's own callable."""
 
-from adaponder.policies.base import Custom, Policy, PolicyInput, as_int64, as_policy
-from adaponder.policies.rules import (
-    Change,
-    Divergence,
-    Entropy,
-    ExitThreshold,
-    FixedDepth,
-    ForcedDepths,
-    LearnedGate,
-    Random,
-    RouterThreshold,
-)
-from adaponder.policies.schedules import Geometric, Ranked, Schedule, Shares, Uniform, thresholds_for
-from adaponder.policies.sequence import SequencePolicy
+from adaponder.policies.base import Custom, Policy, PolicyInput, as_policy
+from adaponder.policies.depth import FixedDepth, ForcedDepths
+from adaponder.policies.gate import ExitThreshold, LearnedGate, RouterThreshold
+from adaponder.policies.measures import Change, Divergence, Entropy
+from adaponder.policies.random import Random
+from adaponder.policies.schedules import Geometric, Schedule, Shares, Uniform, thresholds_for
+from adaponder.policies.sequence import Ranked, SequencePolicy
 from adaponder.policies.spec import parse_policy, spec_of
+from adaponder.policies.values import as_int64
 
 __all__ = [
     "Change",

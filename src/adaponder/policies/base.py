@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from adaponder.errors import InputError
+from adaponder.policies.text import PolicyLine, number_text
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class PolicyInput:
 
     Attributes:
         iteration: int64, the iteration that the row has just finished, from 0.
-        gate: how much the model wants to read on, in (0, 1): the learned gate's ``s`` (mor: the router's sigmoid;
-            ouro: the probability of not having exited yet).
+        gate: how much the model wants to read on, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
+            probability of not having exited yet.
         hidden: final-normed hidden states.
         position: position of the token in its document.
         seed: int64, the caller's seed.
@@ -56,16 +56,29 @@ class PolicyInput:
 class Policy(ABC):
     """Decides the mask only: the update stays weighted by the learned ``s``.
 
-    ``causal`` promises that a token's answer never depends on later tokens; a policy without it is for evaluation
-    and is refused in generation. ``row_by_row`` promises that a row's answer depends on that row alone; a
-    :class:`SequencePolicy` cannot, and chooses among the tokens of a whole sequence instead.
-    ``fingerprint`` names policy and settings: equal fingerprints, equal decisions.
-    ``method`` names the one method whose signal it reads; ``None``: any that halts.
+    A policy is one class in one file. With a ``word`` it has a form in one line of text, ``word:value``, as soon as its
+    class is defined: ``--policy`` takes it and a profile stores it.
+
+    Attributes:
+        causal: promises that a token's answer never depends on later tokens; a policy without it is for evaluation
+            and is refused in generation.
+        row_by_row: promises that a row's answer depends on that row alone; a :class:`SequencePolicy` cannot, and
+            chooses among the tokens of a whole sequence instead.
+        signal: the kind of ``gate`` it must be given (the ``signal`` of a method's class); ``None``: any.
+        word: names it in a line of text; empty where it has no such form.
+        value_field: the field that the value of a line sets; empty where it takes none.
     """
 
     causal: ClassVar[bool] = True
     row_by_row: ClassVar[bool] = True
-    method: ClassVar[str | None] = None
+    signal: ClassVar[str | None] = None
+    word: ClassVar[str] = ""
+    value_field: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__dict__.get("word"):
+            _register(cls)
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
@@ -73,18 +86,22 @@ class Policy(ABC):
 
     @property
     def fingerprint(self) -> str:
+        """Names the policy and its settings: equal fingerprints, equal decisions."""
         return repr(self)
 
     def heads(self, iteration: int) -> int:
         """How often it computes a token's logits to decide after this iteration: a cost that is its own."""
         return 0
 
-    def check(self, method: str, iterations: int) -> None:
+    def check(self, method: str, iterations: int) -> None:  # noqa: B027 (many policies fit every model)
         """Raises where it cannot decide for a model of ``method`` that reads a token up to ``iterations`` times."""
-        if self.method not in (None, method):
+
+    def check_signal(self, signal: str, method: str, iterations: int) -> None:
+        """Raises where it reads another signal than the one that a model of ``method`` gives it as ``gate``."""
+        if self.signal not in (None, signal):
             raise InputError(
-                f"policy={self.fingerprint}: it reads a signal of {self.method}, and this model is {method} "
-                f"(K={iterations}); LearnedGate, FixedDepth or Entropy can decide for it"
+                f"policy={self.fingerprint}: it reads the signal of {self.signal}, and this model is {method} "
+                f"(K={iterations}), whose signal is {signal}; LearnedGate, FixedDepth or Entropy can decide for it"
             )
 
     def check_batch(self, sequences: int, slots: int) -> None:  # noqa: B027 (most policies fit every batch)
@@ -94,13 +111,51 @@ class Policy(ABC):
         decision has to wait for the device.
         """
 
-    def _one_per_gate(self, name: str, value: float | Sequence[float], iterations: int) -> None:
-        """Raises where a list of numbers is not one for each of the model's gates."""
-        if isinstance(value, Sequence) and len(value) != iterations - 1:
-            raise InputError(
-                f"policy={self.fingerprint}: {name} has {len(value)} entries, a model of K={iterations} has "
-                f"{iterations - 1} gates: give one number, or one per gate"
-            )
+    @classmethod
+    def words(cls) -> tuple[str, ...]:
+        """The words that a line of this policy may start with."""
+        return (cls.word,)
+
+    @classmethod
+    def parse(cls, line: PolicyLine) -> Policy | None:
+        """The policy that a line says; ``None`` where the line does not have the form of one."""
+        if line.thresholds or (line.value and not cls.value_field):
+            return None
+        return cls(**{cls.value_field: cls.parse_value(line)}) if cls.value_field else cls()
+
+    @classmethod
+    def parse_value(cls, line: PolicyLine) -> object:
+        """What the line's value makes of ``value_field``: one number, unless a policy says otherwise."""
+        return line.number()
+
+    def as_line(self) -> str:
+        """The line of text that :meth:`parse` turns back into this policy."""
+        # A subclass without a word of its own would be read back as its parent.
+        if _BY_WORD.get(self.word) is not type(self):
+            raise InputError(f"policy={self.fingerprint}: it cannot be written as one line of text")
+        return f"{self.word}:{number_text(getattr(self, self.value_field))}" if self.value_field else self.word
+
+
+# Enters a class when it is defined: see Policy.__init_subclass__.
+_BY_WORD: dict[str, type[Policy]] = {}
+
+
+def _register(policy: type[Policy]) -> None:
+    if any(mark in policy.word for mark in ":@,"):
+        raise InputError(f"{policy.__qualname__}.word={policy.word!r}: a word without colon, comma and @ is needed")
+    other = _BY_WORD.get(policy.word)
+    # A class defined again (a notebook's cell run twice, dataclass(slots=True)) takes its own place.
+    if other is not None and (other.__module__, other.__qualname__) != (policy.__module__, policy.__qualname__):
+        raise InputError(
+            f"{policy.__qualname__}.word={policy.word!r}: {other.__module__}.{other.__qualname__} has it already; "
+            "choose another"
+        )
+    _BY_WORD[policy.word] = policy
+
+
+def registered_policies() -> tuple[type[Policy], ...]:
+    """Every class of policies that has a word, in the order in which they were defined."""
+    return tuple(_BY_WORD.values())
 
 
 def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
@@ -123,42 +178,3 @@ class Custom(Policy):
         if not isinstance(keep, Tensor) or keep.shape != rows.active.shape or keep.dtype != torch.bool:
             raise InputError(f"policy {self.function!r} must return a bool tensor of shape {tuple(rows.active.shape)}")
         return keep
-
-
-def at(value: float | Sequence[float], iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Equals ``value[iteration]`` row by row, in ``dtype``; or ``value`` itself where one number serves all gates.
-
-    Made of fills and selections only: nothing is copied from the host, so a CUDA graph can capture it. Rows at an
-    iteration that has no entry get NaN, which no comparison keeps; :meth:`Policy.check` refuses such settings.
-    """
-    if not isinstance(value, Sequence):
-        return float(value)
-    number_of_row = torch.full_like(iteration, math.nan, dtype=dtype)
-    for i, number in enumerate(value):
-        number_of_row = torch.where(iteration == i, float(number), number_of_row)
-    return number_of_row
-
-
-def as_int64(seed: int) -> int:
-    """``seed`` modulo 2**64, in the range of an int64: what wrapping int64 arithmetic makes of it."""
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def check_share(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise InputError(f"{name}={value}: lies between 0 and 1")
-
-
-def numbers(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
-    """One number or one per gate, as floats: equal settings then have equal fingerprints."""
-    several = value if isinstance(value, Sequence) else (value,)
-    found = tuple(float(number) for number in several)
-    if any(math.isnan(number) for number in found):
-        raise InputError(f"{name}={value}: not a number")
-    return found if isinstance(value, Sequence) else found[0]
-
-
-def settle(policy: Policy, **fields: object) -> None:
-    """Writes checked values into a frozen policy."""
-    for name, value in fields.items():
-        object.__setattr__(policy, name, value)

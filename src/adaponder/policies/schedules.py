@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
-from adaponder.policies.base import Policy, PolicyInput, at, check_share, numbers, settle
-from adaponder.policies.sequence import SequencePolicy
+from adaponder.policies.base import Policy, PolicyInput
+from adaponder.policies.text import PolicyLine, number_text
+from adaponder.policies.values import as_floats, at, check_one_per_gate, check_share, set_fields
 
 
 @dataclass(frozen=True)
 class Schedule(Policy):
     """Keeps the tokens of highest gate, a prescribed share of the sequence at each iteration.
 
-    With ``thresholds`` (see :func:`thresholds_for`) the rule is causal and per token. :class:`Ranked` ranks within
-    the sequence, exactly the paper's experiment, and looks at the future.
+    With ``thresholds`` (see :func:`thresholds_for`) the rule is causal and per token.
+    :class:`adaponder.policies.Ranked` ranks within the sequence, exactly the paper's experiment, and looks at the
+    future. A schedule's ``value_field`` is what decides its shares.
     """
 
     thresholds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        settle(self, thresholds=numbers("thresholds", self.thresholds))
+        set_fields(self, thresholds=as_floats("thresholds", self.thresholds))
 
+    @abstractmethod
     def share(self, iteration: int) -> float:
-        raise NotImplementedError
+        """The share of a sequence's tokens that is read again after this iteration."""
 
     def check(self, method: str, iterations: int) -> None:
-        super().check(method, iterations)
         if self.thresholds:
-            self._one_per_gate("thresholds", self.thresholds, iterations)
+            check_one_per_gate(self, "thresholds", self.thresholds, iterations)
+
+    @classmethod
+    def parse(cls, line: PolicyLine) -> Policy | None:
+        schedule = cls.parse_shares(line)
+        if not schedule.thresholds:
+            raise InputError(
+                f"--policy {line.text}: a share is kept by calibrated thresholds; adaponder calibrate --rule "
+                f"{line.word} makes a --profile of them, and ranked-{line.text} ranks within the sequence, for "
+                "evaluation only"
+            )
+        return schedule
+
+    @classmethod
+    def parse_shares(cls, line: PolicyLine) -> Self:
+        """The schedule of a line, with its thresholds if the line has any."""
+        return cls(line.threshold_numbers(), **{cls.value_field: cls.parse_value(line)})
+
+    def as_line(self) -> str:
+        return f"{super().as_line()}@{number_text(self.thresholds)}"
+
+    def shares_as_line(self) -> str:
+        """The line without thresholds."""
+        return super().as_line()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         if not self.thresholds:
@@ -51,11 +78,13 @@ class Uniform(Schedule):
     """After every iteration the same share ``keep`` of tokens reads on (section 5.2)."""
 
     keep: float = field(default=1.0, kw_only=True)
+    word: ClassVar[str] = "uniform"
+    value_field: ClassVar[str] = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("keep", self.keep)
-        settle(self, keep=float(self.keep))
+        set_fields(self, keep=float(self.keep))
 
     def share(self, iteration: int) -> float:
         return self.keep
@@ -66,11 +95,13 @@ class Geometric(Schedule):
     """After iteration i the share ``rate ** (i + 1)`` of tokens reads on (section 5.2)."""
 
     rate: float = field(default=1.0, kw_only=True)
+    word: ClassVar[str] = "geometric"
+    value_field: ClassVar[str] = "rate"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("rate", self.rate)
-        settle(self, rate=float(self.rate))
+        set_fields(self, rate=float(self.rate))
 
     def share(self, iteration: int) -> float:
         return self.rate ** (iteration + 1)
@@ -78,44 +109,29 @@ class Geometric(Schedule):
 
 @dataclass(frozen=True)
 class Shares(Schedule):
-    """A share of its own for each iteration: mor's capacities are this."""
+    """A share of its own for each iteration, as capacities are given."""
 
     shares: tuple[float, ...] = field(default=(), kw_only=True)
+    word: ClassVar[str] = "shares"
+    value_field: ClassVar[str] = "shares"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for share in self.shares:
             check_share("shares", share)
 
+    @classmethod
+    def parse_value(cls, line: PolicyLine) -> object:
+        return line.numbers()
+
     def check(self, method: str, iterations: int) -> None:
         super().check(method, iterations)
-        self._one_per_gate("shares", self.shares, iterations)
+        check_one_per_gate(self, "shares", self.shares, iterations)
 
     def share(self, iteration: int) -> float:
         if iteration >= len(self.shares):
             raise InputError(f"shares has {len(self.shares)} entries, none for gate {iteration}: give one per gate")
         return float(self.shares[iteration])
-
-
-@dataclass(frozen=True)
-class Ranked(SequencePolicy):
-    """Prunes the lowest-gate tokens of each sequence down to the schedule's share: non-causal, evaluation only."""
-
-    schedule: Schedule
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.schedule, Schedule):
-            raise InputError(f"schedule={self.schedule!r}: Uniform, Geometric or Shares is needed to rank by")
-
-    def check(self, method: str, iterations: int) -> None:
-        self.schedule.check(method, iterations)
-
-    def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
-        # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
-        budget = (self.schedule.share(iteration) * lengths.double() + 1e-9).long()
-        candidates = torch.where(active, gate.float(), -math.inf)
-        rank = candidates.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        return (rank < budget[:, None]) & active
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:

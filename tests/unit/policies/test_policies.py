@@ -34,8 +34,8 @@ from adaponder.policies import (
     RouterThreshold,
     Shares,
     as_policy,
+    measures,
     parse_policy,
-    rules,
     spec_of,
     thresholds_for,
 )
@@ -178,7 +178,7 @@ def test_the_entropy_rule_reads_on_while_the_next_token_is_uncertain(models, met
     assert output.depth[mask.bool()].unique().numel() > 1
 
 
-@pytest.mark.parametrize("signal", [rules.entropy, rules.divergence, rules.change])
+@pytest.mark.parametrize("signal", [measures.entropy, measures.divergence, measures.change])
 def test_the_signals_of_half_precision_states_are_computed_in_float32(signal):
     """Thresholds are compared with what float32 sees: bf16 would round entropies to a sixty-fourth of a nat."""
     generator = torch.Generator().manual_seed(0)
@@ -276,9 +276,9 @@ def middling(model: AdaPonderForCausalLM, make: Callable[[float], Policy], signa
 
 Signal = Callable[[PolicyInput], Tensor]
 LOOKING: dict[str, tuple[Callable[[float], Policy], Signal]] = {
-    "kl": (Divergence, rules.divergence),
-    "change": (Change, rules.change),
-    "entropy": (Entropy, rules.entropy),
+    "kl": (Divergence, measures.divergence),
+    "change": (Change, measures.change),
+    "entropy": (Entropy, measures.entropy),
 }
 
 
@@ -727,10 +727,14 @@ UNFIT: list[tuple[str, str, Policy]] = [
     ("adaponder", rf"Change.*threshold has {K} entries", Change((0.1,) * K)),
     ("adaponder", rf"Uniform.*thresholds has {K} entries", Uniform(keep=0.5, thresholds=(0.1,) * K)),
     ("mor", rf"Shares.*shares has {K} entries", Ranked(Shares(shares=(0.9,) * K))),
-    ("adaponder", rf"RouterThreshold\(\).*mor.*this model is adaponder \(K={K}\)", RouterThreshold()),
-    ("ouro", r"RouterThreshold\(\).*mor.*this model is ouro", RouterThreshold()),
-    ("adaponder", r"ExitThreshold\(q=0.9\).*ouro.*this model is adaponder", ExitThreshold(0.9)),
-    ("mor", r"ExitThreshold\(q=0.9\).*ouro.*this model is mor", ExitThreshold(0.9)),
+    (
+        "adaponder",
+        rf"RouterThreshold\(\).*router.*model is adaponder \(K={K}\).*gate",
+        RouterThreshold(),
+    ),
+    ("ouro", r"RouterThreshold\(\).*router.*this model is ouro.*exit", RouterThreshold()),
+    ("adaponder", r"ExitThreshold\(q=0.9\).*exit.*this model is adaponder.*gate", ExitThreshold(0.9)),
+    ("mor", r"ExitThreshold\(q=0.9\).*exit.*this model is mor.*router", ExitThreshold(0.9)),
 ]
 
 
@@ -866,7 +870,7 @@ def test_the_line_loses_no_digit():
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("fast:1", "name one of gate"),
+        ("fast:1", "name one of .*gate.*ranked-shares, then a colon"),
         ("gate", "not a number"),
         ("gate:x", "not a number"),
         ("gate:0.1@0.2", "name one of"),

@@ -36,7 +36,8 @@ from adaponder.policies import (
     spec_of,
     thresholds_for,
 )
-from adaponder.policies.rules import change, divergence, entropy, unit_hash
+from adaponder.policies.measures import change, divergence, entropy
+from adaponder.policies.random import unit_hash
 
 _SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
     "gate": lambda seen: seen.gate.float(),

@@ -1,0 +1,69 @@
+"""Rules that compare the model's own signal with a threshold: a learned gate, a router, exits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adaponder.errors import InputError
+from adaponder.halting import stays_active
+from adaponder.policies.base import Policy, PolicyInput
+from adaponder.policies.text import PolicyLine
+from adaponder.policies.values import as_floats, at, check_one_per_gate, check_share, set_fields
+
+
+@dataclass(frozen=True)
+class LearnedGate(Policy):
+    """Read on while ``s >= tau`` (eq. 4): the paper's rule, with one tau or one per gate; at ``inf`` nobody does."""
+
+    tau: float | tuple[float, ...] = 1e-4
+    word: ClassVar[str] = "gate"
+    value_field: ClassVar[str] = "tau"
+
+    def __post_init__(self) -> None:
+        set_fields(self, tau=as_floats("tau", self.tau))
+        for tau in self.tau if isinstance(self.tau, tuple) else (self.tau,):
+            if tau != math.inf:
+                check_share("tau", tau)
+
+    @classmethod
+    def parse_value(cls, line: PolicyLine) -> object:
+        return line.number_or_numbers()
+
+    def check(self, method: str, iterations: int) -> None:
+        check_one_per_gate(self, "tau", self.tau, iterations)
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return stays_active(rows.gate, at(self.tau, rows.iteration, torch.float32))
+
+
+@dataclass(frozen=True)
+class RouterThreshold(Policy):
+    """Read on while the router's logit is positive: how a model that is trained to rank decides causally."""
+
+    signal: ClassVar[str | None] = "router"
+    word: ClassVar[str] = "router"
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return rows.gate.float() > 0.5
+
+
+@dataclass(frozen=True)
+class ExitThreshold(Policy):
+    """Exit once the cumulative exit probability reaches ``q``: the rule of models that have an exit gate."""
+
+    q: float = 1.0
+    signal: ClassVar[str | None] = "exit"
+    word: ClassVar[str] = "exit"
+    value_field: ClassVar[str] = "q"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.q <= 1.0:
+            raise InputError(f"q={self.q}: a probability above 0 is needed")
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return 1.0 - rows.gate.float() < self.q

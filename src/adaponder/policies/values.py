@@ -1,0 +1,63 @@
+"""Numbers that policies hold: checked when a policy is made, and looked up per row when it decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from adaponder.errors import InputError
+
+if TYPE_CHECKING:
+    from adaponder.policies.base import Policy
+
+
+def at(value: float | Sequence[float], iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Equals ``value[iteration]`` row by row, in ``dtype``; or ``value`` itself where one number serves all gates.
+
+    Made of fills and selections only: nothing is copied from the host, so a CUDA graph can capture it. Rows at an
+    iteration that has no entry get NaN, which no comparison keeps; :meth:`Policy.check` refuses such settings.
+    """
+    if not isinstance(value, Sequence):
+        return float(value)
+    number_of_row = torch.full_like(iteration, math.nan, dtype=dtype)
+    for i, number in enumerate(value):
+        number_of_row = torch.where(iteration == i, float(number), number_of_row)
+    return number_of_row
+
+
+def as_int64(seed: int) -> int:
+    """``seed`` modulo 2**64, in the range of an int64: what wrapping int64 arithmetic makes of it."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises unless ``value`` lies between 0 and 1; NaN does not."""
+    if not 0.0 <= value <= 1.0:
+        raise InputError(f"{name}={value}: lies between 0 and 1")
+
+
+def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float], iterations: int) -> None:
+    """Raises where ``policy``'s list of numbers ``name`` is not one for each gate of a model of K = ``iterations``."""
+    if isinstance(value, Sequence) and len(value) != iterations - 1:
+        raise InputError(
+            f"policy={policy.fingerprint}: {name} has {len(value)} entries, a model of K={iterations} has "
+            f"{iterations - 1} gates: give one number, or one per gate"
+        )
+
+
+def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
+    """One number or one per gate, as floats: equal settings then have equal fingerprints. Raises at NaN."""
+    numbers = tuple(float(number) for number in (value if isinstance(value, Sequence) else (value,)))
+    if any(math.isnan(number) for number in numbers):
+        raise InputError(f"{name}={value}: not a number")
+    return numbers if isinstance(value, Sequence) else numbers[0]
+
+
+def set_fields(policy: Policy, **fields: object) -> None:
+    """Writes checked values into a frozen policy, from its ``__post_init__``."""
+    for name, value in fields.items():
+        object.__setattr__(policy, name, value)
