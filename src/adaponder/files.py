@@ -9,15 +9,17 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
+from filelock import lock_descriptor
 
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 
@@ -182,25 +184,71 @@ def checksums_wanted() -> bool:
 
 
 def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPonderError) -> None:
-    """``path`` holds ``content``, or what it held before, whenever the process or the power goes."""
-    temporary = path.with_name(path.name + ".tmp")
+    """``path`` holds ``content``, or what it held before, whenever the process or the power goes.
+
+    A failure is an ``error`` that names the file and the cure.
+    """
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        # Makes the rename survive a power cut; systems that cannot open a folder need no such thing.
-        with contextlib.suppress(PermissionError):
-            flush(path.parent)
+        replace_file(path, content)
     except OSError as problem:
         raise error(
             f"{path} could not be written: {problem.strerror or problem}; what was finished before is intact: "
             "make room and run the same command again, it continues"
         ) from problem
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """As :func:`write_whole`, for callers with an error of their own: raises :class:`OSError`."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path beside ``path``: the file written there takes the place of ``path`` when the block ends.
+
+    If the block or the disk fails, or the process is killed, ``path`` is as it was.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        flush(temporary)
+        os.replace(temporary, path)
+        _flush_names(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path, partial: Path, *, make_way: Callable[[Path], object] = os.rmdir) -> Iterator[Path]:
+    """Yields ``partial``, a new folder beside ``folder`` that takes its place when the block ends.
+
+    ``make_way`` removes the ``folder`` that is there: by default only an empty one. If the block or the disk fails,
+    ``partial`` is removed and ``folder`` is as it was.
+    """
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in partial.iterdir():
+            flush(path)
+        flush(partial)
+        if folder.exists():
+            make_way(folder)
+        partial.rename(folder)
+        _flush_names(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Whether the open file or folder is this process's alone now; without ``wait``, false if another holds it.
+
+    The lock ends when the descriptor is closed, however the process ends. Raises :class:`OSError` where the file
+    system knows no locks.
+    """
+    return lock_descriptor(descriptor, blocking=wait)
 
 
 def flush(path: Path) -> None:
@@ -210,6 +258,12 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _flush_names(folder: Path) -> None:
+    # Makes a rename survive a power cut; systems that cannot open a folder need no such thing.
+    with contextlib.suppress(PermissionError):
+        flush(folder)
 
 
 def _whole(digits: str) -> int:

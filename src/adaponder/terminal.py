@@ -200,6 +200,6 @@ def quiet_libraries() -> None:
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".part")  # whole or not there, also when killed while writing
-        beside.write_text(json.dumps(result, indent=2) + "\n")
-        beside.replace(path)
+        from adaponder.files import replace_file  # here, since it imports YAML, which --help does not need
+
+        replace_file(path, (json.dumps(result, indent=2) + "\n").encode())

@@ -25,8 +25,9 @@ import torch
 from safetensors.torch import load_file
 
 import adaponder.training
-from adaponder import AdaPonderError, AdaPonderForCausalLM
+from adaponder import AdaPonderError, AdaPonderForCausalLM, files
 from adaponder.backbones.shape import shape_of
+from adaponder.checkpoints import manifest
 from adaponder.checkpoints.manifest import write_manifest
 from adaponder.data import Sampler, Shards
 from adaponder.errors import CheckpointError, InputError, TrainingError
@@ -213,15 +214,15 @@ def around_call(owner: Any, name: str, number: int, *, after: bool) -> Callable[
 
 def half_a_manifest() -> None:
     """Death with the fifth manifest half on disk."""
-    original, calls = Path.write_text, itertools.count(1)
+    original, calls = Path.write_bytes, itertools.count(1)
 
-    def hooked(self: Path, data: str, *arguments: Any, **named: Any) -> int:
-        if self.name == MANIFEST and next(calls) == 5:
+    def hooked(self: Path, data: bytes) -> int:
+        if self.name == f"{MANIFEST}.tmp" and next(calls) == 5:
             original(self, data[: len(data) // 2])
             die()
-        return original(self, data, *arguments, **named)
+        return original(self, data)
 
-    Path.write_text = hooked
+    Path.write_bytes = hooked
 
 
 class Point(NamedTuple):
@@ -238,7 +239,7 @@ POINTS = [
     Point("after the weights", around_call(AdaPonderForCausalLM, "save_pretrained", 5, after=True), 4),
     Point("after the optimizer", around_call(checkpoint, "save_file", 5, after=True), 4),
     Point("before the state", before_file("open", f"step-00000005/{STATE}", write=True), 4),
-    Point("before the manifest", before_file("open", f"step-00000005/{MANIFEST}", write=True), 4),
+    Point("before the manifest", before_file("open", f"step-00000005/{MANIFEST}.tmp", write=True), 4),
     Point("within the manifest", half_a_manifest, 4),
     Point("before the rename", before_file("os.rename", ".partial-step-00000005"), 4),
     Point("after the rename, before the parent is flushed", before_file("open", "/checkpoints", 5), 5),
@@ -450,12 +451,17 @@ def full_for(name: str) -> Callable[..., int]:
     return lambda self, *rest, **named: (full_disk if self.name == name else original)(self, *rest, **named)
 
 
+def full_within(folder: str) -> Callable[[Path], None]:
+    original = files.flush
+    return lambda path: (full_disk if folder in str(path) else original)(path)
+
+
 FULL = {
     "weights": (AdaPonderForCausalLM, "save_pretrained", full_disk),
     "optimizer": (checkpoint, "save_file", full_disk),
     "state": (Path, "write_text", full_for(STATE)),
-    "manifest": (Path, "write_text", full_for(MANIFEST)),
-    "flush": (checkpoint, "flush", full_disk),
+    "manifest": (manifest, "replace_file", full_disk),
+    "flush": (files, "flush", full_within(".partial-step-00000005")),
     "rename": (Path, "rename", full_disk),
 }
 
@@ -716,8 +722,8 @@ def test_one_flipped_byte_of_the_manifest_is_found_or_harmless(whole, tmp_path):
 def test_a_manifest_that_lists_no_files_vouches_for_none(whole, tmp_path):
     folder = step_folder(stopped_after(whole, 1, tmp_path / "run"), 1)
     manifest = json.loads((folder / MANIFEST).read_text())
-    for files in ({}, {STATE: manifest["files"][STATE]}):
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+    for listed in ({}, {STATE: manifest["files"][STATE]}):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": listed}))
         with pytest.raises(CheckpointError, match=str(folder)):
             verify_checkpoint(folder)
 

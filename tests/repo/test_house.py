@@ -21,6 +21,7 @@ ORDER = [
     "errors",
     "version",
     "files",
+    "devices",
     "settings",
     "config",
     "ops",

@@ -20,6 +20,7 @@ from adaponder.analysis.page import both, legend, page, theme_button
 from adaponder.analysis.style import house, save
 from adaponder.analysis.tables import FEW, Numbers, numbers
 from adaponder.analysis.trace import Trace
+from adaponder.files import replace_file
 
 REPORT = "report.html"
 FIGURES, TABLES = "figures", "tables"
@@ -76,9 +77,7 @@ def write_report(
         drawn.append(_draw(plate, trace, out))
         advance(1)
     report = Report(numbers(trace), drawn, left_out, not only or excerpts.NAME in only, out / REPORT)
-    partial = report.path.with_name(REPORT + ".partial")
-    partial.write_text(_html(trace, report), encoding="utf-8")
-    partial.replace(report.path)
+    replace_file(report.path, _html(trace, report).encode())
     return report
 
 

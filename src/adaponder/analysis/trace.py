@@ -24,7 +24,7 @@ from adaponder.evaluation.meter import Spent, deciding_flops
 from adaponder.evaluation.scoring import Reading, Scores
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.files import open_plain, parse_json
+from adaponder.files import open_plain, parse_json, replacing
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
@@ -276,13 +276,12 @@ def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes beside ``path`` and renames, so that no half-written trace is ever found."""
+    """Writes the trace as Parquet, so that no half-written one is ever found."""
     table = pa.Table.from_pandas(trace.frame, preserve_index=False)
     about = json.dumps(asdict(trace.about)).encode()
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: about})
-    partial = path.with_name(path.name + ".partial")
-    pq.write_table(table, partial, compression="zstd", row_group_size=_ROWS)
-    partial.replace(path)
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=_ROWS)
 
 
 def read_trace(path: Path) -> Trace:

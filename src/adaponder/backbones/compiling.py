@@ -19,6 +19,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from adaponder.backbones.attention import Lane
+from adaponder.backbones.families import decoder_layers
 from adaponder.backbones.views import IterationView
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.ops import joined
@@ -51,7 +52,11 @@ class Layers:
     """A decoder's layers, each run by the compiled forward of its class."""
 
     def __init__(self, body: nn.Module, windows: Sequence[int | None], memory_budget: float, options: dict[str, Any]):
-        self.layers = _layers(body, len(windows))
+        self.layers = decoder_layers(body, len(windows))
+        if not self.layers:
+            raise BackboneError(
+                f"{type(body).__name__}: no list of its {len(windows)} layers is found; compile by='pass' instead"
+            )
         # Layers that see differently far are kinds of their own, and the compiler counts the graphs of all together. Of
         # each there may be a dozen: without or with rows to reuse, in training or evaluation, for one shape or any.
         self.limit = 2 * torch._dynamo.config.recompile_limit * len(set(windows))
@@ -112,10 +117,3 @@ def _vary_rows(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     given = [*arguments, *named.values()]
     grids = [part for value in given for part in (value if type(value) is tuple else (value,))]
     vary([grid for grid in grids if isinstance(grid, Tensor) and grid.ndim == 3], 1)
-
-
-def _layers(body: nn.Module, count: int) -> list[nn.Module]:
-    for module in body.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise BackboneError(f"{type(body).__name__}: no list of its {count} layers is found; compile by='pass' instead")

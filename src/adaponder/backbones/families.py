@@ -81,6 +81,12 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     return [windows[kind] for kind in getattr(config, "layer_types", None) or [*windows] * config.num_hidden_layers]
 
 
+def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
+    """The ``count`` repeated blocks of a decoder, first to last; empty if it keeps them in no list."""
+    lists = (module for module in body.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    return list(next(lists, ()))
+
+
 def drops_attention(config: PreTrainedConfig) -> bool:
     """Whether attention drops weights in training."""
     return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))

@@ -19,6 +19,7 @@ from adaponder.backbones.views import DenseView, GridView, IterationView, KeysVa
 from adaponder.errors import BackboneError
 from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import Rows
+from adaponder.ops.finite import first_not_finite
 from adaponder.ops.masks import Places, masked_attention, visible
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
@@ -346,10 +347,10 @@ def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
     if not bool(logits.isnan().any()):
         return
     family, precision = stock.config.model_type, str(logits.dtype).removeprefix("torch.")
-    for name, value in stock.state_dict().items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            held = "NaN" if bool(value.isnan().any()) else "an infinity"
-            raise BackboneError(f"{family}: weights hold {held}: {name}; the model was damaged or diverged in training")
+    if (bad := first_not_finite(stock.state_dict().items())) is not None:
+        raise BackboneError(
+            f"{family}: weights hold {bad.holds}: {bad.name}; the model was damaged or diverged in training"
+        )
     raise BackboneError(f"{family}: its logits are NaN although its weights are finite: it overflows in {precision}")
 
 

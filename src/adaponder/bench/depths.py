@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
-from adaponder.bench.models import autocast, batches, build_ours, precision
+from adaponder.bench.models import batches, build_ours
 from adaponder.bench.timing import forget
+from adaponder.devices import autocast, product_dtype
 from adaponder.errors import EvaluationError, InputError
 from adaponder.methods import Iteration
 from adaponder.policies import ForcedDepths
@@ -55,14 +56,14 @@ def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> flo
         def keep_last(iteration: Iteration, execution: str = execution) -> None:
             states[execution] = iteration.hidden
 
-        with autocast(recipe, device):
+        with autocast(recipe.train.dtype, device):
             output: Any = model(
                 ids, execution=execution, policy=policy, logits_to_keep=1, output_gates=False, on_iteration=keep_last
             )
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution read tokens less or more often than told: nothing is timed")
     error = relative_difference(states["compact"], states["dense"])
-    bound = rounding_bound(precision(recipe, device))
+    bound = rounding_bound(product_dtype(recipe.train.dtype, device))
     if not error <= bound:
         raise EvaluationError(
             f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e}): nothing is timed"

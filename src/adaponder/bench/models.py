@@ -69,19 +69,6 @@ def compiled_how(by: str) -> str:
     return "compiled" if by == "layer" else f"compiled by {by}"
 
 
-def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
-    """The precision that training would use: bfloat16 is for GPUs, a CPU computes in the weights' own."""
-    low = recipe.train.dtype == "bfloat16" and device.type == "cuda"
-    return torch.autocast(device.type, torch.bfloat16, enabled=low)
-
-
-def precision(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """What :func:`autocast` makes products be computed in."""
-    if recipe.train.dtype == "float64":
-        return torch.float64
-    return torch.bfloat16 if recipe.train.dtype == "bfloat16" and device.type == "cuda" else torch.float32
-
-
 def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, targets): four random batches in turn, so that no step finds its own data in a cache."""
     generator = torch.Generator().manual_seed(recipe.train.seed)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from adaponder.bench.depths import METHOD
-from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
+from adaponder.bench.models import PLAIN, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
+from adaponder.devices import autocast
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
@@ -103,7 +104,7 @@ def measure_prefill(
 
     @torch.no_grad()
     def step() -> None:
-        with autocast(recipe, device):
+        with autocast(recipe.train.dtype, device):
             forward(next(draws)[0])
 
     return measure(step, device, warmup=warmup, repeats=repeats)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.bench.depths import METHOD
-from adaponder.bench.models import PLAIN, autocast, batches, build_ours, build_plain, compiled_how, config_of
+from adaponder.bench.models import PLAIN, batches, build_ours, build_plain, compiled_how, config_of
 from adaponder.bench.timing import Timing, forget, measure, out_of_memory
+from adaponder.devices import autocast
 from adaponder.methods import Objective
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderForCausalLM
@@ -226,7 +227,7 @@ def training_step(
 
     def step() -> None:
         ids, targets = next(draws)
-        with autocast(recipe, ids.device):
+        with autocast(recipe.train.dtype, ids.device):
             if isinstance(model, AdaPonderForCausalLM):
                 output: Any = model(input_ids=ids, targets=targets, objective=objective, output_logits=False, **how)
                 loss = output.loss

@@ -21,6 +21,7 @@ from adaponder.checkpoints.manifest import verify_files
 from adaponder.config import AdaPonderConfig, is_our_auto_map
 from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
 from adaponder.files import checksums_wanted, open_plain, read_json
+from adaponder.ops.finite import first_not_finite
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 # What loading may need of a hub repository: no pickle, no source file.
@@ -29,7 +30,6 @@ _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetenso
 # What a manifest may list and loading does without: it need not be there.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
 _TRIFLE = 2**24  # numbers: 64 MiB, which may be allocated in vain
-_JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What a config that asks for nonsense, or a file that holds it, makes the loaders of Hugging Face raise.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
 _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError, StrictDataclassError)
@@ -200,11 +200,11 @@ def _numbers_of(config: PreTrainedConfig) -> int:
 
 def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises at the first tensor with a NaN or an infinity in it."""
-    for name, value in tensors:
-        if value.is_meta or value.dtype not in _JUDGED or bool(value.isfinite().all()):
-            continue
-        held = "NaN" if bool(value.isnan().any()) else f"an infinity (as {value.dtype})"
-        raise CheckpointError(f"{where}: weights hold {held}: {name}; the model was damaged or diverged in training")
+    if (bad := first_not_finite(tensors)) is not None:
+        held = bad.holds if bad.holds == "NaN" else f"{bad.holds} (as {bad.dtype})"
+        raise CheckpointError(
+            f"{where}: weights hold {held}: {bad.name}; the model was damaged or diverged in training"
+        )
 
 
 @contextmanager

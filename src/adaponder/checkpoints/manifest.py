@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.errors import CheckpointError
-from adaponder.files import parse_json, read_bytes, read_json, sha256_of_each
+from adaponder.files import parse_json, read_bytes, read_json, replace_file, sha256_of_each
 
 MANIFEST, FORMAT = "manifest.json", 2
 # Profiles are added and replaced later, and have a checksum of their own.
@@ -32,7 +32,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
         name: {"bytes": (folder / name).stat().st_size, "sha256": checksum}
         for name, checksum in zip(listed, sums, strict=True)
     }
-    (folder / MANIFEST).write_text(sealed({"format": FORMAT, **facts, "files": files}), encoding="utf-8")
+    replace_file(folder / MANIFEST, sealed({"format": FORMAT, **facts, "files": files}).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

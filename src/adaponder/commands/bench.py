@@ -14,7 +14,7 @@ from adaponder.bench import ops as op_bench
 from adaponder.bench import prefill as prefill_bench
 from adaponder.bench import training as training_bench
 from adaponder.bench.depths import METHOD, check_keep, depths_of, disagreement
-from adaponder.bench.models import PLAIN, config_of, precision, vocabulary_of
+from adaponder.bench.models import PLAIN, config_of, vocabulary_of
 from adaponder.bench.tables import (
     LARGEST_HEAD,
     OPS_HEAD,
@@ -27,6 +27,7 @@ from adaponder.bench.tables import (
 )
 from adaponder.bench.timing import out_of_memory
 from adaponder.commands.bench_record import How, Record, begin, checked
+from adaponder.devices import product_dtype
 from adaponder.errors import InputError
 from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, table
@@ -298,4 +299,4 @@ def described(recipe: Recipe, batch: int, device: torch.device) -> str:
 
 
 def dtype_name(recipe: Recipe, device: torch.device) -> str:
-    return str(precision(recipe, device)).removeprefix("torch.")
+    return str(product_dtype(recipe.train.dtype, device)).removeprefix("torch.")

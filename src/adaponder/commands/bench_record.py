@@ -11,7 +11,7 @@ import torch
 
 from adaponder.bench.checks import require_tests
 from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
-from adaponder.conversion.convert import as_device
+from adaponder.devices import as_device
 from adaponder.errors import InputError
 from adaponder.recipes import Recipe
 from adaponder.terminal import console, line, write_json

@@ -12,6 +12,7 @@ from adaponder.commands.generate import generate, show
 from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
+from adaponder.files import replace_file
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 from adaponder.recipes import Recipe, load_recipe
@@ -44,7 +45,7 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
     words = open_tokenizer(model, done.final, None)
     settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
-    (out / "README.md").write_text(_readme(out, trainer.sampler.shards.folder, found))
+    replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, found).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
     write_json(json, found)
     return found

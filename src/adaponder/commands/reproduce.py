@@ -14,9 +14,10 @@ from typing import Any
 
 from adaponder.bench.record import checkout, commit_of
 from adaponder.data import Shards
+from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.reproduction.queue import Experiment, Queue, read_queue
-from adaponder.reproduction.records import carry_out, hardware_of, read_records, record_of, result
+from adaponder.reproduction.records import carry_out, read_records, record_of, result
 from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
 from adaponder.terminal import console, errors, line, table, write_json
 from adaponder.training.loop import data_hash
@@ -188,7 +189,7 @@ def _costs(
     """Seconds that each run takes beside the others; only a limit needs to know."""
     if not limited:
         return dict.fromkeys(waiting, 0.0)
-    hardware, costs = hardware_of(device), {}
+    hardware, costs = hardware_name(device), {}
     for each in waiting:
         seconds = device_seconds(each, queue, known, hardware)
         if seconds is None:

@@ -19,6 +19,7 @@ import transformers
 
 from adaponder.analysis.sensitivity import Point, points, sensitivity, text_of
 from adaponder.analysis.style import save
+from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.files import write_whole
 from adaponder.terminal import console, line, table, write_json
@@ -59,7 +60,7 @@ def run(
     _make(folder, default=out is None)
     with console.status("checking every run, and preparing the data where it is not yet"):
         records = examine(runs, out=folder, device=device)
-    asked |= {"device": _name_of(device), "versions": _versions()}
+    asked |= {"device": hardware_name(device), "versions": _versions()}
     left = [record for record in records if record.status == PENDING]
     done_before = len(runs) - len(left)
     console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
@@ -92,11 +93,6 @@ def _make(folder: Path, *, default: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out {folder} cannot be written to: {error}") from error
-
-
-def _name_of(device: str) -> str:
-    place = torch.device(device)
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)
 
 
 def _versions() -> dict[str, str]:

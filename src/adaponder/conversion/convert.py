@@ -30,8 +30,9 @@ from adaponder.checkpoints.loading import (
 from adaponder.checkpoints.manifest import verify_files, write_manifest
 from adaponder.checkpoints.special_tokens import SETTINGS, TOKENIZER, align, as_ids, read_words, with_padding
 from adaponder.config import AdaPonderConfig
+from adaponder.devices import as_device, as_dtype
 from adaponder.errors import CheckpointError, InputError
-from adaponder.files import checksums_wanted, read_json
+from adaponder.files import checksums_wanted, read_json, replacing_folder
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
@@ -223,26 +224,6 @@ def convert(
     )
 
 
-def as_device(name: str) -> torch.device:
-    """The device by that name, if it is there."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"--device {name}: cpu, cuda, cuda:1, mps, … is needed") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are here; see adaponder doctor")
-    return device
-
-
-def as_dtype(name: str) -> str | torch.dtype:
-    """The precision by that name; ``auto`` is as saved."""
-    known = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
-    known |= {"float16": torch.float16, "float64": torch.float64}
-    if name not in known:
-        raise InputError(f"--dtype {name}: one of {', '.join(known)}")
-    return known[name]
-
-
 def load(
     name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[AdaPonderForCausalLM, Path]:
@@ -386,10 +367,8 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
 
     Returns what had to change so that config, generation config and tokenizer agree.
     """
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     remarks = []
-    try:
+    with replacing_folder(out, out.with_name(out.name + ".partial")) as partial:
         if _ours(model) and (words := read_words(source)) is not None and words.end is not None:
             remarks = align(model, words.end, words.padding)
         without_manifest: dict[str, Any] = {"manifest": False} if _ours(model) else {}  # it is written below
@@ -403,9 +382,4 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
             for name, content in with_padding(files, model).items():
                 (partial / name).write_text(content, encoding="utf-8")
         write_manifest(partial)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return remarks

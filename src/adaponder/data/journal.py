@@ -26,7 +26,7 @@ from adaponder.data.shards import Shards
 from adaponder.data.verify import sums_of, verify_sums
 from adaponder.data.writer import leftovers
 from adaponder.errors import InputError
-from adaponder.files import write_whole
+from adaponder.files import lock, write_whole
 
 
 @dataclass
@@ -72,14 +72,12 @@ def owned(out: Path) -> Iterator[None]:
 
 def _lock(descriptor: int, out: Path) -> None:
     try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"--out {out}: another preparation is writing there") from None
-    except (ImportError, OSError):
+        alone = lock(descriptor)
+    except OSError:
         # Neither Windows nor every network file system can lock a folder; there the user must not start two.
         return
+    if not alone:
+        raise InputError(f"--out {out}: another preparation is writing there")
 
 
 def claimed(out: Path, fingerprint: dict[str, Any]) -> Journal:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from adaponder.bench.record import versions
+from adaponder.devices import hardware_name
 from adaponder.errors import InputError, TrainingError
 from adaponder.files import read_json, write_whole
 from adaponder.reproduction.queue import Experiment, identity
@@ -83,7 +84,7 @@ def _record(
         "command": f"adaponder reproduce --run {experiment.label}",
         "date": datetime.date.today().isoformat(),
         "commit": commit,
-        "hardware": hardware_of(device),
+        "hardware": hardware_name(device),
         "versions": versions(),
         "recipe": recipe.as_dict(),
         "recipe_hash": recipe.fingerprint,
@@ -99,9 +100,3 @@ def _record(
         "validation": [line for line in lines if "validation_loss" in line],
         "along_the_way": steps[:: max(1, len(steps) // _LINES)],
     }
-
-
-def hardware_of(device: str) -> str:
-    """The name that records know a device by."""
-    place = torch.device(device)
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else str(place)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from adaponder.errors import CheckpointError
-from adaponder.files import flush, read_json
+from adaponder.files import read_json, replacing_folder
 from adaponder.modeling.model import AdaPonderForCausalLM
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
@@ -42,26 +42,16 @@ def save_checkpoint(
     ``texts`` are further files by name, such as the tokenizer's.
     """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
-        if optimizer is not None:
-            save_file(optimizer, partial / OPTIMIZER)
-        for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
-            (partial / name).write_text(content, encoding="utf-8")
-        write_manifest(partial, step=state["step"])
-        for path in partial.iterdir():
-            flush(path)
-        flush(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        flush(folder.parent)
+        with replacing_folder(folder, partial, make_way=shutil.rmtree):
+            model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
+            if optimizer is not None:
+                save_file(optimizer, partial / OPTIMIZER)
+            for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
+                (partial / name).write_text(content, encoding="utf-8")
+            write_manifest(partial, step=state["step"])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be saved: {error}; earlier checkpoints are untouched") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adaponder.conversion.convert import as_device
+from adaponder.backbones.families import decoder_layers
+from adaponder.devices import as_device
 from adaponder.errors import ConfigError
 from adaponder.halting import bottom_k_mean, pool_count
+from adaponder.modeling.model import AdaPonderForCausalLM
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ def local_share() -> tuple[int, int]:
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def wrap(model: nn.Module, world: World, *, parallel: str) -> nn.Module:
+def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Module:
     """The model as it is called in training: replicated or sharded where there are several processes."""
     if world.size > 1 and parallel == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
         # One unit per decoder layer; gates, embedding and head belong to the root, which stays gathered for a step.
-        for layer in decoder_layers(model):
+        for layer in decoder_layers(model.backbone, model.config.num_hidden_layers):
             fully_shard(layer)
         fully_shard(model)
     if world.size > 1 and parallel == "ddp":
@@ -90,12 +92,6 @@ def wrap(model: nn.Module, world: World, *, parallel: str) -> nn.Module:
             model, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=False
         )
     return model
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the backbone: the longest module list in it."""
-    lists = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len))
 
 
 def accumulating(called: nn.Module, *, last: bool) -> Any:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.checkpoints.special_tokens import with_padding
 from adaponder.data import Batch, Sampler, Shards
+from adaponder.devices import autocast
 from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderOutput
+from adaponder.ops.finite import first_not_finite
 from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import (
     load_optimizer,
@@ -208,8 +210,7 @@ class Trainer:
 
     def _precision(self) -> torch.autocast:
         """bfloat16 autocasts on a GPU; a CPU computes in float32, as the run says when it starts."""
-        low = self.recipe.train.dtype == "bfloat16" and self.world.device.type != "cpu"
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=low)
+        return autocast(self.recipe.train.dtype, self.world.device)
 
     def _controller(self) -> DepthController | None:
         train, config = self.recipe.train, self.model.config
@@ -347,11 +348,10 @@ class Trainer:
 
     def _require_finite(self, tensors: dict[str, Tensor]) -> None:
         """What is not a number is never saved: an update can overflow though its gradient was finite."""
-        for name, value in tensors.items():
-            if value.is_floating_point() and not bool(value.isfinite().all()):
-                raise TrainingError(
-                    f"step {self.step - 1}: {name} is not finite; the run stops and its last checkpoint is untouched"
-                )
+        if (bad := first_not_finite(tensors.items())) is not None:
+            raise TrainingError(
+                f"step {self.step - 1}: {bad.name} is not finite; the run stops and its last checkpoint is untouched"
+            )
 
     def finish(self) -> Path:
         """The final model folder."""

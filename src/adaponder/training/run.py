@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from adaponder.checkpoints.special_tokens import align
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.errors import CheckpointError, InputError, TrainingError
-from adaponder.files import write_whole
+from adaponder.files import lock, write_whole
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import Recipe, TrainRecipe
 from adaponder.terminal import console, line
@@ -235,21 +234,19 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
         raise InputError(f"--out {out}: {out.parent} {wrong}")
     try:
         out.mkdir(exist_ok=True)
-        lock = (out / ".lock").open("a+")
+        holder = (out / ".lock").open("a+")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written to: {error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise InputError(f"--out {out} is in use by {lock.read().strip() or 'another run'}") from None
+    with holder:
+        if not lock(holder.fileno()):
+            holder.seek(0)
+            raise InputError(f"--out {out} is in use by {holder.read().strip() or 'another run'}")
         if resume is None and any(path.name != ".lock" for path in out.iterdir()):
             raise InputError(f"--out {out} is not empty: name a new folder, or --resume auto to go on")
         with room_to_write(out / ".lock"):
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-            lock.flush()
+            holder.truncate(0)
+            holder.write(f"process {os.getpid()} on {socket.gethostname()}")
+            holder.flush()
         world.wait()
         yield
 

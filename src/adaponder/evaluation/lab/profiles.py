@@ -10,12 +10,13 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from adaponder.checkpoints.manifest import is_sealed, sealed
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
-from adaponder.files import read_json
+from adaponder.files import lock, read_json, replace_file
 from adaponder.policies import Policy, parse_policy
 
 FILE, FORMAT = "profiles.json", 1
@@ -57,21 +58,27 @@ def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
     """Adds or replaces one profile; ``profile["policy"]`` is a line that :func:`parse_policy` reads."""
     check_name(name)
     parse_policy(profile["policy"])
-    profiles = stored(folder) | {name: profile}
-    content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
     path = folder / FILE
-    fresh = path.with_name(f".{FILE}.{os.getpid()}")
-    try:
-        with fresh.open("w") as file:
-            file.write(sealed(content))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error}; earlier profiles are untouched") from error
-    finally:
-        fresh.unlink(missing_ok=True)
+    with _alone_in(folder):
+        profiles = stored(folder) | {name: profile}
+        content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
+        try:
+            replace_file(path, sealed(content).encode())
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written: {error}; earlier profiles are untouched") from error
     return path
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other process adds a profile: of two that do at once, neither is lost."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every network file system can lock a folder
+            lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_name(name: str) -> None:

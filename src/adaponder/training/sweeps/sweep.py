@@ -17,6 +17,7 @@ import torch
 
 from adaponder.config import AdaPonderConfig
 from adaponder.data import Sampler, Shards
+from adaponder.devices import as_device
 from adaponder.errors import AdaPonderError, InputError, TrainingError
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
@@ -88,12 +89,7 @@ def examine(runs: Sequence[Run], *, out: Path, data: Path = Path("data"), device
             "a sweep runs in one process: put torchrun before the single runs (--dry-run prints their commands); "
             "the sweep then finds them finished"
         )
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"--device {device}: {error}") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"--device {device}: torch sees no GPU here")
+    as_device(device)
     folders: dict[tuple[str, str, float], Path] = {}
     records = []
     for run in runs:
