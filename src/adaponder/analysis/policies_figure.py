@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from adaponder.analysis.style import COLUMN, PAGE, PALETTE, Theme, depth_limits, house, new_figure, series
 
-Row = Mapping[str, Any]
+Entry = Mapping[str, Any]
 _SPREADS = ("depth_interval", "loss_interval")
 ORACLE = "oracle by NLL"
 LEARNED = "learned gate"
@@ -24,12 +24,12 @@ _AHEAD = ": looks ahead, cannot generate"
 _STAR: dict[str, Any] = {"marker": "*", "markersize": 7.0, "linestyle": "none", "zorder": 6, "clip_on": False}
 
 
-def flat(rows: Sequence[Row]) -> pd.DataFrame:
+def flat(rows: Sequence[Entry]) -> pd.DataFrame:
     """One line per row, one plain value per cell: intervals and lists get a column for each of their numbers."""
     return pd.DataFrame([_flat(row) for row in rows])
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: Entry) -> dict[str, Any]:
     found = {key: value for key, value in row.items() if key not in (*_SPREADS, "difference", "active")}
     for name in _SPREADS:
         low, high = row[name] or (None, None)
@@ -41,7 +41,7 @@ def _flat(row: Row) -> dict[str, Any]:
     return found | {f"active_{i}": share for i, share in enumerate(row["active"], 1)}
 
 
-def loss_against_compute(rows: Sequence[Row], *, dark: bool = False) -> Figure:
+def loss_against_compute(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
     """Held-out loss over the budgets, against mean iterations and against true FLOPs: a panel for each rule.
 
     A panel shows its rule beside the learned gate, all the others faintly behind them. The oracle, far below everybody,
@@ -81,7 +81,7 @@ def _kind(policy: str) -> str:
     return policy.removesuffix(", ranked").removesuffix(", thresholds")
 
 
-def _draw_rule(axis: Axes, kind: str, rows: Sequence[Row], field: str, theme: Theme) -> None:
+def _draw_rule(axis: Axes, kind: str, rows: Sequence[Entry], field: str, theme: Theme) -> None:
     """One panel: the rule in question, the learned gate, and behind them the others."""
     faint: dict[str, Any] = {"color": theme.muted, "alpha": 0.3, "linewidth": 0.7, "marker": ".", "markersize": 3.0}
     learned: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "zorder": 3}
@@ -109,7 +109,7 @@ def _only(panels: Sequence[Axes], count: int, columns: int) -> None:
         axis.tick_params(labelbottom=place + columns >= count)
 
 
-def _across(rows: Sequence[Row], field: str) -> tuple[float, float]:
+def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
     """Limits of an axis of this field."""
     low, high = _margin([row[field] for row in rows], 0.05)
     deepest = max(len(row["active"]) for row in rows)
@@ -123,7 +123,7 @@ def _margin(values: Sequence[float], share: float) -> tuple[float, float]:
     return low - more, high + more
 
 
-def differences(rows: Sequence[Row], budget: float, *, dark: bool = False) -> Figure:
+def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
     """Each policy's loss minus the learned gate's at one budget, with the interval of the paired difference.
 
     What lies far outside the others (the oracle does) is an arrow at the edge; every number stands beside its line.
@@ -153,7 +153,7 @@ def differences(rows: Sequence[Row], budget: float, *, dark: bool = False) -> Fi
     return figure
 
 
-def _promise(rows: Sequence[Row], low: float, high: float) -> str:
+def _promise(rows: Sequence[Entry], low: float, high: float) -> str:
     """What lines and arrows mean, of those that are drawn."""
     gaps = [row["difference"] for row in rows if row["difference"] is not None]
     lines = any(gap["interval"] is not None for gap in gaps)
@@ -161,19 +161,19 @@ def _promise(rows: Sequence[Row], low: float, high: float) -> str:
     return words + ("; arrow: beyond this axis" if any(not low <= gap["mean"] <= high for gap in gaps) else "")
 
 
-def _limits(rows: Sequence[Row]) -> tuple[float, float]:
+def _limits(rows: Sequence[Entry]) -> tuple[float, float]:
     gaps = [row["difference"] for row in rows if row["difference"] is not None]
     ends = [0.0, *(end for gap in gaps for end in (gap["interval"] or [gap["mean"]]))]
     margin = 0.06 * (max(ends) - min(ends)) or 1e-3
     return min(ends) - margin, max(ends) + margin
 
 
-def _numbers(row: Row) -> str:
+def _numbers(row: Entry) -> str:
     off = "" if row["missed"] is None else " off the budget"
     return f"{row['difference']['mean']:+.4f}  depth {row['depth']:.2f}{off}"
 
 
-def _mark(axis: Axes, row: Row, place: int, low: float, high: float, theme: Theme) -> None:
+def _mark(axis: Axes, row: Entry, place: int, low: float, high: float, theme: Theme) -> None:
     gap = row["difference"]
     look = _look(row["causal"], theme)
     inside = min(max(gap["mean"], low), high)
@@ -185,7 +185,7 @@ def _mark(axis: Axes, row: Row, place: int, low: float, high: float, theme: Them
     axis.plot([inside], [place], **look)
 
 
-def keep_probability(rows: Sequence[Row], budget: float, *, dark: bool = False) -> Figure:
+def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
     """Share of tokens that each policy reads at iteration 1 … K, one small panel each."""
     with house(dark=dark):
         shown = [row for row in rows if row["budget"] == budget and row["active"]]
@@ -214,7 +214,7 @@ def keep_probability(rows: Sequence[Row], budget: float, *, dark: bool = False) 
     return figure
 
 
-def frontier(rows: Sequence[Row], *, dark: bool = False) -> Figure:
+def frontier(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
     """Held-out loss against mean iterations: budgets met by thresholds, beside every token read equally often."""
     with house(dark=dark) as theme:
         figure = new_figure(width=COLUMN * 1.5, height=3.0)
@@ -235,5 +235,5 @@ def frontier(rows: Sequence[Row], *, dark: bool = False) -> Figure:
     return figure
 
 
-def _line(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+def _line(rows: Sequence[Entry]) -> tuple[list[float], list[float]]:
     return [row["depth"] for row in rows], [row["loss"] for row in rows]

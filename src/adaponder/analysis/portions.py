@@ -11,7 +11,7 @@ import numpy as np
 
 from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import Spent
-from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.methods.cost import Cost
@@ -33,7 +33,7 @@ def read(
     text: Text,
     windows: Windows,
     *,
-    how: Reading,
+    how: ScoringOptions,
     name: str,
     batch_size: int,
     kept: Kept | None = None,

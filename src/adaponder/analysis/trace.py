@@ -21,7 +21,7 @@ from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import Spent, deciding_flops
-from adaponder.evaluation.scoring import Reading, Scores
+from adaponder.evaluation.scoring import Scores, ScoringOptions
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.files import open_plain, parse_json, replacing
@@ -125,7 +125,7 @@ def columns_of(about: About) -> list[str]:
     return [*FIXED, *_WORDS, *numbered, *(f"gate_{i}" for i in range(1, about.gates + 1))]
 
 
-def kind_of(model: AdaPonderForCausalLM, how: Reading) -> Kind:
+def kind_of(model: AdaPonderForCausalLM, how: ScoringOptions) -> Kind:
     """The kind of trace that reading this model so will give."""
     deepest, method = how.max_iterations or model.config.iterations, model.config.method
     # Ouro's exit speaks after the last loop too.
@@ -133,7 +133,7 @@ def kind_of(model: AdaPonderForCausalLM, how: Reading) -> Kind:
     return Kind(method, deepest, model.method.halts, gates)
 
 
-def readings(model: AdaPonderForCausalLM, how: Reading) -> list[Reading]:
+def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[ScoringOptions]:
     """The runs that a trace is made of: each reads the whole text once.
 
     A method that halts is read as asked and once more to the end; one that never halts shows every depth on its way
@@ -147,14 +147,14 @@ def readings(model: AdaPonderForCausalLM, how: Reading) -> list[Reading]:
     return [replace(how, max_iterations=depth) for depth in range(1, deepest + 1)]
 
 
-def record(
+def make_trace(
     model: AdaPonderForCausalLM,
     text: Text,
     windows: Windows,
     *,
     checkpoint: str,
     data: str,
-    how: Reading | None = None,
+    how: ScoringOptions | None = None,
     batch_size: int = 8,
     kept: Kept | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
@@ -163,8 +163,8 @@ def record(
 
     Portions that are finished are saved in ``kept``, and not read again if they are there.
     """
-    how = how or Reading()
-    planned = readings(model, how)
+    how = how or ScoringOptions()
+    planned = planned_scorings(model, how)
     runs = [
         read(
             model,
@@ -207,7 +207,14 @@ def _assembled(model: AdaPonderForCausalLM, runs: list[Scores]) -> tuple[Scores,
 
 
 def _about(
-    model: AdaPonderForCausalLM, text: Text, windows: Windows, own: Scores, how: Reading, *, checkpoint: str, data: str
+    model: AdaPonderForCausalLM,
+    text: Text,
+    windows: Windows,
+    own: Scores,
+    how: ScoringOptions,
+    *,
+    checkpoint: str,
+    data: str,
 ) -> About:
     kind = kind_of(model, how)
     policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
@@ -233,7 +240,7 @@ def _about(
     )
 
 
-def _spent(model: AdaPonderForCausalLM, spent: Spent, how: Reading) -> dict[str, Any]:
+def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> dict[str, Any]:
     """The meter's numbers as if nobody had watched: halted tokens' later gates were evaluated for the trace alone.
 
     Tokens per second are left out: most of the time went into each iteration's logits, which only a trace wants.

@@ -9,13 +9,13 @@ from typing import Any
 from adaponder.analysis.figures import choose, excerpts
 from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.report import Report, facts, write_report
-from adaponder.analysis.trace import NAME, Trace, kind_of, read_trace, readings, record, write_trace
+from adaponder.analysis.trace import NAME, Trace, kind_of, make_trace, planned_scorings, read_trace, write_trace
 from adaponder.commands.keeping import keeping, saying_if_interrupted
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.data.manifest import MANIFEST
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
-from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.text import Text
 from adaponder.policies import Policy
 from adaponder.terminal import console, counting, legend, line, table, write_json
@@ -69,9 +69,9 @@ def run(
         kept = Kept(
             out / FOLDER, _settings(subject, text, how) | named | {"batch": batch_size, "windows": str(windows)}
         )
-        total = text.predictions * len(readings(subject.model, how))
+        total = text.predictions * len(planned_scorings(subject.model, how))
         with keeping(kept, "portion"), counting(f"tracing {checkpoint}", total) as advance:
-            trace = record(
+            trace = make_trace(
                 subject.model, text, windows, **named, how=how, batch_size=batch_size, kept=kept, advance=advance
             )
         out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def run(
     return report
 
 
-def _settings(subject: Subject, text: Text, how: Reading) -> dict[str, Any]:
+def _settings(subject: Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
     """What portions of a trace must have in common, beside where they are from."""
     return {
         "weights and text": fingerprint(subject.model, text),

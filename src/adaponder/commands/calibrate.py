@@ -19,7 +19,7 @@ from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab import profiles
 from adaponder.evaluation.lab.calibration import Calibration, budgets_between, calibrate
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
-from adaponder.evaluation.lab.lab import Lab, Row, check_budget, require_halting
+from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget, require_halting
 from adaponder.evaluation.summary import Interval
 from adaponder.terminal import console, line, table, write_json
 from adaponder.version import __version__
@@ -156,7 +156,7 @@ def show(found: Calibration) -> None:
         )
 
 
-def show_frontier(rows: Sequence[Row]) -> None:
+def show_frontier(rows: Sequence[Measurement]) -> None:
     cells = []
     for row in rows:
         budget = "–" if row.budget is None else f"{row.budget:g}"
@@ -165,7 +165,7 @@ def show_frontier(rows: Sequence[Row]) -> None:
     console.print(table("\nThe frontier, held out", ("budget", "by", "setting", *HEAD[4:]), cells))
 
 
-def _held_out(row: Row) -> tuple[str, ...]:
+def _held_out(row: Measurement) -> tuple[str, ...]:
     depth, loss = _number(row.depth, 3), _number(row.loss, 4)
     return depth, _spread(row.depth_interval, 3), loss, _spread(row.loss_interval, 3), _number(row.mflops, 2)
 

@@ -11,7 +11,7 @@ from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.agreement import agreement
 from adaponder.evaluation.meter import COLUMNS
-from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Summary, by_source, paired_difference, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
@@ -124,7 +124,7 @@ def described(data: str, text: Text, windows: Windows) -> str:
     return f"{data}: {text.predictions:,} tokens of {documents}{few}, {windows}"
 
 
-def own_label(subject: Subject, how: Reading) -> str:
+def own_label(subject: Subject, how: ScoringOptions) -> str:
     if how.policy is not None:
         return getattr(how.policy, "fingerprint", "policy")
     most = how.max_iterations or subject.model.config.iterations
@@ -133,7 +133,7 @@ def own_label(subject: Subject, how: Reading) -> str:
     return "its own depths" if how.max_iterations is None else f"its own depths, at most {most}"
 
 
-def own_policy(subject: Subject, how: Reading) -> str | None:
+def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
     """Who decided, as one would tell the command; ``None`` where nobody can."""
     if not subject.model.method.halts:
         return None
@@ -141,20 +141,23 @@ def own_policy(subject: Subject, how: Reading) -> str | None:
     return str(getattr(policy, "fingerprint", policy))
 
 
-def forced(subject: Subject, depths: list[int], how: Reading) -> dict[str, Reading]:
+def forced(subject: Subject, depths: list[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
     """The same checkpoint with every token read equally often, for each depth asked for."""
     most = subject.model.config.iterations
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:
         raise InputError(f"--depths {','.join(map(str, wrong))}: from 1 to {most}, the model's iterations")
     if subject.model.method.halts:
         return {
-            f"depth {depth}": Reading(policy=FixedDepth(depth), execution=how.execution, seed=how.seed)
+            f"depth {depth}": ScoringOptions(policy=FixedDepth(depth), execution=how.execution, seed=how.seed)
             for depth in depths
         }
-    return {f"depth {depth}": Reading(max_iterations=depth, execution=how.execution, seed=how.seed) for depth in depths}
+    return {
+        f"depth {depth}": ScoringOptions(max_iterations=depth, execution=how.execution, seed=how.seed)
+        for depth in depths
+    }
 
 
-def scored(subject: Subject, text: Text, windows: Windows, label: str, how: Reading, batch_size: int) -> Row:
+def scored(subject: Subject, text: Text, windows: Windows, label: str, how: ScoringOptions, batch_size: int) -> Row:
     with counting(f"{subject.name}: {label}", text.predictions) as advance:
         scores = score(subject.model, text, windows, how=how, batch_size=batch_size, advance=advance)
     summary = summarise(text, scores.nll, scores.depth, seed=how.seed)

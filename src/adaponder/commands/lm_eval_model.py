@@ -13,7 +13,7 @@ from lm_eval.api.registry import register_model
 from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.conversion.convert import load
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.harness import HarnessLM
 from adaponder.policies import parse_policy
 from adaponder.terminal import errors
@@ -65,7 +65,7 @@ class AdaPonderLM(HarnessLM):
             model,
             open_tokenizer(model, folder, tokenizer),
             batch_size=_rows(batch_size),
-            how=Reading(policy=rule, max_iterations=max_iterations, seed=seed),
+            how=ScoringOptions(policy=rule, max_iterations=max_iterations, seed=seed),
         )
         self.pretrained = str(pretrained)
 

@@ -14,7 +14,7 @@ from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
-from adaponder.evaluation.lab.lab import RATES, Lab, Row, check_budget, require_halting
+from adaponder.evaluation.lab.lab import RATES, Lab, Measurement, check_budget, require_halting
 from adaponder.evaluation.summary import FEW
 from adaponder.files import read_json
 from adaponder.terminal import console, line, progress_bars, table, write_json
@@ -114,7 +114,7 @@ def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: s
 
 
 def described_intervals(halves: Halves) -> str:
-    count = len(halves.held_out.book.starts)
+    count = len(halves.held_out.own_text.starts)
     if count < FEW:
         return f"left out, {count} {halves.drawn} being too few to draw again"
     return f"95 %, {halves.drawn} drawn again"
@@ -136,7 +136,7 @@ FOOTNOTES = (
 )
 
 
-def budget_table(rows: Sequence[Row], budget: float) -> Any:
+def budget_table(rows: Sequence[Measurement], budget: float) -> Any:
     """Rows of one budget, below the policy as trained: how each was tuned, then what it came to."""
     shown = [cells(row) for row in rows if row.budget in (None, budget)]
     parts = []
@@ -149,7 +149,7 @@ def budget_table(rows: Sequence[Row], budget: float) -> Any:
     return Group(*parts)
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Measurement) -> tuple[str, ...]:
     """A row under :data:`HEAD`."""
     flag = "yes" if row.causal else "NO"
     if row.depth is None or row.loss is None or row.mflops is None:

@@ -11,7 +11,7 @@ from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
 from adaponder.conversion.convert import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import Reading, default_length
+from adaponder.evaluation.scoring import ScoringOptions, default_length
 from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling.model import AdaPonderForCausalLM
@@ -45,12 +45,12 @@ class Subject(NamedTuple):
         execution: str | None = None,
         seed: int = 0,
         side: str = "",
-    ) -> Reading:
+    ) -> ScoringOptions:
         """Who decides depth, from at most one of the three ways to say it; errors name ``--profile{side}``."""
         check_most(self.model, max_iterations)
         chosen = choose_policy(self.folder, policy=policy, tau=tau, profile=profile, side=side)
         self.model.check_policy(chosen)  # before a text is read
-        return Reading(policy=chosen, max_iterations=max_iterations, execution=execution, seed=seed)
+        return ScoringOptions(policy=chosen, max_iterations=max_iterations, execution=execution, seed=seed)
 
 
 def open_subject(checkpoint: str, *, tokenizer: str | None = None, dtype: str = "auto", device: str = "cpu") -> Subject:

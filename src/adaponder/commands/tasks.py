@@ -11,7 +11,7 @@ from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
 from adaponder.conversion.convert import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS
-from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.suites import Comparison, Reference, Suite, suite_of
 from adaponder.evaluation.tasks.task_data import TaskData
 from adaponder.policies import Policy
@@ -56,7 +56,7 @@ def run(
         words = open_tokenizer(model, folder, tokenizer)
     check_most(model, max_iterations)
     policy = choose_policy(folder, policy=policy, tau=tau, profile=profile)
-    how = Reading(policy=policy, max_iterations=max_iterations, seed=seed)
+    how = ScoringOptions(policy=policy, max_iterations=max_iterations, seed=seed)
     harness = HarnessLM(model, words, batch_size=batch_size, how=how, counting=counting)
     with quiet():
         scores = list(scored(harness, tasks, fewshot, data, limit=limit, seed=seed))

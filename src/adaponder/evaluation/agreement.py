@@ -1,6 +1,6 @@
-"""Skipping work changes nothing: dense and compact execution are compared, and each differing depth must be a near tie.
+"""Compares dense and compact execution of the same text: a depth may differ only where a gate nearly ties.
 
-Rounding differs between the two, so a gate that all but equals its threshold may fall on either side of it. Such flips
+Rounding differs between the two, so a gate that nearly equals its threshold may fall on either side of it. Such flips
 are allowed only where the gate lies within the measured rounding of the threshold, and they are counted.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaponder.evaluation.scoring import OWN, Reading, score
+from adaponder.evaluation.scoring import OWN, ScoringOptions, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
 
-# Of a mean loss, by precision; lower ones are judged by their flips.
+# Allowed difference of mean losses by precision; in lower precisions flips decide.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -30,10 +30,10 @@ class Agreement:
         loss_difference: of the mean losses.
         worst: the largest difference of one prediction's loss whose depth agrees.
         flips: predictions whose depth differs.
-        unexplained: flips that are no near tie; ``None`` where a policy other than the learned gate decides, so that
-            no threshold is known to be near.
-        gate_noise: the largest difference between the two executions' gates, before any flip could have spread.
-        tolerance: how far the mean losses may lie apart in this precision.
+        unexplained: flips that are no near tie; ``None`` where a policy other than the learned gate decides, whose
+            threshold is not known.
+        gate_noise: the largest difference between the two executions' gates, where no flip can have caused it.
+        tolerance: allowed difference of the mean losses in this precision.
     """
 
     tokens: int
@@ -63,9 +63,9 @@ class Agreement:
 
 
 def agreement(
-    model: AdaPonderForCausalLM, text: Text, windows: Windows, *, how: Reading = OWN, batch_size: int = 8
+    model: AdaPonderForCausalLM, text: Text, windows: Windows, *, how: ScoringOptions = OWN, batch_size: int = 8
 ) -> Agreement:
-    """Scores ``text`` both ways."""
+    """Scores ``text`` by dense and by compact execution and compares."""
     runs = [
         score(model, text, windows, how=replace(how, execution=execution), batch_size=batch_size, detail=True)
         for execution in ("dense", "compact")
@@ -78,7 +78,7 @@ def agreement(
         noise = float(np.abs(dense.gates - compact.gates)[_untouched(flipped, windows)].max(initial=0.0))
         taus = _taus(model, how, dense.gates.shape[1])
         if taus is not None:
-            # The gate that decided differently is the one behind the smaller depth.
+            # The gate that decided differently is the one after the smaller depth.
             gate = np.minimum(dense.depth, compact.depth)[flipped] - 1
             rows = np.nonzero(flipped)[0]
             margin = np.minimum(*(np.abs(run.gates[rows, gate] - taus[gate]) for run in runs if run.gates is not None))
@@ -95,14 +95,15 @@ def agreement(
 
 
 def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
-    """Predictions that no flip can have reached: those of windows without one, and those before the first of theirs."""
-    place = np.arange(len(flipped))
-    latest = np.maximum.accumulate(np.where(flipped, place, -1))
-    start = place // windows.length * windows.length if windows.stride is None else place - windows.length + 1
+    """``bool[predictions]``: those with no flip before them in their window, so that none can have changed them."""
+    index = np.arange(len(flipped))
+    latest = np.maximum.accumulate(np.where(flipped, index, -1))
+    start = index // windows.length * windows.length if windows.stride is None else index - windows.length + 1
     return latest < start
 
 
-def _taus(model: AdaPonderForCausalLM, how: Reading, gates: int) -> np.ndarray | None:
+def _taus(model: AdaPonderForCausalLM, how: ScoringOptions, gates: int) -> np.ndarray | None:
+    """The learned gate's threshold at each gate; ``None`` for other policies."""
     policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
     if not isinstance(policy, LearnedGate):
         return None

@@ -1,8 +1,8 @@
-"""What is tuned on one half of a text is measured on the other, and neither half knows the other's targets.
+"""Splits a text into a tuning half and a held-out half that share no target.
 
-Many documents are dealt out whole. Few, or very unequal ones, could not make two halves that are alike: then windows
-are dealt out in turn, so that both halves hold stretches of every long document. Intervals then draw windows again:
-narrower than documents would give, and said so.
+Many documents are dealt out whole. Few, or very unequal ones, would make halves of different kinds: then windows are
+dealt out alternately, so that both halves hold parts of every long document. Intervals then resample windows, which are
+narrower than those over documents; results say which.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from adaponder.backbones.shape import Shape
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import Reading, Scores, score
+from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
@@ -27,20 +27,23 @@ _UNEQUAL = 0.1
 
 @dataclass(frozen=True)
 class Half:
-    """The predictions of ``text`` that ``windows`` score; ``book`` is them alone, cut as intervals draw them again."""
+    """The predictions of ``text`` that ``windows`` score.
+
+    ``own_text`` holds these alone, in documents that are the units intervals resample: documents or windows.
+    """
 
     text: Text
     windows: Windows
-    book: Text
+    own_text: Text
 
     @property
     def chosen(self) -> np.ndarray:
-        """``bool[text.predictions]``."""
+        """``bool[text.predictions]``: which of them belong to this half."""
         return self.windows.scored(self.text.predictions)
 
     @property
     def tokens(self) -> int:
-        return self.book.predictions
+        return self.own_text.predictions
 
     @property
     def documents(self) -> int:
@@ -49,7 +52,7 @@ class Half:
     def score(
         self,
         model: AdaPonderForCausalLM,
-        how: Reading,
+        how: ScoringOptions,
         *,
         batch_size: int,
         detail: bool = False,
@@ -71,26 +74,26 @@ class Half:
         if chosen.all():
             return scores
         names = ("nll", "depth", "gates", "nll_by_iteration", "entropy")
-        found = {name: getattr(scores, name) for name in names}
-        return replace(scores, **{name: value[chosen] for name, value in found.items() if value is not None})
+        arrays = {name: getattr(scores, name) for name in names}
+        return replace(scores, **{name: array[chosen] for name, array in arrays.items() if array is not None})
 
     def summarise(self, scores: Scores, *, seed: int) -> Summary:
-        return summarise(self.book, scores.nll, scores.depth, seed=seed)
+        return summarise(self.own_text, scores.nll, scores.depth, seed=seed)
 
     def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
-        """Of the mean depth."""
-        counts = np.diff(self.book.starts, append=self.book.predictions)
-        return bootstrap(per_document(self.book, scores.depth.astype(np.float64)), counts, seed=seed)
+        """Interval of the mean depth."""
+        counts = np.diff(self.own_text.starts, append=self.own_text.predictions)
+        return bootstrap(per_document(self.own_text, scores.depth.astype(np.float64)), counts, seed=seed)
 
     def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
-        """One value per prediction of the whole text, from one per prediction of this half."""
-        found = np.full(self.text.predictions, otherwise, values.dtype)
-        found[self.chosen] = values
-        return found
+        """One value per prediction of the whole text: ``values`` in this half, ``otherwise`` in the other."""
+        everywhere = np.full(self.text.predictions, otherwise, values.dtype)
+        everywhere[self.chosen] = values
+        return everywhere
 
 
 class Halves(NamedTuple):
-    """The two halves of a text, in words how they were made, and what intervals draw again: documents or windows."""
+    """The two halves of a text, ``how`` they were made in words, and what intervals resample (``drawn``)."""
 
     tuning: Half
     held_out: Half
@@ -99,7 +102,7 @@ class Halves(NamedTuple):
 
 
 def halve(text: Text, windows: Windows) -> Halves:
-    """Two halves of about equally many predictions: whole documents in turn if they are many, else windows in turn."""
+    """Two halves of about equally many predictions: of whole documents if there are many, else of alternate windows."""
     first = _deal(np.diff(text.starts, append=text.predictions))
     counts = np.array([_gather(text, chosen).predictions if chosen.any() else 0 for chosen in (first, ~first)])
     even = abs(counts[0] - counts[1]) <= _UNEQUAL * text.predictions
@@ -118,7 +121,7 @@ def halve(text: Text, windows: Windows) -> Halves:
 
 
 def _deal(lengths: np.ndarray) -> np.ndarray:
-    """``bool[documents]``: each document goes to the half that has less so far."""
+    """``bool[documents]``: documents of the first half, each given in order to the half with fewer tokens so far."""
     chosen, lead = np.zeros(len(lengths), bool), 0
     for index, length in enumerate(lengths.tolist()):
         chosen[index] = lead <= 0
@@ -127,7 +130,7 @@ def _deal(lengths: np.ndarray) -> np.ndarray:
 
 
 def _gather(text: Text, chosen: np.ndarray) -> Text:
-    """The chosen documents one after another; each still begins after an end token, as in the whole text."""
+    """The chosen documents as a text of their own; each still follows an end token."""
     lengths = np.diff(text.starts, append=text.predictions)[chosen]
     targets = text.stream[1:][chosen[text.document]]
     return Text(
@@ -140,20 +143,21 @@ def _gather(text: Text, chosen: np.ndarray) -> Text:
 
 
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
+    """The half of every second window, beginning with window ``offset``."""
     half = replace(windows, every=2, offset=offset)
     chosen = half.scored(text.predictions)
-    place = np.flatnonzero(chosen)
-    # A window's predictions begin where they stop being neighbours of the window before.
-    starts = np.flatnonzero(np.diff(place, prepend=-2) > 1)
-    first = text.document[place[starts]]
-    lengths = np.diff(starts, append=len(place))
+    index = np.flatnonzero(chosen)
+    # A window begins where its first prediction does not follow the one before it.
+    starts = np.flatnonzero(np.diff(index, prepend=-2) > 1)
+    first = text.document[index[starts]]
+    lengths = np.diff(starts, append=len(index))
     whole = np.diff(text.starts, append=text.predictions)[first]
-    book = Text(
+    own_text = Text(
         stream=np.concatenate([text.stream[:1], text.stream[1:][chosen]]),
         starts=starts,
         sources=tuple(text.sources[document] for document in first),
-        # A stretch has about its share of the bytes of the document that it begins in.
+        # Bytes in proportion to tokens, of the document that the window begins in.
         utf8_bytes=np.round(text.utf8_bytes[first] * lengths / whole).astype(np.int64),
         vocabulary=text.vocabulary,
     )
-    return Half(text, half, book)
+    return Half(text, half, own_text)

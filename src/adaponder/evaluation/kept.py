@@ -1,4 +1,4 @@
-"""What a long measurement has finished survives an interruption: the same settings again go on from there."""
+"""Finished parts of a long measurement on disk: after an interruption the same settings continue from them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Part(NamedTuple):
 
 
 class Kept:
-    """Finished parts, a file each, in a folder that is made with the first part and removed by whoever needs no more.
+    """Finished parts, a file each, in a folder that the first part creates and :meth:`remove` deletes.
 
-    Parts of other ``settings`` (JSON values) are refused, never mixed in.
+    A folder with parts of other ``settings`` (JSON values) is refused.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
@@ -54,19 +54,19 @@ class Kept:
         return len(list(self.folder.glob("*.npz")))
 
     def load(self, name: str) -> Part | None:
-        """The part of this name, if it was finished."""
+        """The part of this name, or ``None`` if it was not finished."""
         path = self._path(name)
         if not path.exists():
             return None
         try:
-            with np.load(path) as found:
-                arrays = {key: found[key] for key in found.files}
+            with np.load(path) as archive:
+                arrays = {key: archive[key] for key in archive.files}
             return Part(json.loads(str(arrays.pop(_FACTS))), arrays)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{path} is damaged ({error}): delete it, that part is then measured again") from None
 
     def save(self, name: str, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Writes a finished part, whole or not at all."""
+        """Writes a finished part atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / _SETTINGS).exists():
             write_whole(self.folder / _SETTINGS, json.dumps(self.settings, indent=2).encode())
@@ -87,11 +87,11 @@ class Kept:
 
 
 def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
-    """SHA-256 of the model's config and weights and of the text's tokens: equal ones measure the same."""
-    found = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
+    """SHA-256 of the model's config and weights and of the text's tokens."""
+    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
-        found.update(name.encode())
-        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for array in (text.stream, text.starts):
-        found.update(array.tobytes())
-    return found.hexdigest()
+        digest.update(array.tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What was really spent: every command that reports a cost counts it here, from the depths that were run."""
+"""Cost of forwards, from the depths that tokens had: every command that reports a cost counts it here."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s"
 class Spent:
     """A cost and the seconds it took, of the model alone.
 
-    Four halting numbers are never confused: ``iterations`` is the mean depth, ``halted`` the share of tokens that
-    stopped before they had to, ``gates_closed`` the share of (token, gate) pairs that the token did not pass, and FLOPs
-    are FLOPs.
+    Four halting numbers: ``iterations`` is the mean depth, ``halted`` the share of tokens of less than full depth,
+    ``gates_closed`` the share of (token, gate) pairs that the token did not pass, and ``cost`` has the FLOPs.
 
     Attributes:
-        histogram: tokens read once, twice, … K times.
-        deepest: the most iterations the run allowed.
-        halts: whether tokens could stop earlier.
-        scored: how many tokens the cost was for, where some were read only as context; else all that were read.
+        histogram: numbers of tokens of depth 1, 2, … K.
+        deepest: the most iterations that were allowed.
+        halts: whether tokens could halt earlier.
+        scored: number of tokens that per-token numbers are divided by; ``None`` where no token is mere context.
     """
 
     cost: Cost
@@ -47,7 +46,7 @@ class Spent:
 
     @property
     def halted(self) -> float:
-        """Share of tokens read fewer times than the run allowed."""
+        """Share of tokens of less depth than was allowed."""
         return sum(self.histogram[: self.deepest - 1]) / max(1, sum(self.histogram))
 
     @property
@@ -61,7 +60,7 @@ class Spent:
 
     @property
     def tokens(self) -> int:
-        """What per-token numbers are divided by: never 0."""
+        """Number of tokens that per-token numbers are divided by, at least 1."""
         return max(1, self.cost.tokens if self.scored is None else self.scored)
 
     @property
@@ -69,7 +68,7 @@ class Spent:
         return self.tokens / self.seconds if self.seconds else None
 
     def cells(self) -> tuple[str, ...]:
-        """This cost under :data:`COLUMNS`."""
+        """Table cells of this cost, one for each of :data:`COLUMNS`."""
         tokens, speed = self.tokens, self.tokens_per_second
         return (
             f"{self.iterations:.3f}",
@@ -139,10 +138,10 @@ class Meter:
     ) -> None:
         """Counts one forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
 
-        ``dense`` execution skips nothing: its FLOPs are those of full depth, while iterations stay what they are. The
-        logits that a ``policy`` computes only to decide are counted with the gates.
+        ``dense`` execution skips nothing: its FLOPs are those of full depth, while iterations are the mean depth.
+        Logits that a ``policy`` computes only to decide are counted with the gates.
         """
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "shape": self.shape,
             "past": past,
             "max_iterations": max_iterations,
@@ -151,18 +150,18 @@ class Meter:
         }
         depth = depth.detach().cpu()
         deepest = self.config.iterations if max_iterations is None else max_iterations
-        counted, read = cost_of(depth, self.config, every_gate=every_gate, **asked), depth
+        counted, read = cost_of(depth, self.config, every_gate=every_gate, **arguments), depth
         if dense:
             read = (depth > 0) * deepest
-            full = cost_of(read, self.config, every_gate=True, **asked)
+            full = cost_of(read, self.config, every_gate=True, **arguments)
             parts = {part: getattr(full, part) for part in ("rows", "body", "attention", "expectation", "gates")}
             counted = Cost(**(vars(counted) | parts))
         active = [int((read > i).sum()) for i in range(deepest - 1)]
         counted = replace(counted, gates=counted.gates + deciding_flops(policy, active, self.shape))
         self.deepest = max(self.deepest, deepest)
         self.cost = self.cost + counted
-        found = torch.bincount(depth.flatten(), minlength=self.config.iterations + 1)[1:]
-        self.histogram = [before + now for before, now in zip(self.histogram, found.tolist(), strict=True)]
+        by_depth = torch.bincount(depth.flatten(), minlength=self.config.iterations + 1)[1:]
+        self.histogram = [before + now for before, now in zip(self.histogram, by_depth.tolist(), strict=True)]
 
     def spent(self, scored: int | None = None) -> Spent:
         halts = self.config.method in HALTING
@@ -170,7 +169,7 @@ class Meter:
 
 
 def deciding_flops(policy: PolicyLike | None, active: Sequence[int], shape: Shape) -> int:
-    """FLOPs of the logits that a policy computes to decide, if ``active[i]`` tokens are asked after iteration i."""
+    """FLOPs of logits that a policy computes to decide about ``active[i]`` tokens after iteration i."""
     if policy is None:
         return 0
     rule = as_policy(policy)

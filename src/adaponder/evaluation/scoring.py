@@ -1,4 +1,4 @@
-"""Every prediction of a text scored once, by any checkpoint, at whatever depth a policy gives it."""
+"""Scores every prediction of a text once, with any checkpoint and any policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.backbones.shape import Shape
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.meter import Meter, Spent
 from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Batch, Windows
+from adaponder.evaluation.windows import WindowBatch, Windows
 from adaponder.methods import Iteration
 from adaponder.modeling.model import AdaPonderForCausalLM, PolicyLike
 from adaponder.policies import ForcedDepths
@@ -24,10 +24,10 @@ _CHUNK = 50_000_000
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a text is to be read: who halts, how often at most, and by which execution (``None``: the model's own).
+class ScoringOptions:
+    """How a text is scored: policy, most iterations, and execution (``None``: the model's own).
 
-    ``depths`` (one per prediction of the text) takes the place of a policy: so often each token is read.
+    ``depths`` (one per prediction of the text) forces the depth of each token instead of a policy.
     """
 
     policy: PolicyLike | None = None
@@ -37,12 +37,13 @@ class Reading:
     depths: np.ndarray | None = None
 
     def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the model's ``forward``, without ``depths``."""
         return {"max_iterations": self.max_iterations, "execution": self.execution, "seed": self.seed} | (
             {} if self.policy is None else {"policy": self.policy}
         )
 
 
-OWN = Reading()
+OWN = ScoringOptions()
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Scores:
 
     Attributes:
         nll: ``float64[n]``, nats.
-        depth: ``int64[n]``: how often the token that predicts was read.
-        spent: what the forwards cost, per scored token: context that sliding windows read again is paid for.
-        gates: ``float32[n, gates]`` where asked for: what each gate said, of halted tokens too.
-        nll_by_iteration: ``float64[n, passes]`` where asked for: the loss if the prediction were made there.
-        entropy: ``float32[n, passes]`` where asked for: of the next-token distribution, nats.
+        depth: ``int64[n]``: iterations of the token that predicts.
+        spent: what the forwards cost, per scored token; context that sliding windows repeat is included.
+        gates: ``float32[n, gates]`` with ``detail``: the gates' probabilities, of halted tokens too.
+        nll_by_iteration: ``float64[n, passes]`` with ``detail``: the loss after each iteration.
+        entropy: ``float32[n, passes]`` with ``detail``: of the next-token distribution, nats.
     """
 
     nll: np.ndarray
@@ -71,7 +72,7 @@ class Scores:
 
 
 def default_length(model: AdaPonderForCausalLM) -> int:
-    """The longest window the backbone has positions for, at most 2,048; a pause stands at its token's position."""
+    """The number of positions of the backbone, at most 2,048; pause tokens share their token's position."""
     return min(2048, model.config.max_position_embeddings or 2048)
 
 
@@ -81,7 +82,7 @@ def score(
     text: Text,
     windows: Windows,
     *,
-    how: Reading = OWN,
+    how: ScoringOptions = OWN,
     batch_size: int = 8,
     detail: bool = False,
     shape: Shape | None = None,
@@ -89,8 +90,8 @@ def score(
 ) -> Scores:
     """Scores ``text`` window by window. ``detail`` collects gates, and losses and entropies of every iteration.
 
-    ``shape`` is the backbone's, for callers that score often and have it already. ``advance`` is told how many
-    predictions each batch added, for progress bars.
+    ``shape`` is the backbone's, for callers that score often and have it already. ``advance`` is called with the
+    number of predictions of each batch, for progress bars.
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size}: at least 1")
@@ -104,7 +105,7 @@ def score(
     model.eval()
     try:
         for batch in windows.batches(text, batch_size):
-            place = (batch.first[:, None] + np.arange(batch.input_ids.shape[1]))[batch.fresh]
+            index = _prediction_index(batch)[batch.fresh]
             passes: list[dict[str, Tensor]] = []
             targets = batch.targets.to(model.device)
             watch = _watcher(model, targets, passes) if detail else None
@@ -113,12 +114,12 @@ def score(
             meter.add(
                 output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense, policy=how.policy
             )
-            nll[place] = _nll(output.logits, targets).cpu().numpy()[batch.fresh]
-            depth[place] = output.depth.cpu().numpy()[batch.fresh]
+            nll[index] = _nll(output.logits, targets).cpu().numpy()[batch.fresh]
+            depth[index] = output.depth.cpu().numpy()[batch.fresh]
             if detail:
-                _collect(extra, place, batch, passes, output.gates, text.predictions)
-            scored += len(place)
-            advance(len(place))
+                _collect(extra, index, batch, passes, output.gates, text.predictions)
+            scored += len(index)
+            advance(len(index))
     finally:
         model.train(training)
     if not np.isfinite(nll).all():
@@ -130,7 +131,7 @@ def score(
 
 
 class Summed(NamedTuple):
-    """The summed loss of a batch in double, how many predictions that is, and every token's depth."""
+    """Summed loss of a batch in float64, number of its predictions, and every token's depth."""
 
     nll: Tensor
     predictions: Tensor
@@ -138,18 +139,18 @@ class Summed(NamedTuple):
 
 
 @torch.no_grad()
-def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, **asked: Any) -> Summed:
-    """The sum of what :func:`score` gives for each target that is not -100, with logits for a chunk of tokens only.
+def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, **arguments: Any) -> Summed:
+    """Equals the sum of :func:`score`'s losses over targets that are not -100, but never holds all logits.
 
-    The model must be in evaluation mode; ``asked`` are further arguments of its ``forward``.
+    The model must be in evaluation mode; ``arguments`` are further ones of its ``forward``.
     """
-    asked |= {"num_items_in_batch": 1, "output_logits": False, "output_gates": False}
-    output = model(input_ids, targets=targets, **asked)
+    arguments |= {"num_items_in_batch": 1, "output_logits": False, "output_gates": False}
+    output = model(input_ids, targets=targets, **arguments)
     return Summed(output.loss.double(), (targets != -100).sum(), output.depth)
 
 
 def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> None:
-    """Refuses windows longer than the backbone's positions, and ids that its embedding table does not have."""
+    """Raises for windows longer than the backbone's positions, and for ids outside its embedding table."""
     limit = model.config.max_position_embeddings
     if limit is not None and windows.length > limit:
         raise InputError(f"--window {windows.length}: the backbone has {limit} positions")
@@ -163,32 +164,37 @@ def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> Non
 
 def _forward(
     model: AdaPonderForCausalLM,
-    batch: Batch,
-    how: Reading,
+    batch: WindowBatch,
+    how: ScoringOptions,
     detail: bool,
     watch: Callable[[Iteration], None] | None,
 ) -> Any:
-    asked: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": watch}
+    arguments: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": watch}
     if batch.documents is not None:
-        asked["document_ids"] = batch.documents.to(model.device)
+        arguments["document_ids"] = batch.documents.to(model.device)
     if how.depths is not None:
-        place = batch.first[:, None] + np.arange(batch.input_ids.shape[1])
-        asked["policy"] = ForcedDepths(torch.from_numpy(how.depths[place]))
-    return model(batch.input_ids.to(model.device), **asked)
+        arguments["policy"] = ForcedDepths(torch.from_numpy(how.depths[_prediction_index(batch)]))
+    return model(batch.input_ids.to(model.device), **arguments)
+
+
+def _prediction_index(batch: WindowBatch) -> np.ndarray:
+    """``int64[windows, length]``: which prediction of the text each entry of the batch is."""
+    return batch.first[:, None] + np.arange(batch.input_ids.shape[1])
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Per-token losses in double, from logits in chunks: their float32 copy never exists whole."""
-    flat, wanted = logits.flatten(0, 1), targets.flatten()
-    size = max(1, _CHUNK // flat.shape[-1])
+    """Per-token losses in float64, computed in chunks: no float32 copy of all logits is made."""
+    flat_logits, flat_targets = logits.flatten(0, 1), targets.flatten()
+    size = max(1, _CHUNK // flat_logits.shape[-1])
     parts = [
-        nn.functional.cross_entropy(_float(flat[i : i + size]), wanted[i : i + size], reduction="none")
-        for i in range(0, len(flat), size)
+        nn.functional.cross_entropy(_float(flat_logits[i : i + size]), flat_targets[i : i + size], reduction="none")
+        for i in range(0, len(flat_logits), size)
     ]
     return torch.cat(parts).double().view(targets.shape)
 
 
 def _entropy(logits: Tensor) -> Tensor:
+    """Entropy of the next-token distribution of each token, in nats."""
     flat = logits.flatten(0, -2)
     size = max(1, _CHUNK // flat.shape[-1])
     parts = []
@@ -203,7 +209,7 @@ def _float(logits: Tensor) -> Tensor:
 
 
 def _watcher(model: AdaPonderForCausalLM, targets: Tensor, passes: list[dict[str, Tensor]]) -> Any:
-    """A hook that scores each iteration as it happens: no iteration's logits are kept."""
+    """A hook that appends losses and entropies after each iteration; logits are not kept."""
 
     def watch(iteration: Iteration) -> None:
         logits = model.wrapped.logits(iteration.hidden)
@@ -214,17 +220,18 @@ def _watcher(model: AdaPonderForCausalLM, targets: Tensor, passes: list[dict[str
 
 def _collect(
     extra: dict[str, np.ndarray],
-    place: np.ndarray,
-    batch: Batch,
+    index: np.ndarray,
+    batch: WindowBatch,
     passes: list[dict[str, Tensor]],
     gates: Tensor | None,
     predictions: int,
 ) -> None:
-    found = {name: torch.stack([one[name] for one in passes], dim=-1) for name in passes[0]}
+    """Writes the batch's fresh predictions into ``extra``, whose arrays have an entry per prediction of the text."""
+    details = {name: torch.stack([one[name] for one in passes], dim=-1) for name in passes[0]}
     if gates is not None:
-        found["gates"] = gates.float()
-    for name, value in found.items():
+        details["gates"] = gates.float()
+    for name, value in details.items():
         array = value.cpu().numpy()
         if name not in extra:
             extra[name] = np.zeros((predictions, array.shape[-1]), array.dtype)
-        extra[name][place] = array[batch.fresh]
+        extra[name][index] = array[batch.fresh]

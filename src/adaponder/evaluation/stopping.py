@@ -1,4 +1,4 @@
-"""Where generated text ends: at its own stop string, whatever the rows beside it do."""
+"""Stop strings in generation: each sequence of a batch ends at its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 
 class Wanted(NamedTuple):
-    """What a generation request asks for; ``others`` goes to ``generate`` as it is."""
+    """Settings of a generation request; ``others`` goes to ``generate`` unchanged."""
 
     until: list[str]
     max_new_tokens: int
@@ -19,9 +19,9 @@ class Wanted(NamedTuple):
     others: dict[str, Any]
 
 
-def wanted(asked: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Wanted:
-    """lm-eval's generation settings: 256 tokens and greedy unless told; the end token always ends a text."""
-    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(asked, default_max_gen_toks=256))
+def wanted(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Wanted:
+    """Generation settings of an lm-eval request: 256 tokens and greedy by default; the end token always stops."""
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(request, default_max_gen_toks=256))
     end = tokenizer.eos_token
     until = handle_stop_sequences(kwargs.pop("until"), eos=None if end is None else str(end))
     sampled = kwargs.pop("do_sample")
@@ -31,7 +31,7 @@ def wanted(asked: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Wanted:
 
 
 class Until(StoppingCriteria):
-    """Ends each row of its own once its new text holds a stop string; ``lengths`` are its new tokens then, else 0."""
+    """Stops each sequence once its new text holds a stop string; ``lengths`` are its new tokens then, else 0."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, until: list[str], *, width: int, rows: int):
         self.tokenizer, self.until, self.width = tokenizer, until, width

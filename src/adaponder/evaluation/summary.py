@@ -1,6 +1,6 @@
-"""From scores to numbers one may quote: loss, perplexity, bits per byte, and intervals by resampling documents.
+"""Summaries of scores: loss, perplexity, bits per byte, and bootstrap intervals over documents.
 
-Tokens of one document are not independent of one another, documents nearly are: so documents are what is drawn again.
+Tokens of one document depend on one another, documents hardly do: so documents are resampled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.text import Text
 
 RESAMPLES = 2000
-# Drawing fewer documents again gives their extremes, not an interval: simulated with no difference at all, a paired
+# Resampling fewer documents gives their extremes, not an interval: simulated with no difference at all, a paired
 # interval of 95 % left out zero in half of the cases with 2 documents, in 18 % with 5, 11 % with 10, 8 % with 20.
 FEW = 10
 LEVEL = 0.95
@@ -70,11 +70,11 @@ def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) 
     of_document = np.array([names.index(name) for name in text.sources])
     of_prediction = of_document[text.document]
     sums, counts = per_document(text, nll), np.diff(text.starts, append=text.predictions)
-    found = {}
+    summaries = {}
     for index, name in enumerate(names):
         chosen, here = of_document == index, of_prediction == index
         size = int(text.utf8_bytes[chosen].sum())
-        found[name] = Summary(
+        summaries[name] = Summary(
             loss=float(nll[here].mean()),
             interval=bootstrap(sums[chosen], counts[chosen], seed=seed),
             bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
@@ -82,7 +82,7 @@ def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) 
             tokens=int(here.sum()),
             documents=int(chosen.sum()),
         )
-    return dict(sorted(found.items(), key=lambda item: -item[1].tokens))
+    return dict(sorted(summaries.items(), key=lambda item: -item[1].tokens))
 
 
 def per_document(text: Text, values: np.ndarray) -> np.ndarray:
@@ -91,7 +91,7 @@ def per_document(text: Text, values: np.ndarray) -> np.ndarray:
 
 
 def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int = RESAMPLES) -> Interval | None:
-    """The percentile interval of ``sum(sums) / sum(counts)`` when documents are drawn again with replacement.
+    """The percentile interval of ``sum(sums) / sum(counts)`` over documents resampled with replacement.
 
     ``None`` for fewer than :data:`FEW` of them.
     """
@@ -129,7 +129,7 @@ class Difference:
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
-    """``second - first``, both per prediction of ``text``; ``wins``: the share of tokens the second finds easier."""
+    """``second - first``, both per prediction of ``text``; ``wins``: the share of tokens whose second loss is lower."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
     gap = second - first

@@ -40,7 +40,7 @@ class Vocabulary(NamedTuple):
 
 
 def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
-    """The tokenizer of a model folder or hub name, or a ``tokenizer.json``; an older one is rebuilt by transformers."""
+    """The tokenizer of a model folder or hub name, or a ``tokenizer.json``; transformers converts older formats."""
     folder = Path(spec)
     if folder.is_dir():
         refuse_code(folder)
@@ -50,9 +50,10 @@ def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
 
 
 def _rebuilt(folder: Path) -> Vocabulary:
-    found: Any = tokenizer_of(folder)
-    end = found.eos_token_id if found.eos_token_id is not None else found.bos_token_id
-    tokenizer = getattr(found, "backend_tokenizer", None)
+    """The tokenizer of a folder without ``tokenizer.json``, converted by transformers."""
+    loaded: Any = tokenizer_of(folder)
+    end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.bos_token_id
+    tokenizer = getattr(loaded, "backend_tokenizer", None)
     if end is None or tokenizer is None:
         raise InputError(f"{folder}: its tokenizer has no end token or is not a fast one; name one with --tokenizer")
     tokenizer.encode_special_tokens = True
@@ -82,16 +83,16 @@ class Text:
 
     @property
     def document(self) -> np.ndarray:
-        """``int64[predictions]``: the document that each prediction belongs to."""
+        """``int64[predictions]``: index of the document that each prediction belongs to."""
         return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=self.predictions))
 
     @property
     def position(self) -> np.ndarray:
-        """``int64[predictions]``: tokens of its document before the one predicted."""
+        """``int64[predictions]``: number of tokens of its document before the one predicted."""
         return np.arange(self.predictions) - self.starts[self.document]
 
     def first(self, predictions: int) -> Text:
-        """The first ``predictions`` alone; a document cut short keeps its name, its bytes are no longer known: 0."""
+        """The first ``predictions``; a document cut short keeps its source, and its ``utf8_bytes`` are 0 (unknown)."""
         if predictions >= self.predictions:
             return self
         count = int(np.searchsorted(self.starts, predictions, "left"))
@@ -104,7 +105,7 @@ class Text:
 def open_text(
     data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
 ) -> Text:
-    """The text behind ``data``, in the tokens of the checkpoint ``whose`` vocabulary it is.
+    """The text behind ``data`` in tokens of ``vocabulary``; ``whose`` names its checkpoint in errors.
 
     ``data`` is a folder made by ``adaponder prepare`` (its ``split``), or anything ``prepare`` reads: a text file, a
     folder of them, ``.jsonl`` (all of these also packed), ``.parquet``, ``stdlib``, ``hf:NAME``. ``max_tokens``

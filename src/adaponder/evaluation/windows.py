@@ -1,4 +1,4 @@
-"""How a stream is cut to fit a context: each prediction is scored in one window, with as much before it as stated."""
+"""Cuts a stream of tokens into windows that fit a context; each prediction is scored in exactly one of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from adaponder.errors import InputError
 from adaponder.evaluation.text import Text
 
 
-class Batch(NamedTuple):
-    """Windows of one length, each row predictions ``first[row] …`` of the stream.
+class WindowBatch(NamedTuple):
+    """Windows of one length; window ``w`` holds predictions ``first[w] …`` of the stream.
 
-    ``fresh`` marks the predictions that no earlier window scored; ``documents`` is given where they may not mix.
+    ``fresh`` marks the predictions that no earlier window scored; ``documents`` is set where attention may not cross
+    them.
     """
 
     first: np.ndarray
@@ -29,10 +30,10 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """Disjoint windows of ``length`` predictions, or sliding ones that move on by ``stride`` and score what is new.
+    """Disjoint windows of ``length`` predictions, or sliding ones that advance by ``stride`` and score the new ones.
 
     ``across_documents``: whether a token may attend to the documents before its own, as packed training lets it.
-    ``every`` and ``offset`` take one window in so many and leave the others' predictions unscored: the halves of a
+    ``every`` and ``offset`` keep one window in ``every`` and leave the others' predictions unscored: the halves of a
     text are ``every=2`` with ``offset`` 0 and 1.
     """
 
@@ -63,7 +64,7 @@ class Windows:
         return np.minimum(np.arange(count) * step, predictions - self.length)
 
     def scored(self, predictions: int) -> np.ndarray:
-        """``bool[predictions]``: those that a window here scores; all of them, unless windows are left out."""
+        """``bool[predictions]``: predictions that are scored: all, unless ``every`` leaves windows out."""
         starts, lengths, fresh = self._cut(predictions)
         bounds = np.zeros(predictions + 1, np.int64)
         np.add.at(bounds, fresh, 1)
@@ -78,7 +79,7 @@ class Windows:
         chosen = slice(self.offset, None, self.every)
         return starts[chosen], lengths[chosen], fresh[chosen]
 
-    def batches(self, text: Text, size: int) -> Iterator[Batch]:
+    def batches(self, text: Text, size: int) -> Iterator[WindowBatch]:
         """Batches of ``size`` windows; a shorter last window is a batch of its own, so nothing is ever padded."""
         starts, lengths, scored = self._cut(text.predictions)
         full = int((lengths == self.length).sum())
@@ -86,10 +87,10 @@ class Windows:
         for group in [*groups, *([slice(full, None)] if full < len(starts) else [])]:
             yield self._batch(text, starts[group], int(lengths[group][0]), scored[group])
 
-    def _batch(self, text: Text, first: np.ndarray, length: int, scored: np.ndarray) -> Batch:
-        place = first[:, None] + np.arange(length + 1)
-        tokens = torch.from_numpy(text.stream[place])
+    def _batch(self, text: Text, first: np.ndarray, length: int, scored: np.ndarray) -> WindowBatch:
+        index = first[:, None] + np.arange(length + 1)
+        tokens = torch.from_numpy(text.stream[index])
         documents = None
         if not self.across_documents:
-            documents = torch.from_numpy(np.searchsorted(text.starts, place[:, :-1], "right") - 1)
-        return Batch(first, tokens[:, :-1], tokens[:, 1:], place[:, :-1] >= scored[:, None], documents)
+            documents = torch.from_numpy(np.searchsorted(text.starts, index[:, :-1], "right") - 1)
+        return WindowBatch(first, tokens[:, :-1], tokens[:, 1:], index[:, :-1] >= scored[:, None], documents)

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from adaponder.analysis import portions
 from adaponder.analysis.spelling import token_texts
-from adaponder.analysis.trace import Trace, check, columns_of, read_trace, readings, record, write_trace
+from adaponder.analysis.trace import Trace, check, columns_of, make_trace, planned_scorings, read_trace, write_trace
 from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import EvaluationError, InputError
-from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text, Vocabulary
 from adaponder.evaluation.windows import Windows
 from adaponder.policies import FixedDepth, LearnedGate
@@ -32,12 +32,12 @@ def text(predictions: int = 40, *, seed: int = 0) -> Text:
     return Text(stream, starts, ("a", "b", "a"), np.array([7, 8, 9]), Vocabulary(words, 0))
 
 
-def traced(model, *, windows: Windows = WINDOWS, how: Reading | None = None) -> Trace:
-    return record(model, text(), windows, checkpoint="tiny", data="random", how=how, batch_size=3)
+def traced(model, *, windows: Windows = WINDOWS, how: ScoringOptions | None = None) -> Trace:
+    return make_trace(model, text(), windows, checkpoint="tiny", data="random", how=how, batch_size=3)
 
 
 def forced(model, depth: int, windows: Windows = WINDOWS) -> np.ndarray:
-    how = Reading(policy=FixedDepth(depth)) if model.method.halts else Reading(max_iterations=depth)
+    how = ScoringOptions(policy=FixedDepth(depth)) if model.method.halts else ScoringOptions(max_iterations=depth)
     return score(model, text(), windows, how=how).nll
 
 
@@ -59,7 +59,7 @@ def test_a_text_read_in_portions_is_the_text_read_at_once(windows, monkeypatch):
     alone = score(model, whole, windows, detail=True)
     monkeypatch.setattr(portions, "BATCHES", 1)
     assert len(portions.portions(windows, whole.predictions, 2)) > 1
-    found = portions.read(model, whole, windows, how=Reading(), name="all", batch_size=2)
+    found = portions.read(model, whole, windows, how=ScoringOptions(), name="all", batch_size=2)
     np.testing.assert_array_equal(found.depth, alone.depth)
     for name in ("nll", "gates", "nll_by_iteration", "entropy"):
         np.testing.assert_allclose(getattr(found, name), getattr(alone, name), rtol=0, atol=1e-5)
@@ -76,7 +76,7 @@ def test_a_halted_token_stays_as_it_was(method):
 
 
 def test_gates_and_thresholds_explain_the_depths():
-    trace = traced(tiny(), how=Reading(policy=LearnedGate((0.4, 0.6))))
+    trace = traced(tiny(), how=ScoringOptions(policy=LearnedGate((0.4, 0.6))))
     gates, tau = trace.by_iteration("gate"), np.array(trace.about.tau)
     assert trace.about.tau == (0.4, 0.6)
     keeps = np.cumprod(gates >= tau, axis=1).sum(axis=1)
@@ -118,7 +118,7 @@ def test_what_it_cost_is_counted_as_if_nobody_had_watched():
 
 
 def test_fewer_iterations_than_the_model_has():
-    trace = traced(tiny(iterations=4), how=Reading(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2))
+    trace = traced(tiny(iterations=4), how=ScoringOptions(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2))
     assert (trace.about.iterations, trace.about.deepest, trace.about.gates) == (4, 2, 1)
     assert trace.about.tau == (0.5,)
     assert trace["depth"].max() <= 2
@@ -128,8 +128,8 @@ def test_fewer_iterations_than_the_model_has():
 def test_each_reading_is_announced_so_that_progress_can_end():
     for method, expected in (("adaponder", 2), ("loop", 1), ("pause", 3), ("vanilla", 1)):
         model, seen = tiny(method), []
-        record(model, text(), WINDOWS, checkpoint="", data="", advance=seen.append)
-        assert len(readings(model, Reading())) == expected
+        make_trace(model, text(), WINDOWS, checkpoint="", data="", advance=seen.append)
+        assert len(planned_scorings(model, ScoringOptions())) == expected
         assert sum(seen) == expected * text().predictions
 
 

@@ -30,11 +30,11 @@ from adaponder.evaluation.lab.calibration import (
     promised_loss,
     propose,
 )
-from adaponder.evaluation.lab.dials import Dial, Setting, Trace
+from adaponder.evaluation.lab.dials import Dial, FullDepth, Setting
 from adaponder.evaluation.lab.lab import Lab
 from adaponder.evaluation.lab.profiles import FILE, policy_of
 from adaponder.evaluation.lab.tuning import REACHED, Tuned
-from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
 from adaponder.policies import spec_of
@@ -47,13 +47,13 @@ def lab():
     return Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
 
 
-def made_up_trace(*, late: bool, tokens: int = 400) -> Trace:
+def made_up_trace(*, late: bool, tokens: int = 400) -> FullDepth:
     """Losses that only the last iteration improves (``late``) or only the second, for tokens of high gates."""
     generator = np.random.default_rng(0)
     gates = generator.random((tokens, K - 1)).astype(np.float32)
     nll = np.full((tokens, K), 3.0)
     nll[:, -1 if late else 1 :] = 2.0
-    return Trace(nll, {"gate": gates})
+    return FullDepth(nll, {"gate": gates})
 
 
 # --- proposals ----------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_depth_is_proposed_where_it_pays(late, best):
 def test_proposals_cost_the_budget_and_never_rise(seed, budget):
     generator = np.random.default_rng(seed)
     gates = generator.random((60, K - 1)).astype(np.float32)
-    for shares in propose(Trace(generator.random((60, K)), {"gate": gates}), budget):
+    for shares in propose(FullDepth(generator.random((60, K)), {"gate": gates}), budget):
         assert sum(shares) == pytest.approx(budget - 1.0, abs=1e-5)
         assert all(1.0 + 1e-9 >= a >= b >= -1e-9 for a, b in itertools.pairwise(shares))
 
@@ -86,7 +86,7 @@ def test_proposals_cost_the_budget_and_never_rise(seed, budget):
 def test_one_gate_or_nothing_to_choose_needs_no_proposal():
     seen = made_up_trace(late=True)
     assert propose(seen, 1.0) == propose(seen, float(K)) == []
-    assert propose(Trace(seen.nll[:, :2], {"gate": seen.signals["gate"][:, :1]}), 1.5) == []
+    assert propose(FullDepth(seen.nll[:, :2], {"gate": seen.signals["gate"][:, :1]}), 1.5) == []
 
 
 # --- calibration --------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_every_way_is_measured_on_text_it_has_not_seen(lab):
     half = lab.halves.held_out
     for choice in found.choices:
         assert choice.row.depth_interval.low <= choice.row.depth <= choice.row.depth_interval.high
-    scores = score(lab.model, half.text, half.windows, how=Reading(policy=found.policy))
+    scores = score(lab.model, half.text, half.windows, how=ScoringOptions(policy=found.policy))
     assert scores.loss == pytest.approx(found.chosen.loss)
     assert scores.depth.mean() == found.chosen.depth
     assert spec_of(found.policy) == found.chosen.spec
@@ -137,7 +137,7 @@ def test_gates_crowded_near_one_are_resolved(lab):
     for gate in model.method.gates:
         gate.out.bias.add_(9.0)
     crowded = Lab(model, lab.halves)
-    assert np.quantile(crowded.seen.signals["gate"], 0.25) > 0.999
+    assert np.quantile(crowded.full_depth.signals["gate"], 0.25) > 0.999
     assert meet(crowded, 2.5)[0].depth == pytest.approx(2.5, abs=REACHED)
 
 
@@ -158,7 +158,7 @@ def test_other_rules_can_be_calibrated_too(lab, rule):
     budget = 2.5
     if rule == "random":
         # Its numbers depend on the position alone, of which a window of 64 has few.
-        budget = lab.tune(RULES[rule](lab.seen), 2.5).depth
+        budget = lab.tune(RULES[rule](lab.full_depth), 2.5).depth
     way = meet(lab, budget, rule=rule)[0]
     assert way.depth == pytest.approx(budget, abs=REACHED)
     assert way.setting.policy.causal
@@ -226,7 +226,7 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
     model = AdaPonderForCausalLM.from_pretrained(checkpoint).eval()
     text = open_text(str(data), open_vocabulary(str(checkpoint)), whose="it")
     half = halve(text, Windows(64)).held_out
-    assert score(model, half.text, half.windows, how=Reading(policy=policy)).depth.mean() == chosen["depth"]
+    assert score(model, half.text, half.windows, how=ScoringOptions(policy=policy)).depth.mean() == chosen["depth"]
     stored = command.list_profiles(str(checkpoint))["budget-2.2"]
     assert stored["depth"] == chosen["depth"]
     assert stored["depth_interval"] == list(chosen["depth_interval"])

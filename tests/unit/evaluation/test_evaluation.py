@@ -20,7 +20,7 @@ from adaponder.evaluation import agreement as agreement_module
 from adaponder.evaluation.agreement import agreement
 from adaponder.evaluation.flops import check_all
 from adaponder.evaluation.meter import Meter
-from adaponder.evaluation.scoring import Reading, default_length, score
+from adaponder.evaluation.scoring import ScoringOptions, default_length, score
 from adaponder.evaluation.summary import bootstrap, by_source, paired_difference, summarise
 from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
@@ -261,8 +261,8 @@ def test_the_meter_counts_what_the_depths_cost():
 
 def test_dense_execution_pays_for_every_iteration_and_says_so():
     model, text = tiny(), made_up((64,))
-    dense = score(model, text, Windows(16), how=Reading(execution="dense")).spent
-    full = score(model, text, Windows(16), how=Reading(policy=FixedDepth(3))).spent
+    dense = score(model, text, Windows(16), how=ScoringOptions(execution="dense")).spent
+    full = score(model, text, Windows(16), how=ScoringOptions(policy=FixedDepth(3))).spent
     assert dense.iterations < 3
     for part in ("rows", "body", "attention", "head", "expectation", "gates"):
         assert getattr(dense.cost, part) == getattr(full.cost, part) > 0, part
@@ -285,8 +285,8 @@ def test_what_context_costs_is_shown_per_scored_token():
 
 def test_the_logits_a_policy_needs_to_decide_are_paid_for():
     model, text = tiny(), made_up((64,))
-    plain = score(model, text, Windows(16), how=Reading(policy=FixedDepth(2))).spent.cost
-    asking = score(model, text, Windows(16), how=Reading(policy=Entropy((0.0, math.inf)))).spent.cost
+    plain = score(model, text, Windows(16), how=ScoringOptions(policy=FixedDepth(2))).spent.cost
+    asking = score(model, text, Windows(16), how=ScoringOptions(policy=Entropy((0.0, math.inf)))).spent.cost
     # Everybody is asked after iterations 1 and 2.
     assert asking.flops - plain.flops == 2 * 64 * 2 * VOCABULARY * 16
 
@@ -302,8 +302,8 @@ def test_the_logits_a_policy_needs_to_decide_are_paid_for():
 )
 def test_deciding_costs_the_logits_of_those_who_are_asked(execution, policy, times):
     model, text = tiny(), made_up((64,))
-    asking = score(model, text, Windows(16), how=Reading(policy=policy, execution=execution))
-    forced = score(model, text, Windows(16), how=Reading(depths=asking.depth, execution=execution))
+    asking = score(model, text, Windows(16), how=ScoringOptions(policy=policy, execution=execution))
+    forced = score(model, text, Windows(16), how=ScoringOptions(depths=asking.depth, execution=execution))
     assert asking.spent.cost.gates - forced.spent.cost.gates == times * 64 * 2 * VOCABULARY * 16
 
 
@@ -316,7 +316,7 @@ def test_looking_closer_pays_for_the_gates_it_looks_at():
 
 
 def test_halting_numbers_know_how_far_a_run_could_go():
-    spent = score(tiny(), made_up((64,)), Windows(16), how=Reading(policy=FixedDepth(3), max_iterations=2)).spent
+    spent = score(tiny(), made_up((64,)), Windows(16), how=ScoringOptions(policy=FixedDepth(3), max_iterations=2)).spent
     assert spent.halted == 0.0
     assert spent.gates_closed == 0.0
     assert score(tiny("ponder"), made_up((64,)), Windows(16)).spent.gates_closed is None
@@ -390,7 +390,7 @@ def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
 
     def wrong(*args, how, **kwargs):
         if how.execution == "compact":
-            how = Reading(policy=FixedDepth(2), execution="compact")
+            how = ScoringOptions(policy=FixedDepth(2), execution="compact")
         return score(*args, how=how, **kwargs)
 
     monkeypatch.setattr(agreement_module, "score", wrong)
@@ -405,9 +405,9 @@ def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
 
 def test_a_tau_per_gate_is_compared_gate_by_gate():
     model = tiny(dtype=torch.float32)
-    assert agreement(model, made_up(), Windows(16), how=Reading(policy=LearnedGate((0.5, 0.4)))).holds
+    assert agreement(model, made_up(), Windows(16), how=ScoringOptions(policy=LearnedGate((0.5, 0.4)))).holds
     deeper = tiny(iterations=4, dtype=torch.float32)
-    how = Reading(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2)
+    how = ScoringOptions(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2)
     assert agreement(deeper, made_up(), Windows(16), how=how).holds
 
 

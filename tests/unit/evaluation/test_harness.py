@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 
 from adaponder.conversion.convert import load
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.harness import HarnessLM
 from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, quiet, run_task
 from adaponder.evaluation.tasks.task_data import TaskData
@@ -108,7 +108,7 @@ ASKED = {
     [("adaponder", None), ("adaponder", Random(0.5)), ("mor", None), ("ponder", None), ("pause", None)],
 )
 def test_answers_depths_and_costs_do_not_depend_on_batch_or_order(kind, method, policy):
-    model, how = reader(method), Reading(policy=policy, seed=3)
+    model, how = reader(method), ScoringOptions(policy=policy, seed=3)
     alone = HarnessLM(model, words(), batch_size=1, how=how)
     expected = getattr(alone, kind)(ASKED[kind])
     order = list(range(len(expected)))
@@ -191,10 +191,10 @@ def test_a_row_that_has_stopped_costs_nothing_while_its_neighbours_go_on():
 def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
     settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4, "until": []}
     asked = requests("generate_until", [("The river", settings), ("A", settings), ("The river", settings)])
-    first = HarnessLM(reader(), words(), batch_size=1, how=Reading(seed=1)).generate_until(asked)
-    again = HarnessLM(reader(), words(), batch_size=3, how=Reading(seed=1)).generate_until(asked)
-    turned = HarnessLM(reader(), words(), batch_size=3, how=Reading(seed=1)).generate_until(asked[1:])
-    other = HarnessLM(reader(), words(), batch_size=3, how=Reading(seed=2)).generate_until(asked)
+    first = HarnessLM(reader(), words(), batch_size=1, how=ScoringOptions(seed=1)).generate_until(asked)
+    again = HarnessLM(reader(), words(), batch_size=3, how=ScoringOptions(seed=1)).generate_until(asked)
+    turned = HarnessLM(reader(), words(), batch_size=3, how=ScoringOptions(seed=1)).generate_until(asked[1:])
+    other = HarnessLM(reader(), words(), batch_size=3, how=ScoringOptions(seed=2)).generate_until(asked)
     assert first == again
     assert turned == [first[1], first[0]]
     assert first[0] != first[2]
@@ -211,10 +211,10 @@ def test_sampling_leaves_the_ambient_random_state_alone():
 @pytest.mark.parametrize(
     ("how", "deepest"),
     [
-        (Reading(policy=FixedDepth(2)), 2),
-        (Reading(max_iterations=2), 2),
-        (Reading(policy=LearnedGate(0.0)), 3),
-        (Reading(policy=Ranked(Uniform(keep=0.5))), 3),
+        (ScoringOptions(policy=FixedDepth(2)), 2),
+        (ScoringOptions(max_iterations=2), 2),
+        (ScoringOptions(policy=LearnedGate(0.0)), 3),
+        (ScoringOptions(policy=Ranked(Uniform(keep=0.5))), 3),
     ],
 )
 def test_any_policy_decides_depth(how, deepest):
@@ -226,7 +226,7 @@ def test_any_policy_decides_depth(how, deepest):
 
 
 def test_what_looks_at_the_future_is_refused_in_generation():
-    harness = HarnessLM(reader(), words(), how=Reading(policy=Ranked(Uniform(keep=0.5))))
+    harness = HarnessLM(reader(), words(), how=ScoringOptions(policy=Ranked(Uniform(keep=0.5))))
     with pytest.raises(InputError, match="looks at the future"):
         harness.generate_until(ASKED["generate_until"])
 

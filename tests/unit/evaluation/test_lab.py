@@ -21,10 +21,10 @@ from adaponder.analysis.style import depth_colours
 from adaponder.commands import policies as command
 from adaponder.evaluation.halves import Half, halve
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import Dial, Setting, priced_depths, scaled_shares, threshold_at, trace
+from adaponder.evaluation.lab.dials import Dial, Setting, at_full_depth, priced_depths, scaled_shares, threshold_at
 from adaponder.evaluation.lab.lab import LEARNED, TRAINED, Lab, require_halting
 from adaponder.evaluation.lab.tuning import CLOSE, REACHED, tune
-from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.windows import Windows
 from adaponder.terminal import console
 from lab_support import K, made_up, opinionated
@@ -78,9 +78,9 @@ def test_few_or_unequal_documents_are_halved_by_windows_and_every_prediction_is_
     assert (first ^ second).all()
     assert abs(int(first.sum()) - int(second.sum())) <= 42
     for half in found[:2]:
-        assert half.tokens == half.chosen.sum() == half.book.predictions
-        assert half.book.stream[1:].tolist() == text.stream[1:][half.chosen].tolist()
-        counts = np.diff(half.book.starts, append=half.book.predictions)
+        assert half.tokens == half.chosen.sum() == half.own_text.predictions
+        assert half.own_text.stream[1:].tolist() == text.stream[1:][half.chosen].tolist()
+        counts = np.diff(half.own_text.starts, append=half.own_text.predictions)
         assert counts.sum() == half.tokens
         assert counts.max() <= 32
         assert counts.min() > 0
@@ -91,7 +91,7 @@ def test_both_halves_together_score_what_the_whole_text_scores(model, stride):
     text, windows = made_up([150, 170]), Windows(32, stride)
     whole = score(model, text, windows)
     for half in halve(text, windows)[:2]:
-        found = half.score(model, Reading(), batch_size=3, detail=True)
+        found = half.score(model, ScoringOptions(), batch_size=3, detail=True)
         np.testing.assert_allclose(found.nll, whole.nll[half.chosen], atol=1e-5)
         assert found.depth.tolist() == whole.depth[half.chosen].tolist()
         assert found.gates.shape == (half.tokens, K - 1)
@@ -110,8 +110,8 @@ def test_a_text_of_one_window_cannot_be_halved():
 
 def test_the_trace_is_what_the_policies_see(model, halves):
     half = halves.tuning
-    seen = trace(model, half, batch_size=3, seed=5)
-    scores = half.score(model, Reading(policy=FixedDepth(K)), batch_size=8, detail=True)
+    seen = at_full_depth(model, half, batch_size=3, seed=5)
+    scores = half.score(model, ScoringOptions(policy=FixedDepth(K)), batch_size=8, detail=True)
     np.testing.assert_allclose(seen.signals["gate"], scores.gates, atol=1e-5)
     np.testing.assert_allclose(seen.signals["entropy"], scores.entropy[:, :-1], atol=1e-4)
     np.testing.assert_allclose(seen.nll, scores.nll_by_iteration, atol=1e-4)
@@ -124,8 +124,8 @@ def test_the_trace_is_what_the_policies_see(model, halves):
 def test_the_trace_of_sliding_windows_has_each_prediction_once(model):
     text = made_up([90])
     half = Half(text, Windows(32, 10), text)
-    seen = trace(model, half, batch_size=3, seed=0)
-    scores = half.score(model, Reading(policy=FixedDepth(K)), batch_size=8, detail=True)
+    seen = at_full_depth(model, half, batch_size=3, seed=0)
+    scores = half.score(model, ScoringOptions(policy=FixedDepth(K)), batch_size=8, detail=True)
     np.testing.assert_allclose(seen.signals["gate"], scores.gates, atol=1e-5)
 
 
@@ -163,7 +163,7 @@ def test_scaled_shares_add_up_and_never_rise(depth, rate):
 
 def test_a_given_rate_is_the_ratio_of_the_shares(lab):
     for ranked in (False, True):
-        dial = dials.decaying_dial(lab.seen, 0.5, ranked=ranked)
+        dial = dials.decaying_dial(lab.full_depth, 0.5, ranked=ranked)
         policy = dial.at(1.875).policy
         shares = (policy.schedule if ranked else policy).shares
         assert shares == pytest.approx((0.5, 0.25, 0.125), abs=1e-6)
@@ -193,7 +193,7 @@ def test_the_oracle_is_the_best_that_any_depths_can_do_at_their_price(seed, pric
 
 @pytest.mark.parametrize("make", [dials.gate_dial, dials.entropy_dial, dials.random_dial, dials.uniform_dial])
 def test_a_dial_reaches_both_ends_exactly(lab, make):
-    dial = make(lab.seen)
+    dial = make(lab.full_depth)
     for depth in (1.0, float(K)):
         assert lab.tune(dial, depth).depth == depth
         assert lab.tune(dial, depth).missed is None
@@ -250,10 +250,10 @@ def test_equal_gates_are_called_by_their_name(halves):
     for gate in model.method.gates:
         gate.out.weight.zero_()
     lab = Lab(model, halves)
-    found = lab.tune(dials.gate_dial(lab.seen), 2.0)
+    found = lab.tune(dials.gate_dial(lab.full_depth), 2.0)
     assert "nearest depth" in found.missed
     # Ranking needs no difference between gates.
-    assert lab.tune(dials.uniform_dial(lab.seen, ranked=True), 2.5).missed is None
+    assert lab.tune(dials.uniform_dial(lab.full_depth, ranked=True), 2.5).missed is None
 
 
 # --- the lab ------------------------------------------------------------------------------------------------------
@@ -275,7 +275,9 @@ def test_every_policy_meets_the_budget_or_says_that_it_did_not(rows):
 
 
 def test_what_cannot_meet_a_budget_has_a_row_that_says_why(lab, monkeypatch):
-    monkeypatch.setattr(lab, "dials", lambda rates: [dials.divergence_dial(lab.seen), dials.change_dial(lab.seen)])
+    monkeypatch.setattr(
+        lab, "dials", lambda rates: [dials.divergence_dial(lab.full_depth), dials.change_dial(lab.full_depth)]
+    )
     for row in lab.compare([1.5]):
         assert row.loss is None
         assert row.active == ()
@@ -300,7 +302,7 @@ def test_a_row_is_what_a_plain_scoring_of_its_policy_says(model, halves, rows):
     row = next(row for row in rows if row.policy == "entropy")
     threshold = float(row.spec.removeprefix("entropy:"))
     half = halves.held_out
-    scores = score(model, half.text, half.windows, how=Reading(policy=Entropy(threshold)))
+    scores = score(model, half.text, half.windows, how=ScoringOptions(policy=Entropy(threshold)))
     assert scores.loss == pytest.approx(row.loss)
     assert scores.depth.mean() == row.depth
     cost = scores.spent.cost
@@ -314,7 +316,7 @@ def test_the_ranked_row_is_the_papers_experiment(model, halves, rows):
     row = next(row for row in rows if row.policy == "uniform, ranked")
     half = halves.held_out
     keep = float(row.spec.removeprefix("ranked-uniform:"))
-    scores = score(model, half.text, half.windows, how=Reading(policy=Ranked(Uniform(keep=keep))))
+    scores = score(model, half.text, half.windows, how=ScoringOptions(policy=Ranked(Uniform(keep=keep))))
     assert scores.loss == pytest.approx(row.loss)
 
 
@@ -322,7 +324,7 @@ def test_the_ranked_row_is_the_papers_experiment(model, halves, rows):
 def test_every_method_that_halts_has_a_lab(method):
     lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), WINDOWS))
     for make in (dials.gate_dial, dials.change_dial, dials.oracle_dial):
-        found = lab.tune(make(lab.seen), 2.25)
+        found = lab.tune(make(lab.full_depth), 2.25)
         assert found.missed is None
         assert found.depth == pytest.approx(2.25, abs=REACHED)
 

@@ -21,7 +21,7 @@ import adaponder
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
-from adaponder.evaluation.scoring import Reading, score
+from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.methods import ponder
@@ -191,7 +191,7 @@ def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_
 
     stream = trainer.validation.read(0, 161)
     text = Text(stream, np.zeros(1, np.int64), ("",), np.ones(1, np.int64), None)
-    scores = score(trainer.model, text, Windows(32), how=Reading(execution="dense"))
+    scores = score(trainer.model, text, Windows(32), how=ScoringOptions(execution="dense"))
     assert found["validation_loss"] == pytest.approx(scores.loss, rel=1e-12)
     assert found["validation_depth"] == pytest.approx(scores.depth.mean(), rel=1e-12)
     halted = [(scores.depth <= depth).mean() for depth in (1, 2)]

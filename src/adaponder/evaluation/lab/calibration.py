@@ -1,8 +1,8 @@
-"""The budget dial: the thresholds at which a checkpoint reads a text so often on average, and at what loss.
+"""The budget dial: thresholds at which a checkpoint has a given mean depth on a text, and the loss there.
 
-One tau for all gates is found first. A tau for each iteration can spend the same depth elsewhere: losses of one
-full-depth run propose how, and it is chosen where real runs on the tuning half tell its loss apart from one tau's. The
-held-out half has no say: it verifies.
+One tau for all gates is tuned first. A tau for each iteration can spend the same depth differently: losses at full
+depth propose how, and a proposal is chosen where its loss on the tuning half is lower than one tau's by more than
+chance. The held-out half is not used to choose, only to measure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import Dial, Trace, scaled_shares, threshold_at
-from adaponder.evaluation.lab.lab import Lab, Row, check_budget
+from adaponder.evaluation.lab.dials import Dial, FullDepth, scaled_shares, threshold_at
+from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget
 from adaponder.evaluation.lab.tuning import Tuned
 from adaponder.evaluation.summary import paired_difference
 from adaponder.evaluation.text import Text
@@ -28,7 +28,7 @@ from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresho
 
 ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "every token equally often"
 PROPOSALS = 2
-# Losses of so many tokens are enough to propose from.
+# So many tokens are enough to propose from.
 _SAMPLE = 20_000
 
 RULES = {
@@ -43,9 +43,9 @@ RULES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet the budget: on the tuning half, where ways are chosen, and as measured on the held-out half."""
+    """One way to meet the budget: its loss on the tuning half, where ways are chosen, and its held-out measurement."""
 
-    row: Row
+    row: Measurement
     tuning_loss: float | None
     chosen: bool
 
@@ -55,13 +55,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The budget, every way tried, the chosen one first."""
+    """A budget and the ways tried to meet it, the chosen one first."""
 
     budget: float
     choices: tuple[Choice, ...]
 
     @property
-    def chosen(self) -> Row:
+    def chosen(self) -> Measurement:
         return self.choices[0].row
 
     @property
@@ -88,13 +88,13 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
     """The ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
-    ways = [lab.tune(dial, budget) for dial in _dials(lab.seen, budget, rule)]
-    return ordered(ways, lab.halves.tuning.book, seed=lab.seed)
+    ways = [lab.tune(dial, budget) for dial in _dials(lab.full_depth, budget, rule)]
+    return ordered(ways, lab.halves.tuning.own_text, seed=lab.seed)
 
 
-def ordered(ways: Sequence[Tuned], book: Text, *, seed: int = 0) -> list[Tuned]:
-    """Those that reach the budget first. Among them the first way, the simplest, gives place only to a loss that is
-    lower and told apart from its own; the rest follow by their loss."""
+def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
+    """``ways`` sorted: those that reach the budget come first. Among them ``ways[0]``, the simplest, is preceded
+    only by ways whose loss is lower and told apart from its own; the rest follow by their loss."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -102,32 +102,32 @@ def ordered(ways: Sequence[Tuned], book: Text, *, seed: int = 0) -> list[Tuned]:
             return True, 2, math.inf
         rank = 1 if way is simplest else 2
         if simplest.scores is not None and way is not simplest:
-            gain = paired_difference(book, simplest.scores.nll, way.scores.nll, seed=seed)
+            gain = paired_difference(own_text, simplest.scores.nll, way.scores.nll, seed=seed)
             rank = 0 if gain.told_apart and gain.mean < 0 else 2
         return way.missed is not None, rank, way.scores.loss
 
     return sorted(ways, key=merit)
 
 
-def _dials(seen: Trace, budget: float, rule: str) -> list[Dial]:
+def _dials(full: FullDepth, budget: float, rule: str) -> list[Dial]:
     if rule == "gate":
-        return [dials.gate_dial(seen, ONE), *(dials.shares_dial(seen, shape, EACH) for shape in propose(seen, budget))]
+        return [dials.gate_dial(full, ONE), *(dials.shares_dial(full, shape, EACH) for shape in propose(full, budget))]
     if rule not in RULES:
         raise InputError(f"--rule {rule}: one of gate, {', '.join(RULES)}")
-    return [RULES[rule](seen)]
+    return [RULES[rule](full)]
 
 
-def propose(seen: Trace, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:
-    """Shares of tokens to read at iteration 2 … K that cost ``budget`` and promise the least loss on this trace.
+def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:
+    """Shares of tokens active at iteration 2 … K that cost ``budget`` and promise the least loss.
 
-    The promise is read off the full-depth run: a token that halts after d readings has the loss it had there. From
-    several beginnings, depth is moved between iterations as long as that promises less. What one tau for all gates
-    does anyway is not proposed.
+    The promised loss of a token that halts after d iterations is its loss there at full depth. From several starts,
+    depth is moved between iterations as long as the promised loss falls. Shares that one tau for all gates gives anyway
+    are not proposed.
     """
-    gates = seen.iterations - 1
-    if gates < 2 or not 1.0 < budget < seen.iterations:
+    gates = full.iterations - 1
+    if gates < 2 or not 1.0 < budget < full.iterations:
         return []  # with one gate, or nothing to choose, a tau per iteration is one tau
-    few = Trace(seen.nll[:_SAMPLE], {"gate": seen.signals["gate"][:_SAMPLE]})
+    few = FullDepth(full.nll[:_SAMPLE], {"gate": full.signals["gate"][:_SAMPLE]})
     starts = [tuple(rate**i for i in range(gates)) for rate in (1.0, 0.7, 0.3)]
     ends = [_climb(few, scaled_shares(start, budget - 1.0)) for start in starts]
     ends.sort(key=lambda end: end[1])
@@ -140,22 +140,22 @@ def propose(seen: Trace, budget: float, *, count: int = PROPOSALS) -> list[tuple
     return chosen[1 : 1 + count]
 
 
-def promised_loss(seen: Trace, shares: tuple[float, ...]) -> float:
-    """The mean loss that a full-depth run had at the depths which these shares give its tokens."""
-    thresholds = torch.tensor(thresholds_for(Shares(shares=shares), seen.gates), dtype=torch.float32)
-    depth = 1 + (seen.gates >= thresholds).long().cumprod(1).sum(1)
-    return float(np.take_along_axis(seen.nll, depth.numpy()[:, None] - 1, axis=1).mean())
+def promised_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
+    """The mean over tokens of the full-depth loss at the depth that these shares give each token."""
+    thresholds = torch.tensor(thresholds_for(Shares(shares=shares), full.gates), dtype=torch.float32)
+    depth = 1 + (full.gates >= thresholds).long().cumprod(1).sum(1)
+    return float(np.take_along_axis(full.nll, depth.numpy()[:, None] - 1, axis=1).mean())
 
 
-def _climb(seen: Trace, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
+def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
     """Moves ever smaller shares from one iteration to another while the promised loss falls."""
-    loss = promised_loss(seen, shares)
+    loss = promised_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
         better = True
         while better:
             better = False
             for moved in _moves(shares, step):
-                if (promise := promised_loss(seen, moved)) < loss - 1e-6:
+                if (promise := promised_loss(full, moved)) < loss - 1e-6:
                     shares, loss, better = moved, promise, True
                     break
     return shares, loss
@@ -166,32 +166,32 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
         moved = list(shares)
         moved[source] -= step
         moved[target] += step
-        # Who has halted does not come back: shares never rise from one iteration to the next.
+        # Halting is monotone: shares never rise from one iteration to the next.
         if moved[0] <= 1.0 and moved[-1] >= 0.0 and all(a >= b for a, b in itertools.pairwise(moved)):
             yield tuple(moved)
 
 
-def frontier(lab: Lab, budgets: Sequence[float], *, kept: Kept | None = None) -> Iterator[Row]:
-    """A row for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth, to compare.
+def frontier(lab: Lab, budgets: Sequence[float], *, kept: Kept | None = None) -> Iterator[Measurement]:
+    """A measurement for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth.
 
-    Rows are saved in ``kept`` as they come, and those that it has already are not measured again.
+    Measurements are saved in ``kept`` as they come, and those that it has already are not repeated.
     """
-    measures: dict[str, Callable[[], Row]] = {
+    measures: dict[str, Callable[[], Measurement]] = {
         f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
     }
     for depth in range(1, lab.iterations + 1):
         measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
     for name, measure in measures.items():
-        found = None if kept is None else kept.load(name)
-        row = measure() if found is None else Row.from_dict(found.facts)
-        if kept is not None and found is None:
-            kept.save(name, row.as_dict())
-        yield row
+        part = None if kept is None else kept.load(name)
+        measurement = measure() if part is None else Measurement.from_dict(part.facts)
+        if kept is not None and part is None:
+            kept.save(name, measurement.as_dict())
+        yield measurement
 
 
 def budgets_between(iterations: int, step: float) -> list[float]:
     """1, 1 + step, … K."""
     if not 0.0 < step <= iterations - 1:
         raise InputError(f"--step {step:g}: above 0, at most {iterations - 1}")
-    found = [round(1.0 + i * step, 6) for i in range(int((iterations - 1) / step + 1e-9) + 1)]
-    return found if found[-1] == iterations else [*found, float(iterations)]
+    budgets = [round(1.0 + i * step, 6) for i in range(int((iterations - 1) / step + 1e-9) + 1)]
+    return budgets if budgets[-1] == iterations else [*budgets, float(iterations)]

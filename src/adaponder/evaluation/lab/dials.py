@@ -1,9 +1,9 @@
-"""A dial turns one policy through every mean depth: where it points is a quantile of one run at full depth.
+"""A dial maps a mean depth to a setting of one policy, by quantiles of signals recorded at full depth.
 
-Depth is a mean of ``1 + [signal 0 is high enough] + [signals 0 and 1 are] + …``. So the threshold that gives a depth
-on recorded signals is an order statistic of their running minima, exactly, however crowded they are near 0 or 1.
-Halting changes what later tokens see, so a real run lands close by; :func:`adaponder.evaluation.lab.tuning.tune`
-goes on from there.
+Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``. So the threshold that
+gives a depth on recorded signals is an order statistic of their running minima, exactly, however crowded they are near
+0 or 1. Halting changes what later tokens attend to, so scoring with that threshold gives a depth close by;
+:func:`adaponder.evaluation.lab.tuning.tune` corrects it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adaponder.evaluation.halves import Half
-from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import (
     Change,
@@ -40,16 +40,16 @@ from adaponder.policies.measures import change, divergence, entropy
 from adaponder.policies.random import unit_hash
 
 _SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
-    "gate": lambda seen: seen.gate.float(),
+    "gate": lambda inputs: inputs.gate.float(),
     "entropy": entropy,
     "kl": divergence,
     "change": change,
-    "random": lambda seen: -unit_hash(seen.position, seen.seed, seen.iteration),
+    "random": lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
 }
 
 
-class Trace(NamedTuple):
-    """One run of a half at full depth: losses ``[n, K]``, and what each signal said ``[n, K-1]``, by name."""
+class FullDepth(NamedTuple):
+    """A half scored at full depth: losses ``[n, K]``, and the values of each signal ``[n, K-1]``, by name."""
 
     nll: np.ndarray
     signals: dict[str, np.ndarray]
@@ -65,40 +65,40 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recorder(Policy):
-    """Everybody reads on; what policies would have looked at is kept, batch by batch and iteration by iteration."""
+    """Halts no token and appends the value of every signal to ``kept``, once per batch and iteration."""
 
     kept: list[dict[str, np.ndarray]]
 
-    def __call__(self, seen: PolicyInput) -> Tensor:
-        self.kept.append({name: signal(seen).flatten().cpu().numpy() for name, signal in _SIGNALS.items()})
-        return torch.ones_like(seen.active)
+    def __call__(self, inputs: PolicyInput) -> Tensor:
+        self.kept.append({name: signal(inputs).flatten().cpu().numpy() for name, signal in _SIGNALS.items()})
+        return torch.ones_like(inputs.active)
 
 
-def trace(
+def at_full_depth(
     model: AdaPonderForCausalLM,
     half: Half,
     *,
     batch_size: int,
     seed: int,
     advance: Callable[[int], None] = lambda predictions: None,
-) -> Trace:
-    """Reads every token of ``half`` K times and records what each policy would have seen of it."""
+) -> FullDepth:
+    """Scores ``half`` with K iterations for every token and records the signals that policies decide by."""
     kept: list[dict[str, np.ndarray]] = []
-    how = Reading(policy=_Recorder(kept), seed=seed)
+    how = ScoringOptions(policy=_Recorder(kept), seed=seed)
     scores = half.score(model, how, batch_size=batch_size, detail=True, advance=advance)
     assert scores.nll_by_iteration is not None  # detail asks for it
     gates = scores.nll_by_iteration.shape[1] - 1
     fresh = [batch.fresh.flatten() for batch in half.windows.batches(half.text, batch_size)]
     signals = {}
     for name in _SIGNALS:
-        # Nobody halts and nothing is padded, so every call saw its batch whole, row by row.
+        # No token halts and nothing is padded, so every call had all tokens of its batch, in their order.
         batches = [np.stack([call[name] for call in kept[i : i + gates]], -1) for i in range(0, len(kept), gates)]
         signals[name] = np.concatenate([values[new] for values, new in zip(batches, fresh, strict=True)])
-    return Trace(scores.nll_by_iteration, signals)
+    return FullDepth(scores.nll_by_iteration, signals)
 
 
 class Setting(NamedTuple):
-    """A dial where it points: in words, as a policy (``None`` for an oracle, which must be shown the losses)."""
+    """A policy with its threshold set: in words, and as a policy (``None`` for the oracle, which needs the losses)."""
 
     words: str
     policy: Policy | None
@@ -108,21 +108,21 @@ class Setting(NamedTuple):
     def spec(self) -> str | None:
         return None if self.policy is None else spec_of(self.policy)
 
-    def reading(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> Reading:
-        """How to read ``half`` so; ``losses`` are its own at full depth, needed by the oracle alone."""
+    def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
+        """Options that score ``half`` at this setting; ``losses``, its own at full depth, are for the oracle alone."""
         if self.policy is not None:
-            return Reading(policy=self.policy, seed=seed)
+            return ScoringOptions(policy=self.policy, seed=seed)
         assert losses is not None
-        return Reading(depths=half.everywhere(priced_depths(losses, self.price), iterations), seed=seed)
+        return ScoringOptions(depths=half.everywhere(priced_depths(losses, self.price), iterations), seed=seed)
 
 
 @dataclass(frozen=True)
 class Dial:
-    """One rule, to be turned. ``at(depth)`` is its setting that has this mean depth on the recorded signals.
+    """One rule with a free threshold. ``at(depth)`` is the setting with this mean depth on the recorded signals.
 
     Attributes:
         name: in tables and legends.
-        shallowest: the least mean depth it can be turned to; at that depth and at K its real depth is exact.
+        shallowest: the least mean depth it can be set to; at that depth and at K the measured depth is exact.
     """
 
     name: str
@@ -131,87 +131,87 @@ class Dial:
     shallowest: float = 1.0
 
 
-def gate_dial(seen: Trace, name: str = "learned gate") -> Dial:
-    return _threshold_dial(name, seen.signals["gate"], LearnedGate, "tau", lowest=0.0)
+def gate_dial(full: FullDepth, name: str = "learned gate") -> Dial:
+    return _threshold_dial(name, full.signals["gate"], LearnedGate, "tau", lowest=0.0)
 
 
-def entropy_dial(seen: Trace) -> Dial:
-    return _threshold_dial("entropy", seen.signals["entropy"], Entropy, "nats")
+def entropy_dial(full: FullDepth) -> Dial:
+    return _threshold_dial("entropy", full.signals["entropy"], Entropy, "nats")
 
 
-def divergence_dial(seen: Trace) -> Dial:
-    return _threshold_dial("KL between iterations", seen.signals["kl"], Divergence, "nats", shallowest=2.0)
+def divergence_dial(full: FullDepth) -> Dial:
+    return _threshold_dial("KL between iterations", full.signals["kl"], Divergence, "nats", shallowest=2.0)
 
 
-def change_dial(seen: Trace) -> Dial:
-    return _threshold_dial("hidden-state change", seen.signals["change"], Change, "relative", shallowest=2.0)
+def change_dial(full: FullDepth) -> Dial:
+    return _threshold_dial("hidden-state change", full.signals["change"], Change, "relative", shallowest=2.0)
 
 
-def random_dial(seen: Trace) -> Dial:
+def random_dial(full: FullDepth) -> Dial:
     def at(depth: float) -> Setting:
-        # A token reads on where its number is below ``keep``: the least such ``keep`` is one step of the hash above.
-        highest = -threshold_at(seen.signals["random"], depth)
+        # A token continues where its number is below ``keep``: the least such ``keep`` is one step of the hash above.
+        highest = -threshold_at(full.signals["random"], depth)
         keep = min(1.0, max(0.0, highest + 2.0**-24))
         return Setting(f"keep {keep:.4f}", Random(keep))
 
     return Dial("random", at)
 
 
-def uniform_dial(seen: Trace, *, ranked: bool = False) -> Dial:
-    """After every iteration the same share reads on (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
-    gates = seen.iterations - 1
+def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
+    """After every iteration the same share continues (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
+    gates = full.iterations - 1
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / gates))
-        return Setting(f"keep {keep:.4f}", _scheduled(Uniform(keep=keep), seen, ranked))
+        return Setting(f"keep {keep:.4f}", _scheduled(Uniform(keep=keep), full, ranked))
 
     return Dial(f"uniform, {_manner(ranked)}", at, causal=not ranked)
 
 
-def geometric_dial(seen: Trace, *, ranked: bool = False) -> Dial:
-    """The share that reads on decays by its own rate, ``r, r^2, …``; the depth decides the rate."""
-    powers = np.arange(1, seen.iterations)
+def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
+    """The share that continues decays as ``r, r^2, …``; the depth decides ``r``."""
+    powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
         low, high = 0.0, 1.0
         for _ in range(60):
             rate = (low + high) / 2
             low, high = (rate, high) if (rate**powers).sum() < depth - 1.0 else (low, rate)
-        return Setting(f"rate {high:.4f}", _scheduled(Geometric(rate=high), seen, ranked))
+        return Setting(f"rate {high:.4f}", _scheduled(Geometric(rate=high), full, ranked))
 
     return Dial(f"geometric, {_manner(ranked)}", at, causal=not ranked)
 
 
-def decaying_dial(seen: Trace, rate: float, *, ranked: bool = False) -> Dial:
-    """The share that reads on decays by a given rate, ``c, c r, c r^2, …``; the depth decides the first share."""
-    decay = tuple(float(rate**i) for i in range(seen.iterations - 1))
+def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
+    """The share that continues decays as ``c, c r, c r^2, …`` with ``r = rate``; the depth decides ``c``."""
+    decay = tuple(float(rate**i) for i in range(full.iterations - 1))
 
     def at(depth: float) -> Setting:
         shares = scaled_shares(decay, depth - 1.0)
-        return Setting(f"first share {shares[0]:.4f}", _scheduled(Shares(shares=shares), seen, ranked))
+        return Setting(f"first share {shares[0]:.4f}", _scheduled(Shares(shares=shares), full, ranked))
 
     return Dial(f"geometric at {rate:g}, {_manner(ranked)}", at, causal=not ranked)
 
 
-def shares_dial(seen: Trace, shape: tuple[float, ...], name: str = "learned gate, tau per iteration") -> Dial:
-    """The learned gate with a tau for each iteration, such that survivors are in these proportions."""
+def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str = "learned gate, tau per iteration") -> Dial:
+    """The learned gate with a tau for each iteration, such that shares of active tokens are in these proportions."""
 
     def at(depth: float) -> Setting:
-        taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), seen.gates)
+        taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), full.gates)
         return Setting("tau " + " ".join(f"{tau:.4g}" for tau in taus), LearnedGate(taus))
 
     return Dial(name, at)
 
 
-def oracle_dial(seen: Trace) -> Dial:
-    """Each token is read as often as is best for its own loss at a price per reading; it knows what comes next."""
+def oracle_dial(full: FullDepth) -> Dial:
+    """Each token gets the depth that is best for its own loss at a price per iteration; it knows the next token."""
 
     def at(depth: float) -> Setting:
         low, high = -100.0, 100.0
         for _ in range(60):
             price = (low + high) / 2
-            low, high = (price, high) if priced_depths(seen.nll, price).mean() > depth else (low, price)
-        return Setting(f"{high:.2g} nats a reading", None, price=high)
+            low, high = (price, high) if priced_depths(full.nll, price).mean() > depth else (low, price)
+        return Setting(f"{high:.2g} nats an iteration", None, price=high)
 
     return Dial("oracle by NLL", at, causal=False)
 
@@ -222,9 +222,9 @@ def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
 
 
 def threshold_at(signal: np.ndarray, depth: float) -> float:
-    """The threshold at which tokens of these signals ``[n, gates]`` have this mean depth, reading on while ``>=``.
+    """The threshold at which tokens of these signals ``[n, gates]`` have this mean depth if they continue while ``>=``.
 
-    Where several are equal it keeps all of them, so the depth may be a little above the one asked for.
+    Where several are equal all of them continue, so the depth may be a little above ``depth``.
     """
     lowest = np.minimum.accumulate(signal, axis=1).ravel()
     count = round((depth - 1.0) * len(signal))
@@ -237,18 +237,18 @@ def threshold_at(signal: np.ndarray, depth: float) -> float:
 
 def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
     """Equals ``min(1, c * shape)`` with the ``c`` for which they add up to ``total``; a falling shape stays falling."""
-    found = np.array(shape)
-    if total >= len(found) or not found.any():
-        return tuple([1.0] * len(found) if total > 0 else [0.0] * len(found))
+    weights = np.array(shape)
+    if total >= len(weights) or not weights.any():
+        return tuple([1.0] * len(weights) if total > 0 else [0.0] * len(weights))
     low, high = 0.0, 1.0
-    # What is zero in the shape stays zero only as long as the others can carry the total.
-    found = np.maximum(found, 1e-9 * found.max())
-    while np.minimum(1.0, high * found).sum() < total:
+    # Entries that are zero in the shape grow only once all others have reached 1.
+    weights = np.maximum(weights, 1e-9 * weights.max())
+    while np.minimum(1.0, high * weights).sum() < total:
         high *= 2
     for _ in range(80):
         scale = (low + high) / 2
-        low, high = (scale, high) if np.minimum(1.0, scale * found).sum() < total else (low, scale)
-    return tuple(float(share) for share in np.minimum(1.0, high * found))
+        low, high = (scale, high) if np.minimum(1.0, scale * weights).sum() < total else (low, scale)
+    return tuple(float(share) for share in np.minimum(1.0, high * weights))
 
 
 def _threshold_dial(
@@ -267,10 +267,10 @@ def _threshold_dial(
     return Dial(name, at, shallowest=shallowest)
 
 
-def _scheduled(schedule: Schedule, seen: Trace, ranked: bool) -> Policy:
+def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
     if ranked:
         return Ranked(schedule)
-    thresholds = thresholds_for(schedule, seen.gates)
+    thresholds = thresholds_for(schedule, full.gates)
     if isinstance(schedule, Uniform):
         return Uniform(thresholds, keep=schedule.keep)
     if isinstance(schedule, Geometric):

@@ -1,7 +1,7 @@
-"""A budget by name: thresholds stored beside the weights they were found for, and refused for any others.
+"""Profiles: policies calibrated for a budget, stored by name beside the weights, and refused for any other weights.
 
-``profiles.json`` lies outside the checkpoint's manifest and carries its own checksum: what was cut short or edited by
-hand is not trusted. It is written beside its place and renamed, so it is whole or as it was.
+``profiles.json`` lies outside the checkpoint's manifest and carries its own checksum, so a truncated or edited file is
+refused. It is written under another name and renamed, so it is never half written.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
 
 
 def policy_of(folder: Path, name: str, *, option: str = "--profile") -> Policy:
-    """The policy that profile ``name`` of the model in ``folder`` stands for; ``option`` is who asked."""
-    found = stored(folder)
-    if name not in found:
-        cure = f"there are {', '.join(found)}" if found else "there are none"
+    """The policy of profile ``name`` of the model in ``folder``; ``option`` is what errors name."""
+    profiles = stored(folder)
+    if name not in profiles:
+        cure = f"there are {', '.join(profiles)}" if profiles else "there are none"
         raise InputError(f"{option} {name}: {folder} has no such profile, {cure}; adaponder calibrate makes them")
     try:
-        return parse_policy(found[name]["policy"])
+        return parse_policy(profiles[name]["policy"])
     except (KeyError, TypeError, AttributeError, AdaPonderError) as error:
         raise CheckpointError(f"{folder / FILE}: profile {name} has no policy that can be read ({error})") from None
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every profile of the model in ``folder``, by name, if they are as they were written and of these weights."""
+    """Profiles of the model in ``folder``, by name; raises if the file was changed or belongs to other weights."""
     path = folder / FILE
     if not os.path.lexists(path):
         return {}
@@ -88,15 +88,15 @@ def check_name(name: str) -> None:
 
 def identity(folder: Path) -> str:
     """A hash of the config and the weights in ``folder``; of large weights, of blocks spread over each file."""
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         if path.name == "optimizer.safetensors":
             continue  # a step folder's moments are not part of the model
         size = path.stat().st_size
-        seen.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.name} {size}\n".encode())
         for block in _blocks(path, size):
-            seen.update(block)
-    return seen.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _blocks(path: Path, size: int) -> Iterator[bytes]:

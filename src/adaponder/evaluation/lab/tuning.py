@@ -1,4 +1,4 @@
-"""A dial is turned by real runs: quantiles of a full-depth run say where to begin, the depth that comes out decides."""
+"""Tunes a dial by scoring the tuning half: quantiles at full depth give the first setting, measured depths the next."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import NamedTuple
 from adaponder.evaluation.lab.dials import Dial, Setting
 from adaponder.evaluation.scoring import Scores
 
-# Mean depths closer than this need no further run; further away than REACHED is called missed.
+# A mean depth within CLOSE of the budget ends the search; one further away than REACHED is called missed.
 CLOSE, REACHED = 0.004, 0.02
 MOST_RUNS = 6
-# Settings that were run already cost nothing to come back to.
+# Settings that were scored already cost nothing to come back to.
 _LOOKS = 40
 
 
 class Tuned(NamedTuple):
-    """A dial turned to a budget on the tuning half.
+    """A dial set to a budget on the tuning half.
 
     Attributes:
         scores: of the tuning half at this setting; ``None`` where the budget lies outside what the dial can do.
-        runs: how many were needed.
+        runs: how many scorings of the tuning half were needed.
         missed: why the budget was not reached; ``None`` where it was.
     """
 
@@ -39,36 +39,36 @@ class Tuned(NamedTuple):
 def tune(
     dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int, most: int = MOST_RUNS
 ) -> Tuned:
-    """Turns ``dial`` until the mean depth of a real run is ``budget``: false position between depths that are known."""
+    """The setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
     if budget < dial.shallowest - REACHED:
         why = f"reads every token at least {dial.shallowest:g} times"
         return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, why)
     aim = min(max(budget, dial.shallowest), float(iterations))
     low, high = (dial.shallowest, dial.shallowest), (float(iterations), float(iterations))
-    found: dict[str, tuple[float, Setting, Scores]] = {}
+    measured: dict[str, tuple[float, Setting, Scores]] = {}
     for _ in range(_LOOKS):
         setting = dial.at(aim)
-        again = (key := repr(setting)) in found
+        again = (key := repr(setting)) in measured
         if not again:
-            if len(found) == most:
+            if len(measured) == most:
                 break
             scores = measure(setting)
-            found[key] = float(scores.depth.mean()), setting, scores
-        depth = found[key][0]
+            measured[key] = float(scores.depth.mean()), setting, scores
+        depth = measured[key][0]
         # A short text's mean depth moves in steps; there is no use in asking for less than one.
-        if abs(depth - budget) <= max(CLOSE, iterations / len(found[key][2].depth)):
+        if abs(depth - budget) <= max(CLOSE, iterations / len(measured[key][2].depth)):
             break
         low, high = ((aim, depth), high) if depth < budget else (low, (aim, depth))
         # Equal signals make one setting of many aims: then halving leads fastest to the next one.
         aim = (low[0] + high[0]) / 2 if again else _between(low, high, budget)
-    depth, setting, scores = min(found.values(), key=lambda run: abs(run[0] - budget))
-    missed = None if abs(depth - budget) <= REACHED else f"nearest depth {depth:.3f}: no setting was found closer"
-    return Tuned(dial, budget, setting, scores, len(found), missed)
+    depth, setting, scores = min(measured.values(), key=lambda run: abs(run[0] - budget))
+    missed = None if abs(depth - budget) <= REACHED else f"nearest depth {depth:.3f}: no setting was measured closer"
+    return Tuned(dial, budget, setting, scores, len(measured), missed)
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
     """Where the line through two (aim, depth) points meets the budget, kept a little away from both ends."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
-    place = (budget - low[1]) / rise if rise > 0 else 0.5
-    return low[0] + width * min(0.95, max(0.05, place))
+    fraction = (budget - low[1]) / rise if rise > 0 else 0.5
+    return low[0] + width * min(0.95, max(0.05, fraction))

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Meter
-from adaponder.evaluation.scoring import Reading
+from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.stopping import Until, Wanted, wanted
 from adaponder.modeling.model import AdaPonderForCausalLM
 
@@ -55,7 +55,7 @@ class HarnessLM(TemplateLM):
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int = 8,
-        how: Reading | None = None,
+        how: ScoringOptions | None = None,
         counting: Counting = lambda task, texts: nullcontext(lambda some: None),
     ):
         super().__init__()
@@ -68,7 +68,7 @@ class HarnessLM(TemplateLM):
             )
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise InputError("--tokenizer: it has neither a start nor an end token, and one must stand before a text")
-        self.model, self.batch_size, self.how = model, batch_size, how or Reading()
+        self.model, self.batch_size, self.how = model, batch_size, how or ScoringOptions()
         model.check_policy(self.how.policy)
         self.tokenizer: Any = tokenizer
         self.meters: dict[str, Meter] = {}
