@@ -13,7 +13,8 @@ from adaponder import AdaPonderForCausalLM
 from adaponder.checkpoints.loading import tokenizer_of
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from adaponder.commands import checkup
-from adaponder.conversion.convert import convert, describe, load
+from adaponder.conversion.convert import convert
+from adaponder.conversion.open import describe, load
 from adaponder.errors import CheckpointError
 from adaponder.evaluation.lab import profiles
 from adaponder.training.run import train

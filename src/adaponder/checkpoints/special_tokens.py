@@ -1,4 +1,4 @@
-"""Config, generation config and tokenizer name the same end and padding tokens, and the same length."""
+"""Special tokens: config, generation config and tokenizer must name the same end and padding token and length."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from adaponder.files import parse_json, read_json, write_whole
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 
-class Words(NamedTuple):
-    """What a tokenizer's files say: ids of its end and padding tokens, and the most tokens it gives; absent: None."""
+class SpecialTokens(NamedTuple):
+    """Ids of a tokenizer's end and padding tokens, and its ``model_max_length``; ``None`` where its files say none."""
 
     end: int | None
     padding: int | None
     length: int | None
 
 
-def read_words(folder: Path) -> Words | None:
+def read_special_tokens(folder: Path) -> SpecialTokens | None:
     """The special tokens of the tokenizer in ``folder``; ``None`` where there is none that says them in JSON."""
     if not all(os.path.lexists(folder / name) for name in (TOKENIZER, SETTINGS)):
         return None
     content, settings = read_json(folder / TOKENIZER), read_json(folder / SETTINGS)
     length = settings.get("model_max_length")
-    return Words(
+    return SpecialTokens(
         _id_of(folder, content, settings, "eos_token"),
         _id_of(folder, content, settings, "pad_token"),
         length if isinstance(length, int) and length < 10**20 else None,  # beyond: Hugging Face's "unknown"
@@ -69,7 +69,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 def require_agreement(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises unless the three agree; ``config`` (the backbone's) and ``generation`` are read if not given."""
+    """Raises where :func:`disagreements` are found; absent ``config`` (the backbone's) and ``generation`` are read."""
     if problems := disagreements(folder, config, generation):
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"
@@ -79,9 +79,9 @@ def require_agreement(
 def disagreements(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """In what config, generation config and tokenizer of a model folder differ; nothing where one of them is silent."""
-    words = read_words(folder)
-    if words is None:
+    """How config, generation config and tokenizer of a model folder differ, in words; none where one is silent."""
+    tokens = read_special_tokens(folder)
+    if tokens is None:
         return []
     if config is None:
         whole = read_json(folder / "config.json")
@@ -93,14 +93,14 @@ def disagreements(
     problems = []
     for name, stated in (("config.json", config), (GENERATION, generation)):
         ends, padding = as_ids(stated.get("eos_token_id")), stated.get("pad_token_id")
-        if ends and words.end is not None and words.end not in ends:
-            problems.append(f"{name} says eos_token_id={stated['eos_token_id']!r}, the tokenizer's end is {words.end}")
-        if padding is not None and words.padding is not None and padding != words.padding:
-            problems.append(f"{name} says pad_token_id={padding!r}, the tokenizer pads with {words.padding}")
+        if ends and tokens.end is not None and tokens.end not in ends:
+            problems.append(f"{name} says eos_token_id={stated['eos_token_id']!r}, the tokenizer's end is {tokens.end}")
+        if padding is not None and tokens.padding is not None and padding != tokens.padding:
+            problems.append(f"{name} says pad_token_id={padding!r}, the tokenizer pads with {tokens.padding}")
     positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and words.length is not None and words.length > positions:
+    if isinstance(positions, int) and tokens.length is not None and tokens.length > positions:
         problems.append(
-            f"the tokenizer gives up to model_max_length={words.length} tokens, the model has {positions} positions"
+            f"the tokenizer gives up to model_max_length={tokens.length} tokens, the model has {positions} positions"
         )
     return problems
 
@@ -140,8 +140,8 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
 
 def mend(folder: Path) -> list[str]:
     """Writes into a folder's config and generation config what its tokenizer says; returns what changed, in words."""
-    words, changes = read_words(folder), []
-    if words is None or not disagreements(folder):
+    tokens, changes = read_special_tokens(folder), []
+    if tokens is None or not disagreements(folder):
         return []
     whole = read_json(folder / "config.json")
     config = whole.get("backbone_config", whole)
@@ -150,24 +150,24 @@ def mend(folder: Path) -> list[str]:
         generation = read_json(folder / GENERATION)
         files[GENERATION] = (generation, generation)
     for name, (content, settings) in files.items():
-        for key, token in (("eos_token_id", words.end), ("pad_token_id", words.padding)):
+        for key, token in (("eos_token_id", tokens.end), ("pad_token_id", tokens.padding)):
             stated = settings.get(key)
             if token is not None and stated is not None and token not in as_ids(stated):
                 settings[key] = token
                 changes.append(f"{name}: {key} {stated} → {token}")
         write_whole(folder / name, (json.dumps(content, indent=2) + "\n").encode(), CheckpointError)
     positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and words.length is not None and words.length > positions:
+    if isinstance(positions, int) and tokens.length is not None and tokens.length > positions:
         settings = read_json(folder / SETTINGS) | {"model_max_length": positions}
         write_whole(folder / SETTINGS, json.dumps(settings, indent=1).encode(), CheckpointError)
-        changes.append(f"{SETTINGS}: model_max_length {words.length} → {positions}")
+        changes.append(f"{SETTINGS}: model_max_length {tokens.length} → {positions}")
     return changes
 
 
 def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """A tokenizer's files with which a batch of prompts works as it is: padded on the left, with the model's token.
+    """The tokenizer's ``files`` with padding set: on the left, with the model's padding token.
 
-    What the files say of padding themselves stays; the length is at most the model's positions.
+    What the files say of padding stays as it is; ``model_max_length`` is at most the model's positions.
     """
     if not {TOKENIZER, SETTINGS} <= files.keys():
         return dict(files)

@@ -9,7 +9,7 @@ from typing import Any
 from adaponder.checkpoints.loading import NOT_NEEDED, fetch, has_tokenizer, refuse_unsafe, tokenizer_of
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from adaponder.checkpoints.special_tokens import disagreements, mend
-from adaponder.conversion.convert import describe
+from adaponder.conversion.open import describe
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation.lab.profiles import stored
 from adaponder.terminal import console, table, write_json

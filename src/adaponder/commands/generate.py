@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
-from adaponder.conversion.convert import load
+from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
 from adaponder.modeling.model import AdaPonderForCausalLM

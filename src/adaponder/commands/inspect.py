@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.backbones.shape import parameters_of, shape_of
-from adaponder.conversion.convert import describe
+from adaponder.conversion.open import describe
 from adaponder.errors import InputError
 from adaponder.methods.cost import per_depth
 from adaponder.terminal import console, table, write_json

@@ -11,7 +11,7 @@ import torch
 from lm_eval.api.registry import register_model
 
 from adaponder.commands.subject import choose_policy, open_tokenizer
-from adaponder.conversion.convert import load
+from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.harness import HarnessLM

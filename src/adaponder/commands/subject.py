@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
-from adaponder.conversion.convert import load
+from adaponder.conversion.open import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions, default_length

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
-from adaponder.conversion.convert import load
+from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import ScoringOptions

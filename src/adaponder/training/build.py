@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from adaponder.backbones.initialisation import depth_scaled_
 from adaponder.config import AdaPonderConfig
-from adaponder.conversion.convert import open_source
+from adaponder.conversion.open import open_checkpoint
 from adaponder.errors import ConfigError
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
@@ -78,7 +78,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, asked: dict[str, Any]) -> AdaPonderForCausalLM:
-    opened = open_source(name, dtype="float32")
+    opened = open_checkpoint(name, dtype="float32")
     if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == asked["method"]:
         return _trained_on(opened.model, asked)
     stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model

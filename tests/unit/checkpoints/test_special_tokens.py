@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM
-from adaponder.checkpoints.special_tokens import align, disagreements, read_words
+from adaponder.checkpoints.special_tokens import align, disagreements, read_special_tokens
 from adaponder.commands import checkup
-from adaponder.conversion.convert import convert, load
+from adaponder.conversion.convert import convert
+from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, EvaluationError
 from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import open_text, open_vocabulary
@@ -173,7 +174,7 @@ def test_a_stock_model_at_odds_with_its_tokenizer_is_used_as_it_is_and_converted
 
 def test_an_end_token_that_only_the_settings_know_is_known(tmp_path):
     later = {"eos_token": "<end>", "added_tokens_decoder": {"28": {"content": "<end>"}}}
-    assert read_words(stock_folder(tmp_path, settings=later)).end == 28
+    assert read_special_tokens(stock_folder(tmp_path, settings=later)).end == 28
 
 
 def test_a_disagreement_is_an_error_at_load_and_sealing_lets_the_tokenizer_decide(trained, tmp_path):

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from adaponder.commands import generate
 from adaponder.commands.subject import open_subject, open_tokenizer
-from adaponder.conversion.convert import load
+from adaponder.conversion.open import load
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import InputError
 from harness_support import VOCABULARY, reader, words

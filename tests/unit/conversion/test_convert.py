@@ -169,7 +169,7 @@ def test_a_hub_name_is_asked_of_the_hub_without_pickles(monkeypatch, tmp_path, s
 
 
 def test_nothing_is_left_behind_when_a_conversion_fails(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(convert, "plain_ponder", lambda *args, **kwargs: torch.ones(2, 24, 61))
+    monkeypatch.setattr("adaponder.conversion.checks.plain_ponder", lambda *args, **kwargs: torch.ones(2, 24, 61))
     ponderlm(tmp_path / "ponderlm")
     with pytest.raises(CheckpointError, match="nothing was written"):
         convert.convert(str(tmp_path / "ponderlm"), tmp_path / "out")

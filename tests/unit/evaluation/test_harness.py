@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from adaponder.conversion.convert import load
+from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.harness import HarnessLM

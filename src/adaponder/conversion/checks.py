@@ -1,0 +1,97 @@
+"""A conversion computes what its source computed: both read the same tokens, and their logits are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from adaponder.backbones.wrapper import relative_difference, rounding_bound
+from adaponder.methods.adaponder import AdaPonder
+from adaponder.modeling.model import AdaPonderForCausalLM
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison on the same tokens: the largest difference of logits, relative to the largest logit."""
+
+    what: str
+    difference: float
+    bound: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.bound is None or self.difference <= self.bound
+
+
+def probe_ids(vocabulary: int) -> Tensor:
+    """Tokens to compare on: random, the same every time."""
+    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu")
+
+
+def compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) -> Check:
+    """The check that two logits agree to rounding; ``bounded=False`` only measures their difference."""
+    return Check(what, relative_difference(ours, theirs), rounding_bound(theirs.dtype) if bounded else None)
+
+
+def compare_with_ponderlm(
+    model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any]
+) -> list[Check]:
+    """Checks of ``model`` against PonderLM as released; ``source`` is the recurrence it was trained with.
+
+    One iteration must agree, and so must full depth where both make as many iterations: exactly with gates at 1, and
+    with gates as they start within what a gate just below 1 implies.
+    """
+
+    def released(steps: int) -> Tensor:
+        scale, multiplier = source["embedding_scale"], source["initial_multiplier"]
+        return plain_ponder(stock, ids, steps=steps, scale=scale, multiplier=multiplier)
+
+    names = ("embedding_scale", "initial_multiplier")
+    same = all(getattr(model.config, name) == source[name] for name in names)
+    one = compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
+    if model.config.method not in ("ponder", "adaponder") or model.config.iterations != source["iterations"]:
+        return [one]
+    expected = released(source["iterations"] - 1)
+    if not isinstance(model.method, AdaPonder):
+        return [one, compare("full depth equals PonderLM", model(ids).logits, expected, bounded=same)]
+    with _gates_at(model.method, 1e4):
+        wide_open = compare("full depth with gates at 1", model(ids).logits, expected, bounded=same)
+    as_is = compare("full depth with gates as they start", model(ids).logits, expected, bounded=False)
+    # The gates weight each update by s, so the distance goes with 1 - s: half as far from 1 is about half as far off.
+    with _gates_at(model.method, model.config.gate_bias + math.log(2)):
+        halved = relative_difference(model(ids).logits, expected)
+    bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
+    return [one, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
+
+
+@torch.no_grad()
+def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: float, multiplier: float) -> Tensor:
+    """PonderLM as released, on the stock decoder alone: no wrapper, no cache, the whole vocabulary at once."""
+    table = stock.get_input_embeddings()(torch.arange(stock.config.vocab_size, device=ids.device)) * scale
+    embedding = table[ids] * multiplier
+    for _ in range(steps):
+        logits = stock(inputs_embeds=embedding, use_cache=False).logits
+        embedding = embedding + torch.softmax(logits.float(), -1).to(table.dtype) @ table
+    return stock(inputs_embeds=embedding, use_cache=False).logits
+
+
+@contextmanager
+def _gates_at(method: AdaPonder, logit: float) -> Iterator[None]:
+    """Inside, every gate is ``sigmoid(logit)`` for every token; afterwards its weights are what they were."""
+    before = [(gate.out, gate.out.weight.clone(), gate.out.bias.clone()) for gate in method.gates]
+    try:
+        for linear, _, _ in before:
+            linear.weight.zero_()
+            linear.bias.fill_(logit)
+        yield
+    finally:
+        for linear, weight, bias in before:
+            linear.weight.copy_(weight)
+            linear.bias.copy_(bias)

@@ -1,0 +1,148 @@
+"""Opens any checkpoint as a model: a stock decoder, PonderLM's release, or one of ours; every key must fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from adaponder.checkpoints.loading import (
+    NOT_NEEDED,
+    fetch,
+    in_our_words,
+    refuse_code,
+    refuse_unsafe,
+    require_exact_keys,
+    require_finite,
+    require_room,
+)
+from adaponder.checkpoints.manifest import verify_files
+from adaponder.config import AdaPonderConfig
+from adaponder.devices import as_device, as_dtype
+from adaponder.errors import CheckpointError
+from adaponder.files import checksums_wanted, read_json
+from adaponder.modeling.model import AdaPonderForCausalLM
+
+_PONDERLM_FLAGS = ("ponderinglm", "pondering_steps", "scale_embeds", "mutiply_pondering_steps")
+# PonderLM's release carries a projection that no forward uses.
+_PONDERLM_UNUSED = {"adapter.weight"}
+
+
+@dataclass
+class OpenedCheckpoint:
+    """A checkpoint that was opened.
+
+    Attributes:
+        kind: ``stock``, ``ponderlm`` or ``adaponder``.
+        folder: where its files are.
+        model: the stock model, or for ``adaponder`` our own.
+        recurrence: fields of :class:`AdaPonderConfig` that it was trained with; empty for a stock model.
+    """
+
+    kind: str
+    folder: Path
+    model: PreTrainedModel
+    recurrence: dict[str, Any] = field(default_factory=dict)
+
+
+def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "auto") -> OpenedCheckpoint:
+    """Opens a stock, PonderLM or AdaPonder checkpoint; every key must fit."""
+    precision = as_dtype(dtype)
+    folder = fetch(name, revision=revision)
+    refuse_unsafe(folder)
+    raw = read_json(folder / "config.json")
+    if raw.get("model_type") == "adaponder":
+        model: Any = AdaPonderForCausalLM.from_pretrained(folder, dtype=precision)
+        names = ("method", "iterations", "tau", "embedding_scale", "initial_multiplier", "expectation_top_k")
+        return OpenedCheckpoint("adaponder", folder, model, {key: getattr(model.config, key) for key in names})
+    if checksums_wanted():
+        verify_files(folder, may_be_missing=NOT_NEEDED)
+    config = _stock_config(folder)
+    ponders = bool(raw.get("ponderinglm"))
+    for flag in _PONDERLM_FLAGS:
+        if hasattr(config, flag):
+            delattr(config, flag)
+    config.architectures = None
+    with in_our_words(folder):
+        require_room(folder, config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=precision,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that all of them are listed below
+        )
+    model, info = loaded
+    if ponders:
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - _PONDERLM_UNUSED
+    require_exact_keys(str(folder), info)
+    require_finite(str(folder), model.state_dict().items())
+    model.eval()
+    if ponders:
+        return OpenedCheckpoint("ponderlm", folder, model, _ponderlm_recurrence(raw, config))
+    return OpenedCheckpoint("stock", folder, model)
+
+
+def describe(name: str, *, revision: str | None = None, verify: bool | None = None) -> AdaPonderConfig:
+    """The :class:`AdaPonderConfig` that :func:`load` would give the checkpoint's model; no weight is read."""
+    folder = fetch(name, ("*.json",), revision=revision)
+    refuse_code(folder)
+    if checksums_wanted() if verify is None else verify:
+        verify_files(folder, only=["config.json"])
+    raw = read_json(folder / "config.json")
+    if raw.get("model_type") == "adaponder":
+        with in_our_words(folder):
+            return AdaPonderConfig.from_pretrained(folder)
+    config = _stock_config(folder)
+    recurrence = (
+        _ponderlm_recurrence(raw, config) if raw.get("ponderinglm") else {"method": "vanilla", "embedding_scale": 1.0}
+    )
+    return AdaPonderConfig(backbone_config=config, **recurrence)
+
+
+def _stock_config(folder: Path) -> PreTrainedConfig:
+    """The config of a stock decoder; raises where transformers does not know it or its sizes are impossible."""
+    family = read_json(folder / "config.json").get("model_type")
+    if family is not None and (not isinstance(family, str) or family not in CONFIG_MAPPING):
+        raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
+    with in_our_words(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        AdaPonderConfig(backbone_config=config, method="vanilla", embedding_scale=1.0)
+    return config
+
+
+def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
+    """The flags in a PonderLM config, as fields of :class:`AdaPonderConfig`."""
+    steps = raw.get("pondering_steps")
+    if not isinstance(steps, int) or steps < 0:
+        raise CheckpointError(f"config.json: pondering_steps={steps!r}, a whole number is needed")
+    return {
+        "method": "ponder",
+        "iterations": steps + 1,
+        "embedding_scale": math.sqrt(config.hidden_size) if raw.get("scale_embeds") else 1.0,
+        "initial_multiplier": float(max(1, steps)) if raw.get("mutiply_pondering_steps") else 1.0,
+    }
+
+
+def load(
+    name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu"
+) -> tuple[AdaPonderForCausalLM, Path]:
+    """(model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``."""
+    target = as_device(device)
+    opened = open_checkpoint(name, revision=revision, dtype=dtype)
+    model = opened.model
+    if not is_ours(model):
+        model = AdaPonderForCausalLM.from_backbone(model, **({"method": "vanilla"} | opened.recurrence))
+    nn.Module.to(model, target)
+    return model.eval(), opened.folder
+
+
+def is_ours(model: PreTrainedModel) -> TypeGuard[AdaPonderForCausalLM]:
+    """Whether ``model`` is an :class:`AdaPonderForCausalLM`, not a stock decoder."""
+    return isinstance(model, AdaPonderForCausalLM)
