@@ -11,19 +11,9 @@ from typing import Any, ClassVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from adaponder.errors import ConfigError, in_one_line
-from adaponder.settings import (
-    PonderOn,
-    Recurrence,
-    check_against,
-    fits,
-    needed,
-    scale_from_scratch,
-    scale_of,
-    shown,
-)
-
-_SETTINGS = {item.name for item in fields(Recurrence)}
+from adaponder.errors import ConfigError, in_one_line, shown
+from adaponder.registry import method_class, scale_from_scratch
+from adaponder.settings import OpenRecurrence, PonderOn, Recurrence, check_against, fits, meanings, needed, scale_of
 
 # What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
 _FOREIGN_KEYS = {
@@ -58,32 +48,11 @@ def is_our_auto_map(auto_map: Any) -> bool:
     return OUR_AUTO_MAP is not None and auto_map == OUR_AUTO_MAP
 
 
-class AdaPonderConfig(PreTrainedConfig):
+class AdaPonderConfig(PreTrainedConfig, Recurrence):
     """The backbone's own config plus the recurrence around it.
 
     Args:
         backbone_config: config of any Hugging Face decoder (object, or dict with ``model_type``).
-        method: which recurrence; one of adaponder, ponder, loop, pause, mor, ouro, vanilla.
-        iterations: K, the most times a token is read (PonderLM's ``pondering_steps + 1``; pause: 1 + pauses).
-        tau: a token halts once its gate ``s < tau`` (eq. 4).
-        gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear.
-        gate_bias: where gates start: ``s = sigmoid(gate_bias)``. The config says how far they are open.
-        shared_gate: one gate for all iterations (the paper's ablation) instead of one each.
-        embedding_scale: factor on embeddings and on the table of the mixture: a number, ``sqrt(d)`` or
-            ``sqrt(2.5 d)``; once built it is a number. ``None`` is what training from scratch uses: sqrt(d), for loop
-            sqrt(2.5 d). Conversions of stock models have 1, so that vanilla is the stock model.
-        initial_multiplier: further factor on the first embedding only (PonderLM's ``mutiply_pondering_steps``).
-        expectation_top_k: mix only the k likeliest tokens' embeddings; ``None`` mixes the whole vocabulary.
-        reuse: what a halted token keeps. ``state``: keys, values and hidden state; ``kv``: keys and values only (the
-            paper's equations); ``none``: nothing (the ablation).
-        ponder_on: the ponder loss acts on gate ``probabilities`` or ``logits``.
-        ponder_pool: later gates of a halted token count as they are (``all``) or as constant 0 (``closed``).
-        pause_token_id: an unused vocabulary slot that serves as pause token; ``None`` learns a vector of its own.
-        capacities: mor, share of tokens each recursion keeps in training; the first is 1 (every token is read once).
-        router_alpha: mor, factor on the router's sigmoid.
-        router_loss_weight: mor, factor on the auxiliary loss.
-        exit_threshold: ouro, a token exits once its cumulative exit probability reaches this.
-        exit_entropy_weight: ouro, the beta of stage I.
     """
 
     model_type = "adaponder"
@@ -99,37 +68,19 @@ class AdaPonderConfig(PreTrainedConfig):
     ]
 
     backbone_config: Any = None  # a config or a dict when given, always a config once built
-    method: str = "adaponder"
-    iterations: int = 4
-    tau: float = 1e-4
-    gate_width: int = 4
-    gate_bias: float = 4.0
-    shared_gate: bool = False
-    embedding_scale: float | str | None = None
-    initial_multiplier: float = 1.0
-    expectation_top_k: int | None = None
-    reuse: str = "state"
-    ponder_on: str = "probabilities"
-    ponder_pool: str = "all"
-    pause_token_id: int | None = None
-    capacities: list[float] | None = None
-    router_alpha: float = 0.1
-    router_loss_weight: float = 1e-3
-    exit_threshold: float = 1.0
-    exit_entropy_weight: float = 0.1
 
     def __post_init__(self, **kwargs: Any):
         _refuse_unknown(kwargs, {field.name for field in fields(type(self))})
         self.backbone_config = _as_config(self.backbone_config)
-        if self.method == "vanilla":
-            self.iterations = 1
+        method = method_class(self.method)
+        if method.fixed_iterations is not None:
+            self.iterations = method.fixed_iterations
         self.check()
         if self.embedding_scale is None:
             self.embedding_scale = scale_from_scratch(self.method)
         if isinstance(self.embedding_scale, str):
             self.embedding_scale = scale_of(self.embedding_scale, self.backbone_config.hidden_size)
-        if self.method == "mor":
-            self.capacities = _capacities(self.capacities, self.iterations)
+        method.complete(self)
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
@@ -200,6 +151,9 @@ class AdaPonderConfig(PreTrainedConfig):
         return self.iterations - 1
 
 
+AdaPonderConfig.__doc__ = f"{(AdaPonderConfig.__doc__ or '').rstrip()}\n{meanings(Recurrence)}\n    "
+
+
 def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     if backbone is None:
         raise ConfigError("backbone_config is missing: give the config of a Hugging Face decoder")
@@ -239,11 +193,11 @@ def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
 
 
 def _check_recurrence(config: AdaPonderConfig) -> None:
-    for item in fields(type(config)):
+    for item in fields(Recurrence):
         # A recipe may leave a setting open; a config whose default is a value needs one.
-        if item.name in _SETTINGS and getattr(config, item.name) is None and item.default is not None:
+        if getattr(config, item.name) is None and item.default is not None:
             raise ConfigError(f"{item.name}=None: a value is needed, as {item.default!r}")
-    check_against(Recurrence, lambda name: getattr(config, name))
+    check_against(OpenRecurrence, lambda name: getattr(config, name))
     if not fits(config.ponder_on, PonderOn, None):
         raise ConfigError(f"ponder_on={shown(config.ponder_on)}: {needed(config.ponder_on, PonderOn, None)}")
     if config.ponder_pool == "closed" and config.ponder_on == "logits":
@@ -297,17 +251,3 @@ def _check_pause(config: AdaPonderConfig) -> None:
             f"pause_token_id={pause} lies outside the vocabulary of {config.vocab_size}: name an unused slot, "
             "or None for a vector of its own"
         )
-
-
-def _capacities(capacities: list[float] | None, iterations: int) -> list[float]:
-    if capacities is None:
-        # The paper's keeping ratios at K = 4 (sum 3.80, its 3.8x); other depths keep everything unless told.
-        capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
-    values = [float(value) for value in capacities]
-    if len(values) != iterations:
-        raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: one each is needed")
-    if values[0] != 1.0:
-        raise ConfigError(f"capacities[0]={values[0]}: the first recursion reads every token, so it is 1")
-    if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
-        raise ConfigError(f"capacities={values}: shares in (0, 1], never growing")
-    return values

@@ -1,5 +1,9 @@
 """What can go wrong, by name: each error says which field is at fault and what cures it."""
 
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
 
 class AdaPonderError(ValueError):
     """The base of every error this package raises on purpose."""
@@ -37,3 +41,17 @@ def in_one_line(problem: BaseException) -> str:
     """What a library says went wrong, without its line breaks and cut where it goes on for ever."""
     said = " ".join(str(problem).split()) or type(problem).__name__
     return said if len(said) <= 400 else said[:400] + " …"
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of too many digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def choice(value: Any, words: Sequence[str]) -> str:
+    """What an error says of a value that is none of ``words``: all of them, and the one spelled most alike."""
+    near = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) and len(words) > 3 else []
+    return f"choose one of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,34 +1,27 @@
 """A model's settings, said once with their types and ranges: config, recipe and command line derive from this list."""
 
+# ruff: noqa: RUF009 (a call of `setting` makes a dataclass field, as `dataclasses.field` does)
+
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import math
+import operator
+import textwrap
 import types
 import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from adaponder.errors import ConfigError
-
-Method = Literal["adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla"]
-METHODS: tuple[str, ...] = get_args(Method)
+from adaponder.errors import ConfigError, choice, shown
+from adaponder.registry import DEFAULT_METHOD, Scale, method_names
 
 PonderOn = Literal["probabilities", "logits"]
 
-# Embedding scales that depend on the hidden size d, as a recipe writes them: the factor on d under the root.
-Scale = Literal["sqrt(d)", "sqrt(2.5 d)"]
+# The factor on the hidden size d under the root, by the name of the scale.
 SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
-
-
-def scale_from_scratch(method: str) -> Scale:
-    """The embedding scale of a model trained from scratch unless told otherwise.
-
-    The same for every method, vanilla included, so that a comparison compares methods; loop's is its release's.
-    """
-    return "sqrt(2.5 d)" if method == "loop" else "sqrt(d)"
 
 
 def scale_of(rule: str, hidden_size: int) -> float:
@@ -60,6 +53,16 @@ class Span:
         return f"from {low} to below {high}" if self.below else f"from {low} to {high}"
 
 
+@dataclass(frozen=True)
+class Words:
+    """The words that ``listed()`` returns at the moment it is asked: a choice that may grow."""
+
+    listed: Callable[[], Sequence[str]]
+
+
+Limit = Span | Words | None
+
+
 def limited(
     low: float, high: float, *, default: Any = None, above: bool = False, below: bool = False, because: str = ""
 ) -> Any:
@@ -72,22 +75,27 @@ def check_fields(values: Any, prefix: str = "") -> None:
     check_against(type(values), lambda name: getattr(values, name), prefix)
 
 
-def check_against(kind: type, value_of: typing.Callable[[str], Any], prefix: str = "") -> None:
+def check_against(kind: type, value_of: Callable[[str], Any], prefix: str = "") -> None:
     """As :func:`check_fields` for values that stand elsewhere: ``value_of(name)`` for every field of ``kind``."""
-    for name, hint, span in _declared(kind):
+    for name, hint, limit in _declared(kind):
         value = value_of(name)
-        if not fits(value, hint, span):
-            raise ConfigError(f"{prefix}{name}={shown(value)}: {needed(value, hint, span)}")
+        if not fits(value, hint, limit):
+            raise ConfigError(f"{prefix}{name}={shown(value)}: {needed(value, hint, limit)}")
 
 
-@lru_cache(maxsize=16)
-def _declared(kind: type) -> tuple[tuple[str, Any, Span | None], ...]:
+@functools.lru_cache(maxsize=16)
+def _declared(kind: type) -> tuple[tuple[str, Any, Limit], ...]:
     hints = typing.get_type_hints(kind)
     return tuple((item.name, hints[item.name], item.metadata.get("span")) for item in dataclasses.fields(kind))
 
 
-def fits(value: Any, hint: Any, span: Span | None) -> bool:
-    """Whether ``value`` has the type ``hint`` and every number in it lies in ``span`` and is finite."""
+def fits(value: Any, hint: Any, span: Limit) -> bool:
+    """Whether ``value`` has the type ``hint``, and is one of the words or lies in the span, if there is one.
+
+    Numbers must be finite in any case.
+    """
+    if isinstance(span, Words):
+        return isinstance(value, str) and value in span.listed()
     origin, arguments = typing.get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(fits(value, argument, span) for argument in arguments)
@@ -106,13 +114,12 @@ def fits(value: Any, hint: Any, span: Span | None) -> bool:
     return hint is Any or isinstance(value, origin or hint)
 
 
-def needed(value: Any, hint: Any, span: Span | None) -> str:
+def needed(value: Any, hint: Any, span: Limit) -> str:
     """What a field wants instead of ``value``, and why."""
-    origin, arguments = typing.get_origin(hint), get_args(hint)
-    if origin is Literal:
-        words = [str(word) for word in arguments]
-        near = difflib.get_close_matches(str(value), words, n=1) if len(words) > 3 else []
-        return f"choose one of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
+    if isinstance(span, Words):
+        return choice(value, span.listed())
+    if typing.get_origin(hint) is Literal:
+        return choice(value, [str(word) for word in get_args(hint)])
     why = f"; {span.because}" if span and span.because else ""
     return f"{_words(hint, span)} is needed{why}"
 
@@ -132,14 +139,6 @@ def _words(hint: Any, span: Span | None) -> str:
     return {bool: "true or false", str: "text"}.get(hint, "a mapping")
 
 
-def shown(value: Any) -> str:
-    """A value as an error shows it: short, whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return "a number of too many digits"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
-
-
 def _as_float(value: float) -> float:
     try:
         return float(value)
@@ -154,28 +153,117 @@ def _brief(number: float) -> str:
 # --- the settings --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recurrence:
-    """The settings of the recurrence around a backbone; :class:`adaponder.config.AdaPonderConfig` says what each means.
+def setting(
+    default: Any, meaning: str, limit: Limit = None, *, always: bool = False, elsewhere: str | None = None
+) -> Any:
+    """A field of :class:`Recurrence`: its default in a config, what it means, and the values it may have.
 
-    ``None`` leaves a setting open: to what a checkpoint was trained with, else to the config's default.
-    (``ponder_on`` is the one setting of the config that a recipe has elsewhere: ``train.ponder_on``.)
+    ``always``: a recipe cannot leave it open. ``elsewhere``: where a recipe has it, if not in its section ``model``.
+    """
+    metadata = {"span": limit, "meaning": meaning, "always": always, "elsewhere": elsewhere}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class Recurrence:
+    """The settings of the recurrence around a backbone: the one list of names, types, defaults, ranges and meanings.
+
+    :class:`adaponder.config.AdaPonderConfig` inherits these fields, a recipe's section ``model`` has them as
+    :func:`left_open` makes them, and ``adaponder convert`` takes its options from here.
     """
 
-    method: Method = "adaponder"
-    iterations: int | None = limited(1, 1024, because="a token must be read at least once")
-    tau: float | None = limited(0, 1, above=True, below=True, because="it is a threshold on a probability")
-    gate_width: int | None = limited(0, 1024, because="0 is a linear gate, else a multiple of the hidden size")
-    gate_bias: float | None = limited(-1000, 1000)
-    shared_gate: bool | None = None
-    embedding_scale: float | Literal["sqrt(d)", "sqrt(2.5 d)"] | None = limited(0, 1_000_000, above=True)
-    initial_multiplier: float | None = limited(0, 1_000_000, above=True)
-    expectation_top_k: int | None = limited(1, 100_000_000)
-    reuse: Literal["state", "kv", "none"] | None = None
-    ponder_pool: Literal["all", "closed"] | None = None
-    pause_token_id: int | None = limited(0, 2**31 - 1, because="it is a slot of the vocabulary")
-    capacities: tuple[float, ...] | None = limited(0, 1, above=True)
-    router_alpha: float | None = limited(0, 1_000_000, above=True)
-    router_loss_weight: float | None = limited(0, 1_000_000)
-    exit_threshold: float | None = limited(0, 1, above=True, because="it is a probability")
-    exit_entropy_weight: float | None = limited(0, 1_000_000)
+    method: str = setting(DEFAULT_METHOD, "which recurrence", Words(method_names), always=True)
+    iterations: int = setting(
+        4,
+        "K, the most times a token is read (PonderLM's pondering_steps + 1; pause: 1 + pauses)",
+        Span(1, 1024, because="a token must be read at least once"),
+    )
+    tau: float = setting(
+        1e-4,
+        "a token halts once its gate s < tau (eq. 4)",
+        Span(0, 1, above=True, below=True, because="it is a threshold on a probability"),
+    )
+    gate_width: int = setting(
+        4,
+        "hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear",
+        Span(0, 1024, because="0 is a linear gate, else a multiple of the hidden size"),
+    )
+    gate_bias: float = setting(4.0, "where gates start: s = sigmoid(gate_bias)", Span(-1000, 1000))
+    shared_gate: bool = setting(False, "one gate for all iterations (the paper's ablation) instead of one each")
+    embedding_scale: float | Scale | None = setting(
+        None,
+        "factor on embeddings and on the table of the mixture: a number, sqrt(d) or sqrt(2.5 d); once built it is a "
+        "number. None is what training from scratch uses: sqrt(d), for loop sqrt(2.5 d). Conversions of stock models "
+        "have 1, so that vanilla is the stock model",
+        Span(0, 1_000_000, above=True),
+    )
+    initial_multiplier: float = setting(
+        1.0,
+        "further factor on the first embedding only (PonderLM's mutiply_pondering_steps)",
+        Span(0, 1_000_000, above=True),
+    )
+    expectation_top_k: int | None = setting(
+        None, "mix only the k likeliest tokens' embeddings; None mixes the whole vocabulary", Span(1, 100_000_000)
+    )
+    reuse: Literal["state", "kv", "none"] = setting(
+        "state",
+        "what a halted token keeps. state: keys, values and hidden state; kv: keys and values only (the paper's "
+        "equations); none: nothing (the ablation)",
+    )
+    ponder_on: PonderOn = setting(
+        "probabilities", "the ponder loss acts on gate probabilities or logits", elsewhere="train.ponder_on"
+    )
+    ponder_pool: Literal["all", "closed"] = setting(
+        "all", "later gates of a halted token count as they are (all) or as constant 0 (closed)"
+    )
+    pause_token_id: int | None = setting(
+        None,
+        "an unused vocabulary slot that serves as pause token; None learns a vector of its own",
+        Span(0, 2**31 - 1, because="it is a slot of the vocabulary"),
+    )
+    capacities: list[float] | None = setting(
+        None,
+        "mor, share of tokens each recursion keeps in training; the first is 1 (every token is read once)",
+        Span(0, 1, above=True),
+    )
+    router_alpha: float = setting(0.1, "mor, factor on the router's sigmoid", Span(0, 1_000_000, above=True))
+    router_loss_weight: float = setting(1e-3, "mor, factor on the auxiliary loss", Span(0, 1_000_000))
+    exit_threshold: float = setting(
+        1.0,
+        "ouro, a token exits once its cumulative exit probability reaches this",
+        Span(0, 1, above=True, because="it is a probability"),
+    )
+    exit_entropy_weight: float = setting(0.1, "ouro, the beta of stage I", Span(0, 1_000_000))
+
+
+def left_open(settings: type) -> Any:
+    """A frozen dataclass with the same fields, each of which may be left open by ``None``, which is their default.
+
+    ``None`` leaves a setting to what a checkpoint was trained with, else to the config's default. Lists are tuples
+    there, so that nobody changes them.
+    """
+    hints = typing.get_type_hints(settings)
+    fields = []
+    for item in dataclasses.fields(settings):
+        if item.metadata["elsewhere"] is None:
+            always = item.metadata["always"]
+            hint = hints[item.name] if always else _as_tuple(hints[item.name]) | None
+            default = item.default if always else None
+            fields.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
+    return dataclasses.make_dataclass(f"Open{settings.__name__}", fields, frozen=True, kw_only=True)
+
+
+def _as_tuple(hint: Any) -> Any:
+    """The type with ``tuple[T, ...]`` for ``list[T]``."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return functools.reduce(operator.or_, (_as_tuple(part) for part in get_args(hint)))
+    return tuple[(*get_args(hint), ...)] if typing.get_origin(hint) is list else hint
+
+
+OpenRecurrence: Any = left_open(Recurrence)
+
+
+def meanings(settings: type) -> str:
+    """The fields of a list of settings as lines of a docstring's ``Args``."""
+    wrap = functools.partial(textwrap.fill, width=120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return "\n".join(wrap(f"{item.name}: {item.metadata['meaning']}.") for item in dataclasses.fields(settings))

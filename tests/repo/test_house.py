@@ -22,6 +22,7 @@ ORDER = [
     "version",
     "files",
     "devices",
+    "registry",
     "settings",
     "config",
     "ops",

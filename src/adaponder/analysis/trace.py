@@ -127,10 +127,8 @@ def columns_of(about: About) -> list[str]:
 
 def kind_of(model: AdaPonderForCausalLM, how: ScoringOptions) -> Kind:
     """The kind of trace that reading this model so will give."""
-    deepest, method = how.max_iterations or model.config.iterations, model.config.method
-    # Ouro's exit speaks after the last loop too.
-    gates = (deepest if method == "ouro" else deepest - 1) if model.method.halts else 0
-    return Kind(method, deepest, model.method.halts, gates)
+    deepest, method = how.max_iterations or model.config.iterations, model.method
+    return Kind(model.config.method, deepest, method.halts, method.gates_asked(deepest))
 
 
 def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[ScoringOptions]:

@@ -1,4 +1,4 @@
-"""What a decoder's shapes say it costs to read, and how many parameters a model has: nothing is allocated for it."""
+"""What a decoder's shapes say it costs to read, and how many parameters it has: nothing is allocated for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from transformers.pytorch_utils import Conv1D
 
 from adaponder.backbones.families import layer_windows
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import BackboneError
 
 
@@ -48,17 +47,6 @@ class Shape:
         return len(self.attention)
 
 
-class Parameters(NamedTuple):
-    """How many parameters the stock decoder has, and how many the method adds to it."""
-
-    backbone: int
-    added: int
-
-    @property
-    def total(self) -> int:
-        return self.backbone + self.added
-
-
 @torch.no_grad()
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
     """The shape of a decoder, read off a twin on the meta device: nothing is allocated, no weight is looked at.
@@ -86,20 +74,6 @@ def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
         windows=tuple(layer_windows(config)),
         kv=sum(part.shape[1] * part.shape[3] for keys_values in kept for part in keys_values),
     )
-
-
-def parameters_of(config: AdaPonderConfig, *, shape: Shape | None = None) -> Parameters:
-    """The stock decoder's parameters, and the method's: gates, routers, exit or pause vector, biases included."""
-    d, inner = config.hidden_size, config.gate_width * config.hidden_size
-    gate = inner * d + inner + inner + 1 if inner else d + 1
-    gates = min(1, config.gates()) if config.shared_gate else config.gates()
-    added = {
-        "adaponder": gates * gate,
-        "mor": config.gates() * d,
-        "ouro": d + 1,
-        "pause": d if config.pause_token_id is None else 0,
-    }
-    return Parameters((shape or shape_of(config)).parameters, added.get(config.method, 0))
 
 
 def _refuse_uncounted(twin: PreTrainedModel) -> None:

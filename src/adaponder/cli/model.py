@@ -22,7 +22,7 @@ from adaponder.cli.app import (
 )
 from adaponder.cli.values import above, between, folder, one_of, policy_from
 from adaponder.errors import InputError
-from adaponder.settings import METHODS
+from adaponder.registry import DEFAULT_METHOD, method_names
 
 
 @app.command()
@@ -35,10 +35,10 @@ def convert(
         str,
         typer.Option(
             metavar="NAME",
-            help=f"{', '.join(METHODS)}; or backbone: back to plain.",
-            callback=one_of(*METHODS, "backbone"),
+            help=f"{', '.join(method_names())}; or backbone: back to plain.",
+            callback=one_of(*method_names(), "backbone"),
         ),
-    ] = "adaponder",
+    ] = DEFAULT_METHOD,
     iterations: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="K; default 4, or what the source was trained with.")
     ] = None,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaponder.backbones.shape import parameters_of, shape_of
+from adaponder.backbones.shape import shape_of
 from adaponder.conversion.open import describe
 from adaponder.errors import InputError
-from adaponder.methods.cost import per_depth
+from adaponder.methods import method_class
+from adaponder.methods.cost import parameters_of, per_depth
 from adaponder.terminal import console, table, write_json
 
 
@@ -36,8 +37,7 @@ def run(checkpoint: str, *, context: int | None = None, json: Path | None = None
         "  of the backbone": f"{counted.backbone:,}",
         "  added by the method": f"{counted.added:,}",
     }
-    if config.method == "adaponder":
-        facts |= {"tau": config.tau, "gate width": config.gate_width, "gate bias at start": config.gate_bias}
+    facts |= method_class(config.method).described(config)
     console.print(table(checkpoint, ("", ""), facts.items()))
     rows = [
         (

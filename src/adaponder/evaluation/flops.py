@@ -12,7 +12,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.methods.cost import cost_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from adaponder.settings import METHODS
+from adaponder.registry import method_names
 
 _BACKBONE = {
     "model_type": "gpt_neox",
@@ -56,4 +56,4 @@ def check_flops(method: str, *, iterations: int = 4, seed: int = 0) -> FlopCheck
 
 
 def check_all() -> list[FlopCheck]:
-    return [check_flops(method) for method in METHODS]
+    return [check_flops(method) for method in method_names()]

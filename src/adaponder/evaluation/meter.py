@@ -12,7 +12,8 @@ from torch import Tensor
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
-from adaponder.methods.cost import HALTING, Cost, cost_of
+from adaponder.methods import method_class
+from adaponder.methods.cost import Cost, cost_of
 from adaponder.modeling.model import PolicyLike
 from adaponder.policies import as_policy
 
@@ -164,7 +165,7 @@ class Meter:
         self.histogram = [before + now for before, now in zip(self.histogram, by_depth.tolist(), strict=True)]
 
     def spent(self, scored: int | None = None) -> Spent:
-        halts = self.config.method in HALTING
+        halts = method_class(self.config.method).halts
         return Spent(self.cost, tuple(self.histogram), self.seconds, max(1, self.deepest), halts, scored)
 
 

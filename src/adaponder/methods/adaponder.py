@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,9 +28,6 @@ from adaponder.policies import LearnedGate, Policy
 
 class AdaPonder(Method):
     """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does."""
-
-    halts = True
-    has_ponder_term = True
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
@@ -60,9 +58,6 @@ class AdaPonder(Method):
     def gate(self, i: int) -> nn.Module:
         return self.gates[0 if self.config.shared_gate else i]
 
-    def reuse(self) -> str:
-        return self.config.reuse
-
     def default_policy(self, *, training: bool) -> Policy:
         return LearnedGate(self.config.tau)
 
@@ -80,3 +75,35 @@ class AdaPonder(Method):
         ponder = objective.bottom_k(pool, objective.ponder_fraction)  # eq. 13
         weight = objective.ponder_weight
         return with_term(losses, "ponder", ponder, weight=weight, score=score, objective=objective)  # eq. 12
+
+    # --- facts --------------------------------------------------------------------------------------------------
+
+    halts = True
+    has_ponder_term = True
+    mixes_vocabulary = True
+    gate_meaning = "gate s"
+
+    @classmethod
+    def reuse_rule(cls, config: AdaPonderConfig) -> str:
+        return config.reuse
+
+    @classmethod
+    def own_parameters(cls, config: AdaPonderConfig) -> int:
+        d, inner = config.hidden_size, config.gate_width * config.hidden_size
+        gates = min(1, config.gates()) if config.shared_gate else config.gates()
+        return gates * (inner * d + inner + inner + 1 if inner else d + 1)
+
+    @classmethod
+    def gate_flops(cls, config: AdaPonderConfig) -> int:
+        """``W2 gelu(W1 h)``; of width 0, one row of weights."""
+        d, inner = config.hidden_size, config.gate_width * config.hidden_size
+        return 2 * (d * inner + inner) if inner else 2 * d
+
+    @classmethod
+    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float:
+        """A closed gate is one iteration less: ``K - k (K - 1)``."""
+        return config.iterations - pressed * config.gates()
+
+    @classmethod
+    def described(cls, config: AdaPonderConfig) -> dict[str, Any]:
+        return {"tau": config.tau, "gate width": config.gate_width, "gate bias at start": config.gate_bias}

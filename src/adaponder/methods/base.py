@@ -14,6 +14,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.execution.runs import Run
 from adaponder.execution.tokens import Tokens
 from adaponder.halting import bottom_k_mean
+from adaponder.methods.facts import Facts
 from adaponder.policies import FixedDepth, Policy
 from adaponder.settings import check_fields, limited
 
@@ -124,17 +125,14 @@ class Scorer(NamedTuple):
     share: Tensor | float = 1.0
 
 
-class Method(nn.Module, ABC):
+class Method(Facts, nn.Module, ABC):
     """One recurrence: its own parameters, and ``forward`` as in its paper.
 
     ``keep_logits`` trades memory for time where a method mixes the vocabulary: see
     :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
     """
 
-    halts: ClassVar[bool] = False
-    signal: ClassVar[str] = "gate"  # what policies are given as ``gate``
     loss_needs_states: ClassVar[bool] = False
-    has_ponder_term: ClassVar[bool] = False
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
@@ -149,19 +147,11 @@ class Method(nn.Module, ABC):
 
     def reuse(self) -> str:
         """What others see of a halted token (see :class:`adaponder.execution.runs.Run`)."""
-        return "state"
+        return self.reuse_rule(self.config)
 
     def needs_stream(self, iterations: int) -> bool:
         """Whether the recurrence looks at the residual stream before the final norm."""
         return False
-
-    def passes(self, iterations: int) -> int:
-        """Passes of the backbone, which are the iterations a ledger keeps apart."""
-        return iterations
-
-    def slots_per_token(self, iterations: int) -> int:
-        """Slots that a token takes in the sequence the backbone reads."""
-        return 1
 
     def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
         """The tokens as the backbone reads them."""

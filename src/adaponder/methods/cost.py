@@ -19,10 +19,26 @@ from torch import Tensor, nn
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
+from adaponder.registry import method_class
 
 Attention = Literal["causal", "square"]
 
-HALTING = ("adaponder", "mor", "ouro")
+
+class Parameters(NamedTuple):
+    """How many parameters the stock decoder has, and how many the method adds to it."""
+
+    backbone: int
+    added: int
+
+    @property
+    def total(self) -> int:
+        return self.backbone + self.added
+
+
+def parameters_of(config: AdaPonderConfig, *, shape: Shape | None = None) -> Parameters:
+    """The stock decoder's parameters, and the method's: gates, routers, exit or pause vector, biases included."""
+    added = method_class(config.method).own_parameters(config)
+    return Parameters((shape or shape_of(config)).parameters, added)
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,7 @@ def cost_of(
     if attention not in get_args(Attention):
         raise InputError(f"attention={attention!r}: causal or square")
     shape = shape or shape_of(config)
+    method = method_class(config.method)
     layout = _layout(config, iterations)
     active = [int((depth > i).sum()) for i in range(iterations)]
     tokens, reads = active[0], sum(active)
@@ -113,8 +130,9 @@ def cost_of(
     rows, attended = _reading(depth, past, shape, layout, attention)
     once = _reading(depth.clamp(max=1), past.clamp(max=1), shape, _Layout(), attention)
     head = 2 * shape.vocabulary * shape.hidden * asked
-    # Ponder and adaponder prepare the next reading of those, and only those, who will have one.
-    mixed = sum(active[1:]) if config.method in ("adaponder", "ponder") else 0
+    # The expected embedding is made for the tokens, and only those, that the next iteration reads.
+    mixed = sum(active[1:]) if method.mixes_vocabulary else 0
+    gates = sum(([tokens] * iterations if every_gate else active)[: method.gates_asked(iterations)])
     return Cost(
         tokens=tokens,
         reads=reads,
@@ -123,7 +141,7 @@ def cost_of(
         attention=attended,
         head=head,
         expectation=mixed * expectation_flops(config, shape),
-        gates=_decisions(active, config, every_gate=every_gate) * gate_flops(config),
+        gates=gates * method.gate_flops(config),
         kv_bytes=(iterations * tokens if layout.stores_all else reads) * shape.kv * dtype.itemsize,
         vanilla=2 * shape.body * once.rows + once.attention + head,
     )
@@ -141,14 +159,14 @@ def per_depth(
 
     A method that cannot halt gets depth n from ``max_iterations=n``.
     """
-    shape = shape or shape_of(config)
+    shape, halts = shape or shape_of(config), method_class(config.method).halts
     return [
         cost_of(
             torch.tensor([[depth]]),
             config,
             shape=shape,
             past=context,
-            max_iterations=None if config.method in HALTING else depth,
+            max_iterations=None if halts else depth,
             dtype=dtype,
             attention=attention,
         )
@@ -162,20 +180,6 @@ def expectation_flops(config: AdaPonderConfig, shape: Shape) -> int:
     ``expectation_top_k`` changes which of them count, not what is multiplied: the others get probability 0.
     """
     return 4 * shape.vocabulary * shape.hidden
-
-
-def gate_flops(config: AdaPonderConfig) -> int:
-    """One decision: ``W2 gelu(W1 h)`` for adaponder; a router, an exit, a gate of width 0 is one row of weights."""
-    d, inner = config.hidden_size, config.gate_width * config.hidden_size
-    return 2 * (d * inner + inner) if config.method == "adaponder" and inner else 2 * d
-
-
-def _decisions(active: list[int], config: AdaPonderConfig, *, every_gate: bool) -> int:
-    """How many gates are evaluated, if ``active[i]`` tokens are read at iteration i."""
-    asked = [active[0]] * len(active) if every_gate else active
-    if config.method == "ouro":
-        return sum(asked)  # its exit speaks after the last loop too, though nothing is left to decide
-    return sum(asked[:-1]) if config.method in ("adaponder", "mor") else 0
 
 
 class _Layout(NamedTuple):
@@ -193,10 +197,15 @@ class _Layout(NamedTuple):
 
 
 def _layout(config: AdaPonderConfig, iterations: int) -> _Layout:
-    if config.method == "pause":
-        return _Layout(slots=iterations)
-    reuse = config.reuse if config.method == "adaponder" else "state"
-    return _Layout(iterations, 1, config.method == "mor", reuse in ("kv", "none"), reuse == "none")
+    method = method_class(config.method)
+    reuse = method.reuse_rule(config)
+    return _Layout(
+        passes=method.passes(iterations),
+        slots=method.slots_per_token(iterations),
+        absent=reuse == "absent",
+        computes_all=reuse in ("kv", "none"),
+        stores_all=reuse == "none",
+    )
 
 
 class _Reading(NamedTuple):
@@ -252,7 +261,7 @@ def _checked(depth: Tensor, past: int | Tensor, config: AdaPonderConfig, iterati
     past = past.detach().cpu().long()
     if past.ndim != 2 or past.shape[0] != depth.shape[0]:
         raise InputError(f"past has shape {tuple(past.shape)}: [{depth.shape[0]}, tokens] is needed")
-    halts = config.method in HALTING
+    halts = method_class(config.method).halts
     possible = range(iterations + 1) if halts else (0, iterations)
     strange = [value for value in torch.cat([past, depth], dim=1).unique().tolist() if value not in possible]
     if strange:

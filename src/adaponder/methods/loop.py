@@ -21,3 +21,9 @@ class Loop(Method):
 
     def needs_stream(self, iterations: int) -> bool:
         return iterations > 1
+
+
+class Vanilla(Loop):
+    """The stock decoder: one iteration."""
+
+    fixed_iterations = 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError
 from adaponder.execution.runs import Run
 from adaponder.halting import gate_probability
 from adaponder.methods.base import (
@@ -47,9 +48,6 @@ class MixtureOfRecursions(Method):
     the router's logit, which the auxiliary loss trains to agree.
     """
 
-    halts = True
-    signal = "router"
-
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
         self.routers = nn.ModuleList(Router(config.hidden_size) for _ in range(config.gates()))
@@ -73,9 +71,6 @@ class MixtureOfRecursions(Method):
     def needs_stream(self, iterations: int) -> bool:
         return True
 
-    def reuse(self) -> str:
-        return "absent"
-
     def default_policy(self, *, training: bool) -> Policy:
         return self.top_share() if training else RouterThreshold()
 
@@ -96,6 +91,43 @@ class MixtureOfRecursions(Method):
         router = torch.stack([_agreement(*routing) for routing in seen.routing]).sum()
         weight = self.config.router_loss_weight
         return with_term(losses, "router", router, weight=weight, score=score, objective=objective)
+
+    # --- facts --------------------------------------------------------------------------------------------------
+
+    halts = True
+    signal = "router"
+    gate_meaning = "router's sigmoid"
+    after_halting = "halted: out of sight"
+
+    @classmethod
+    def reuse_rule(cls, config: AdaPonderConfig) -> str:
+        return "absent"
+
+    @classmethod
+    def own_parameters(cls, config: AdaPonderConfig) -> int:
+        return config.gates() * config.hidden_size
+
+    def training_policy(self, progress: float) -> Policy:
+        return self.top_share(progress)
+
+    @classmethod
+    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float:
+        return float(sum(config.capacities or ()))
+
+    @classmethod
+    def complete(cls, config: AdaPonderConfig) -> None:
+        """Capacities left open are the paper's keeping ratios at K = 4 (sum 3.80, its 3.8x), else all tokens'."""
+        iterations, capacities = config.iterations, config.capacities
+        if capacities is None:
+            capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
+        values = [float(value) for value in capacities]
+        if len(values) != iterations:
+            raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: one each is needed")
+        if values[0] != 1.0:
+            raise ConfigError(f"capacities[0]={values[0]}: the first recursion reads every token, so it is 1")
+        if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
+            raise ConfigError(f"capacities={values}: shares in (0, 1], never growing")
+        config.capacities = values
 
 
 def _agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:

@@ -15,8 +15,6 @@ from adaponder.policies import ExitThreshold, FixedDepth, Policy
 class Ouro(Method):
     """One exit gate for all loops; training always runs every loop, exits happen in evaluation."""
 
-    halts = True
-    signal = "exit"
     loss_needs_states = True
 
     def __init__(self, config: AdaPonderConfig):
@@ -65,6 +63,23 @@ class Ouro(Method):
         expected = score.mean((log_p.exp() * losses).sum(0))
         entropy = score.mean(-(log_p.exp() * log_p).sum(0))
         return Losses(expected - beta * entropy, terms | {"expected": expected, "entropy": entropy})
+
+    # --- facts --------------------------------------------------------------------------------------------------
+
+    halts = True
+    signal = "exit"
+    has_exit_loss = True
+    gate_meaning = "exit probability"
+    gates_decide = False  # a policy looks at the probability of having stayed until now, the product of all exits
+
+    @classmethod
+    def gates_asked(cls, iterations: int) -> int:
+        """The exit gate speaks after the last loop too, though nothing is left to decide."""
+        return iterations
+
+    @classmethod
+    def own_parameters(cls, config: AdaPonderConfig) -> int:
+        return config.hidden_size + 1
 
 
 def exit_log_probabilities(logit: Tensor) -> Tensor:

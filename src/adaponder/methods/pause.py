@@ -37,11 +37,19 @@ class Pause(Method):
         if self.vector is not None:
             nn.init.normal_(self.vector, std=std)
 
-    def passes(self, iterations: int) -> int:
-        return 1
-
-    def slots_per_token(self, iterations: int) -> int:
-        return iterations
-
     def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
         return tokens.repeat(iterations)
+
+    # --- facts --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def passes(cls, iterations: int) -> int:
+        return 1
+
+    @classmethod
+    def slots_per_token(cls, iterations: int) -> int:
+        return iterations
+
+    @classmethod
+    def own_parameters(cls, config: AdaPonderConfig) -> int:
+        return config.hidden_size if config.pause_token_id is None else 0

@@ -27,6 +27,8 @@ def expected_embedding(backbone: Backbone, hidden: Tensor, method: Method) -> Te
 class Ponder(Method):
     """``E <- E + softmax(head(h)) @ table``, K-1 times; cross-entropy after the last pass only."""
 
+    mixes_vocabulary = True
+
     def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
         embedding = self.scaled(embedded)
         hidden = run.read(embedding).hidden

@@ -13,10 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from adaponder.errors import ConfigError
+from adaponder.errors import ConfigError, shown
 from adaponder.files import parse_yaml, read_yaml
 from adaponder.recipes.schema import DataRecipe, ModelRecipe, Origin, Recipe, TrainRecipe
-from adaponder.settings import check_fields, fits, shown
+from adaponder.settings import check_fields, fits
 
 _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 

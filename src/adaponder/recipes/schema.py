@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import yaml
 
-from adaponder.errors import ConfigError
-from adaponder.settings import PonderOn, Recurrence, check_fields, limited, scale_from_scratch, shown
+from adaponder.errors import ConfigError, shown
+from adaponder.registry import scale_from_scratch
+from adaponder.settings import OpenRecurrence, PonderOn, check_fields, limited
 
 STEPS = 1_000_000_000
 
@@ -21,7 +22,7 @@ FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "k
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRecipe(Recurrence):
+class ModelRecipe(OpenRecurrence):
     """What is trained: a backbone, and every setting of :class:`adaponder.settings.Recurrence`.
 
     Attributes:
@@ -49,7 +50,7 @@ class ModelRecipe(Recurrence):
     @property
     def settings(self) -> dict[str, Any]:
         """What the recipe says of the recurrence, as arguments of the config; what it leaves open is not there."""
-        said = {item.name: getattr(self, item.name) for item in fields(Recurrence)}
+        said = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in said.items()

@@ -18,7 +18,8 @@ from typing import Any
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
 from adaponder.recipes import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe, load_recipe
-from adaponder.settings import scale_from_scratch, scale_of
+from adaponder.registry import DEFAULT_METHOD, scale_from_scratch
+from adaponder.settings import scale_of
 
 # What is known of a run's data by its hash, not by where it lay.
 _BY_HASH = ("source", "tokenizer", "validation")
@@ -135,7 +136,7 @@ def identity(recipe: Mapping[str, Any]) -> str:
     model = dict(recipe["model"])
     backbone = model["backbone"]
     if isinstance(backbone, Mapping):
-        scale = model.get("embedding_scale") or scale_from_scratch(model.get("method", "adaponder"))
+        scale = model.get("embedding_scale") or scale_from_scratch(model.get("method", DEFAULT_METHOD))
         model["embedding_scale"] = scale_of(scale, backbone["hidden_size"]) if isinstance(scale, str) else float(scale)
     decisive = {
         "model": _departures(ModelRecipe, model, ()),

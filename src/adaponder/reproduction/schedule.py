@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adaponder.recipes import Recipe
+from adaponder.registry import method_class
 from adaponder.reproduction.queue import Experiment, Queue, identity
 
 # What a run may take beyond its estimate before it is too late.
@@ -50,7 +51,7 @@ def choose(
 
 
 def _iterations(recipe: Recipe) -> int:
-    return 1 if recipe.model.method == "vanilla" else recipe.model.iterations or 1
+    return method_class(recipe.model.method).fixed_iterations or recipe.model.iterations or 1
 
 
 def _tokens(recipe: Mapping[str, Any]) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.recipes import FREE_TRAIN, Recipe
-from adaponder.settings import scale_from_scratch, scale_of
+from adaponder.registry import scale_from_scratch
+from adaponder.settings import scale_of
 from adaponder.terminal import console, line
 from adaponder.training.checkpoint import newest_complete, verify_checkpoint
 from adaponder.training.distributed import World

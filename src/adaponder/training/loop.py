@@ -20,7 +20,7 @@ from adaponder.data import Batch, Sampler, Shards
 from adaponder.devices import autocast
 from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
-from adaponder.methods import Objective
+from adaponder.methods import Objective, method_class, method_names
 from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.ops.finite import first_not_finite
 from adaponder.recipes import Recipe
@@ -216,10 +216,11 @@ class Trainer:
         train, config = self.recipe.train, self.model.config
         if train.target_depth is None:
             return None
-        if config.method != "adaponder" or not 1 <= train.target_depth < config.iterations:
+        if not self.model.method.has_ponder_term or not 1 <= train.target_depth < config.iterations:
+            able = " and ".join(name for name in method_names() if method_class(name).has_ponder_term)
             raise TrainingError(
                 f"train.target_depth={train.target_depth}: at least 1 and below {config.iterations}, the model's "
-                f"iterations, and for adaponder alone; this is {config.method}"
+                f"iterations, and for {able} alone; this is {config.method}"
             )
         controller = DepthController(
             target=train.target_depth,
@@ -281,14 +282,14 @@ class Trainer:
             metrics |= {"ponder_fraction": self.objective.ponder_fraction}
         else:
             del metrics["halted"]
-        if self.objective.exit_entropy_weight is not None and config.method == "ouro":
+        if self.objective.exit_entropy_weight is not None and self.model.method.has_exit_loss:
             metrics |= {"exit_entropy_weight": self.objective.exit_entropy_weight}
         if self.controller:
             metrics |= {"ponder_weight": self.objective.ponder_weight, "pressure": self.controller.pressure}
         metrics |= utilisation(speed, config, shape=self.shape, sequence=self.recipe.data.sequence, world=self.world)
         self.telemetry.log(metrics)
         self.logged = step
-        if config.method == "adaponder" and (seen := collapse(metrics, self.recipe.train)):
+        if self.model.method.has_ponder_term and (seen := collapse(metrics, self.recipe.train)):
             kind, what = seen
             self.telemetry.warn(kind, f"step {step}: {what}")
 

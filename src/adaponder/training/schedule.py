@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from adaponder.halting import ponder_fraction
 from adaponder.methods import Objective
 from adaponder.methods.base import Method
-from adaponder.methods.mor import MixtureOfRecursions
 from adaponder.policies import FixedDepth, Policy
 from adaponder.recipes import TrainRecipe
 
@@ -78,8 +77,9 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
     """Who halts tokens at ``step``: nobody in stage 1 if so wished; mor's capacity warms up; else the method's own."""
-    if isinstance(method, MixtureOfRecursions):
-        return method.top_share(step / train.capacity_warmup if train.capacity_warmup else 1.0)
+    policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
+    if policy is not None:
+        return policy
     if method.halts and step < train.ponder_start and not train.halt_before_ponder:
         return FixedDepth(method.config.iterations)
     return None

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM, FixedDepth, ForcedDepths
-from adaponder.backbones.shape import Shape, parameters_of, shape_of
+from adaponder.backbones.shape import Shape, shape_of
 from adaponder.errors import BackboneError, InputError
-from adaponder.methods.cost import Cost, cost_of, expectation_flops, per_depth
+from adaponder.methods.cost import Cost, cost_of, expectation_flops, parameters_of, per_depth
 from adaponder.ops.masks import Places, visible
 from support import FAMILIES, HALTING, METHODS, VOCABULARY, ids, stock, tiny
 

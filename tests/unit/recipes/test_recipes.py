@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from adaponder import halting
-from adaponder.backbones.shape import parameters_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
+from adaponder.methods.cost import parameters_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
 from adaponder.settings import SCALES, scale_of

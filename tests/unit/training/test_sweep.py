@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from adaponder.analysis.sensitivity import sensitivity
 from adaponder.analysis.style import save
-from adaponder.backbones.shape import parameters_of
 from adaponder.commands import sweep as command
 from adaponder.config import AdaPonderConfig
 from adaponder.data import prepare as preparing
 from adaponder.errors import AdaPonderError, InputError
+from adaponder.methods.cost import parameters_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import load_recipe, recipe_names
 from adaponder.training import run as running

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from adaponder.analysis.figures.plate import Plate, listed, needs_gates, percent
+from adaponder.analysis.figures.plate import Plate, facts_of, listed, needs_gates, percent
 from adaponder.analysis.style import PAGE, PALETTE, Theme, new_figure
 from adaponder.analysis.trace import Trace
 
@@ -26,8 +26,6 @@ _TICKS = {
     0.99: "0.99",
     **{1 - 10.0**-power: f"1−10⁻{'⁰¹²³⁴⁵⁶'[power]}" for power in (3, 4, 5, 6)},
 }
-# What the number means, and what a token does above the line.
-_MEANING = {"adaponder": "gate s", "mor": "router's sigmoid", "ouro": "exit probability"}
 
 
 class Measured(NamedTuple):
@@ -58,8 +56,7 @@ def measure(trace: Trace) -> Measured:
     decides = np.arange(count) < trace.about.deepest - 1
     closed = ((depth == np.arange(count) + 1) & decides).mean(axis=0)
     quantiles = np.quantile(gates, [0.05, 0.5, 0.95], axis=0).T
-    meaning = _MEANING.get(trace.about.method, "gate")
-    return Measured(edges, asked, later, quantiles, closed, lines, meaning)
+    return Measured(edges, asked, later, quantiles, closed, lines, facts_of(trace.about).gate_meaning)
 
 
 def log_odds(gates: np.ndarray) -> np.ndarray:
@@ -70,7 +67,7 @@ def log_odds(gates: np.ndarray) -> np.ndarray:
 
 def _lines(trace: Trace, count: int) -> tuple[float | None, ...]:
     """The threshold of each gate, where one decides."""
-    if trace.about.tau is not None and trace.about.method != "ouro":
+    if trace.about.tau is not None and facts_of(trace.about).gates_decide:
         return (*trace.about.tau, *[None] * count)[:count]
     if trace.about.policy.startswith("RouterThreshold"):
         return (0.5,) * count

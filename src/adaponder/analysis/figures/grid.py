@@ -9,13 +9,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from adaponder.analysis.figures.plate import Plate, needs_halting, percent
+from adaponder.analysis.figures.plate import Plate, facts_of, needs_halting, percent
 from adaponder.analysis.figures.words import for_figure
 from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
 from adaponder.analysis.trace import Trace
 
 TOKENS = 32
-_AFTER = {"mor": "halted: out of sight"}
 
 
 class Measured(NamedTuple):
@@ -36,7 +35,7 @@ def measure(trace: Trace) -> Measured:
         depths=part["depth"].to_numpy(np.int64),
         first=first,
         deepest=trace.about.deepest,
-        after=_AFTER.get(trace.about.method, "halted: K/V reused"),
+        after=facts_of(trace.about).after_halting,
     )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from adaponder.analysis.style import Theme
 from adaponder.analysis.trace import Kind, Trace
+from adaponder.methods import Method, method_class, method_names
 
 DEPTH = "depth (iterations read)"
 
@@ -38,6 +39,11 @@ class Plate:
     draw: Callable[[Any, Theme], Figure]
     caption: Callable[[Any], str]
     table: Callable[[Any], pd.DataFrame]
+
+
+def facts_of(kind: Kind) -> type[Method]:
+    """The class of the traced method; a method of one's own that is not registered here is drawn as any other."""
+    return method_class(kind.method) if kind.method in method_names() else Method
 
 
 def needs_nothing(kind: Kind) -> str | None:

@@ -132,9 +132,8 @@ def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig 
     """
     if isinstance(recipe.model.backbone, str):
         return None
-    if vocabulary is None:
-        vocabulary = (recipe.model.pause_token_id or 0) + 1
-    return scratch_config(recipe, vocabulary)
+    smallest = (recipe.model.pause_token_id or 0) + 1
+    return scratch_config(recipe, smallest if vocabulary is None else vocabulary)
 
 
 def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[str, Any]], base: Recipe) -> str:

@@ -19,6 +19,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.data import Sampler, Shards
 from adaponder.devices import as_device
 from adaponder.errors import AdaPonderError, InputError, TrainingError
+from adaponder.methods import method_class
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import STATE, newest_complete, verify_checkpoint
@@ -68,15 +69,13 @@ def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | N
     ``train.target_depth`` is asked for as it stands, mor asks for the sum of its capacities, methods that never halt
     for K; ouro names no depth: ``None``.
     """
-    if config is None or config.method == "ouro":
+    if config is None:
         return None
-    if config.method == "mor":
-        return float(sum(config.capacities or ()))
-    if recipe.train.target_depth is not None:
+    method = method_class(config.method)
+    if method.has_ponder_term and recipe.train.target_depth is not None:
         return recipe.train.target_depth
     objective = objective_at(recipe.train, recipe.train.steps - 1)
-    asks = config.method == "adaponder" and objective.ponder_weight > 0
-    return config.iterations - (objective.ponder_fraction * config.gates() if asks else 0.0)
+    return method.requested_depth(config, objective.ponder_fraction if objective.ponder_weight > 0 else 0.0)
 
 
 def examine(runs: Sequence[Run], *, out: Path, data: Path = Path("data"), device: str = "cpu") -> list[Record]:
