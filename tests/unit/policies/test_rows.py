@@ -1,0 +1,307 @@
+"""Rows of one call may stand at different iterations: each is answered as if it were alone, and nobody waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import support
+from adaponder import AdaPonderError
+from adaponder.policies import (
+    Change,
+    Divergence,
+    Entropy,
+    ExitThreshold,
+    FixedDepth,
+    ForcedDepths,
+    Geometric,
+    LearnedGate,
+    Policy,
+    PolicyInput,
+    Random,
+    Ranked,
+    RouterThreshold,
+    Shares,
+    Uniform,
+    as_int64,
+    base,
+)
+from adaponder.policies.random import unit_hash
+from adaponder.policies.values import at
+
+GATES, WIDTH, WORDS, SEQUENCES, SLOTS = 3, 8, 13, 4, 6
+PolicyLike = Callable[[PolicyInput], Tensor]
+EVERY_SEED = st.integers(-(2**63), 2**63 - 1)
+
+
+def row_policies(device: str = "cpu") -> dict[str, Policy]:
+    """Every built-in rule that decides row by row; those that take one number or one per gate, in both ways."""
+    depths = torch.arange(SEQUENCES * SLOTS, device=device).view(SEQUENCES, SLOTS) % (GATES + 1) + 1
+    several = {"small": (0.2, 0.7, 0.4), "entropy": (1.0, 1.4, 1.2)}
+    policies = [
+        LearnedGate(0.4),
+        LearnedGate(several["small"]),
+        RouterThreshold(),
+        ExitThreshold(0.6),
+        FixedDepth(2),
+        ForcedDepths(depths),
+        Random(0.5),
+        Entropy(1.2),
+        Entropy(several["entropy"]),
+        Divergence(0.3),
+        Divergence(several["small"]),
+        Change(1.2),
+        Change((math.inf, 1.4, 1.2)),
+        Uniform(several["small"], keep=0.5),
+        Geometric(several["small"], rate=0.5),
+        Shares(several["small"], shares=(0.9, 0.5, 0.1)),
+    ]
+    return {f"{i}-{type(policy).__name__}": policy for i, policy in enumerate(policies)}
+
+
+NAMES = list(row_policies())
+
+
+def mixed_rows(count: int, *, seed: int, dtype: torch.dtype = torch.float64) -> PolicyInput:
+    """Rows at all iterations and of many seeds; what stood before iteration 0 is NaN, which nobody may look at."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (count,), generator=generator)
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    iteration, table = whole(0, GATES), real(WORDS, WIDTH)
+    return PolicyInput(
+        iteration=iteration,
+        gate=torch.rand(count, generator=generator),
+        hidden=real(count, WIDTH),
+        position=whole(0, 1 << 20),
+        seed=whole(-(2**63), 2**63 - 1),
+        sequence=whole(0, SEQUENCES),
+        slot=whole(0, SLOTS),
+        active=whole(0, 2).bool(),
+        head=lambda hidden: torch.nn.functional.linear(hidden, table),
+        previous=real(count, WIDTH).masked_fill(iteration[:, None] == 0, math.nan),
+    )
+
+
+def alone(rows: PolicyInput, row: int) -> PolicyInput:
+    """One row as it would be asked about in a batch of its own."""
+    tensors = {name: value[row : row + 1] for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    if not int(rows.iteration[row]):
+        tensors["previous"] = None
+    return PolicyInput(**tensors, head=rows.head)
+
+
+def measured(policy: Policy, row: PolicyInput) -> float:
+    """Entropy in nats, KL in nats or relative change of one row, in Python."""
+    log_p = torch.log_softmax(row.logits[0], 0).tolist()
+    if isinstance(policy, Entropy):
+        return -sum(math.exp(p) * p for p in log_p)
+    if row.previous is None:
+        return math.inf
+    if isinstance(policy, Divergence):
+        log_q = torch.log_softmax(row.head(row.previous)[0], 0).tolist()
+        return sum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
+    hidden, before = row.hidden[0].tolist(), row.previous[0].tolist()
+    return math.dist(hidden, before) / math.hypot(*before)
+
+
+def hash_by_hand(position: int, seed: int, iteration: int) -> float:
+    """The hash with Python's own whole numbers, which have no largest one."""
+    mask = (1 << 64) - 1
+    x = position + (seed * 0x9E3779B9 + iteration * 0x85EBCA6B) % (1 << 62)
+    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+        x = ((x ^ (x >> 30)) * factor) & mask
+    return ((x ^ (x >> 31)) & ((1 << 24) - 1)) / (1 << 24)
+
+
+def by_hand(policy: Policy, row: PolicyInput) -> bool:
+    """What the rule says about one row, with Python's numbers and its lists."""
+    iteration, gate = int(row.iteration), float(row.gate.float())
+
+    def number(value: float | tuple[float, ...]) -> float:
+        return value[iteration] if isinstance(value, tuple) else value
+
+    match policy:
+        case LearnedGate(tau=tau):
+            return gate >= number(tau)
+        case Uniform() | Geometric() | Shares():
+            return gate >= policy.thresholds[iteration]
+        case RouterThreshold():
+            return gate > 0.5
+        case ExitThreshold(q=q):
+            return 1.0 - gate < q
+        case FixedDepth(depth=depth):
+            return iteration + 1 < depth
+        case ForcedDepths(depths=depths):
+            return iteration + 1 < depths[int(row.sequence)][int(row.slot)]
+        case Random(keep=keep):
+            return hash_by_hand(int(row.position), int(row.seed), iteration) < keep
+        case Entropy() | Divergence() | Change():
+            return measured(policy, row) >= number(policy.threshold)
+    raise AssertionError(f"no rule by hand for {policy}")
+
+
+def test_the_list_of_row_policies_is_complete():
+    listed = {type(policy) for policy in row_policies().values()}
+    built_in = {kind for kind in base.registered_policies() if kind.__module__.startswith("adaponder.")}
+    assert {kind for kind in built_in if kind.row_by_row} | {ForcedDepths} == listed
+    assert {kind for kind in built_in if not kind.row_by_row} == {Ranked}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 10_000))
+def test_rows_at_different_iterations_and_seeds_are_each_answered_as_if_alone(name, seed):
+    policy, rows = row_policies()[name], mixed_rows(24, seed=seed)
+    keep = policy(rows)
+    assert keep.dtype == torch.bool
+    singles = [alone(rows, row) for row in range(24)]
+    assert keep.tolist() == [policy(single).item() for single in singles]
+    assert keep.tolist() == [by_hand(policy, single) for single in singles]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rule_tells_rows_apart(name):
+    """The comparison above would say nothing of a rule that answers alike whatever it is asked."""
+    policy, rows = row_policies()[name], mixed_rows(200, seed=0)
+    for iteration in range(GATES):
+        answers = policy(rows)[rows.iteration == iteration]
+        always = isinstance(policy, (FixedDepth, Change, Divergence))
+        assert always or answers.unique().numel() == 2
+    assert policy(rows).unique().numel() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5), data=st.data())
+def test_a_number_per_gate_is_rounded_as_one_number_for_all_gates_is(dtype, values, data):
+    """A signal that equals the threshold as rounded to its precision is not below it."""
+    i = data.draw(st.integers(0, len(values) - 1))
+    signal, iteration = torch.tensor([values[i]], dtype=dtype), torch.tensor([i])
+    for neighbour in (signal, signal.nextafter(torch.tensor(-math.inf)), signal.nextafter(torch.tensor(math.inf))):
+        one, several = (at(value, iteration, dtype) for value in (values[i], values))
+        assert torch.equal(neighbour >= one, neighbour >= several)
+
+
+def test_an_iteration_without_a_number_keeps_nothing():
+    number = at((0.1, 0.2), torch.tensor([0, 1, 2, -1]), torch.float64)
+    assert (torch.tensor(math.inf) >= number).tolist() == [True, True, False, False]
+
+
+# --- the hash -----------------------------------------------------------------------------------------------------
+
+
+@given(position=st.integers(0, 2**31), seed=EVERY_SEED, iteration=st.integers(0, 100))
+@example(position=0, seed=-(2**63), iteration=0)
+@example(position=2**31, seed=2**63 - 1, iteration=100)
+@example(position=5, seed=-1, iteration=3)
+def test_the_hash_of_wrapping_numbers_is_that_of_whole_numbers(position, seed, iteration):
+    found = unit_hash(torch.tensor([position]), torch.tensor([seed]), torch.tensor([iteration]))
+    assert found.item() == hash_by_hand(position, seed, iteration)
+
+
+@given(seed=st.integers(-(2**200), 2**200))
+@example(seed=2**63)
+@example(seed=-(2**63) - 1)
+def test_a_seed_beyond_int64_wraps_around_to_one_of_the_same_hash(seed):
+    wrapped = as_int64(seed)
+    assert torch.iinfo(torch.int64).min <= wrapped <= torch.iinfo(torch.int64).max
+    assert (wrapped - seed) % 2**64 == 0
+    assert hash_by_hand(7, wrapped, 2) == hash_by_hand(7, seed, 2)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 2**64 + 3, -(2**70)])
+def test_a_model_takes_any_whole_number_as_a_seed(seed):
+    ids = support.ids(2, 9)
+    depth = support.tiny(iterations=3)(ids, policy=Random(0.5), seed=seed).depth
+    by_hand = [[hash_by_hand(position, seed, i) < 0.5 for i in range(2)] for position in range(9)]
+    expected = [1 + first + (first and second) for first, second in by_hand]
+    assert depth.tolist() == [expected, expected]
+
+
+# --- nothing waits for the device ---------------------------------------------------------------------------------
+
+
+class OnDevice(TorchDispatchMode):
+    """Fails where an operation reads or makes a tensor that is not on the device: it would be copied there."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [value for value in (*args, result) if isinstance(value, Tensor)]
+        assert all(tensor.device.type == self.device for tensor in tensors), f"{func} touches the host"
+        return result
+
+
+def on_device(rows: PolicyInput, device: str) -> PolicyInput:
+    """Fake rows on a device that need not be there: shapes and types alone, so that looking at a value is an error."""
+    tensors = {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    fakes = {name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in tensors.items()}
+    table = torch.empty(WORDS, WIDTH, dtype=rows.hidden.dtype, device=device)
+    return PolicyInput(**fakes, head=lambda hidden: torch.nn.functional.linear(hidden, table))
+
+
+def run_fake(make: Callable[[], PolicyLike], *, previous: bool = True, device: str = "cuda") -> Tensor:
+    """The policy's answer about fake rows; fails where it looks at a value or touches the host's memory."""
+    rows = mixed_rows(2000, seed=0, dtype=torch.float32)
+    with FakeTensorMode():
+        policy, rows = make(), on_device(rows, device)
+        if not previous:
+            rows = dataclasses.replace(rows, previous=None)
+        with OnDevice(device):
+            return policy(rows)
+
+
+@pytest.mark.parametrize("previous", [True, False], ids=["later", "first"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rule_looks_at_a_value_or_copies_one_from_the_host(name, previous):
+    # Indexing a fake tensor of a GPU needs a torch that was built for one.
+    device = "cpu" if "ForcedDepths" in name else "cuda"
+    keep = run_fake(lambda: row_policies(device)[name], previous=previous, device=device)
+    assert (keep.shape, keep.dtype, keep.device.type) == ((2000,), torch.bool, device)
+
+
+def branches(rows: PolicyInput) -> Tensor:
+    return rows.gate > 0.5 if bool((rows.iteration == 0).all()) else rows.active
+
+
+def copies(rows: PolicyInput) -> Tensor:
+    return rows.gate >= torch.tensor(0.4, device=rows.gate.device)
+
+
+@pytest.mark.parametrize(("rule", "error"), [(branches, DataDependentOutputException), (copies, AssertionError)])
+def test_a_rule_that_waits_or_copies_is_found_out(rule, error):
+    with pytest.raises(error):
+        run_fake(lambda: rule)
+
+
+# --- choices over a whole sequence --------------------------------------------------------------------------------
+
+
+def test_ranking_a_sequence_says_by_name_that_it_is_no_choice_row_by_row():
+    policy = Ranked(Uniform(keep=0.5))
+    assert not policy.row_by_row
+    with pytest.raises(AdaPonderError, match=r"policy=Ranked\(.*Ranked ranks a whole sequence.*row by row"):
+        policy(mixed_rows(3, seed=0))
+
+
+def test_ranking_chooses_the_highest_gates_of_active_tokens_and_the_first_of_equals():
+    gate = torch.tensor([[0.9, 0.3, 0.3, 0.3, 0.8, 0.1], [0.5, 0.6, 0.7, 0.9, 0.9, 0.9]])
+    active = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
+    keep = Ranked(Shares(shares=(0.5, 1.0))).choose(gate, active, torch.tensor([6, 3]), 0)
+    assert keep.long().tolist() == [[0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0]]
+    assert torch.equal(Ranked(Shares(shares=(0.5, 1.0))).choose(gate, active, torch.tensor([6, 3]), 1), active)

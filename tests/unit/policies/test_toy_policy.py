@@ -1,0 +1,171 @@
+"""A policy is one file: a toy in the tests is read with, generated with, evaluated by its word, metered and stored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import lab_support
+import support
+from adaponder import AdaPonderError, LearnedGate, Policy, PolicyInput, cli
+from adaponder.evaluation.lab.profiles import policy_of, store
+from adaponder.evaluation.meter import Meter
+from adaponder.policies import Ranked, Schedule, parse_policy, spec_of
+from toy_policy import TopProbability
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return support.tiny(iterations=K, dtype=torch.float32)
+
+
+def depths_by_hand(logits: Tensor, bound: float) -> Tensor:
+    """From logits ``[K, batch, time, words]`` after each iteration."""
+    keep = torch.softmax(logits[:-1], -1).amax(-1) < bound
+    return 1 + keep.long().cumprod(0).sum(0)
+
+
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_the_toy_decides_depths_in_a_forward(model, execution):
+    output = model(support.ids(3, 12), policy=TopProbability(0.2), execution=execution, output_iteration_logits=True)
+    assert output.depth.unique().numel() > 2
+    assert torch.equal(output.depth, depths_by_hand(output.iteration_logits, 0.2))
+
+
+def test_the_toy_decides_depths_in_generation(model):
+    generated = model.generate(
+        support.ids(2, 4),
+        policy=TopProbability(0.2),
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    full = model(generated.sequences[:, :-1], policy=TopProbability(0.2))
+    assert full.depth.unique().numel() > 1
+    assert torch.equal(generated.past_key_values.depth, full.depth)
+
+
+def test_the_toy_is_metered_for_the_logits_it_decides_by(model):
+    depth = model(support.ids(3, 12), policy=TopProbability(0.2)).depth
+    spent = {}
+    for policy in (LearnedGate(), TopProbability(0.5)):
+        meter = Meter(model.config, dtype=torch.float32, device=torch.device("cpu"))
+        meter.add(depth, policy=policy)
+        spent[type(policy)] = meter.cost.gates
+    decisions = sum(int((depth > i).sum()) for i in range(K - 1))
+    head = 2 * support.VOCABULARY * model.config.hidden_size
+    assert spent[TopProbability] - spent[LearnedGate] == decisions * head
+
+
+def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
+    folder = lab_support.saved(tmp_path / "model", lab_support.opinionated())
+    text = lab_support.written(tmp_path / "text.jsonl", documents=4)
+
+    def evaluated(*options: object) -> dict:
+        record = tmp_path / "eval.json"
+        arguments = ["eval", folder, "--data", text, "--window", "16", "--json", record, *options]
+        result = CliRunner().invoke(cli.app, list(map(str, arguments)), env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        (row,) = json.loads(record.read_text())["rows"]
+        return row
+
+    shallow, deep = (evaluated("--policy", f"top:{bound}")["cost"]["iterations"] for bound in (0.1, 0.2))
+    assert 1.0 < shallow < deep < K
+    store(folder, "sure", {"policy": "top:0.2"})
+    assert policy_of(folder, "sure") == TopProbability(0.2)
+    assert evaluated("--profile", "sure")["cost"]["iterations"] == deep
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def test_the_toys_line_and_the_toy_are_each_other_and_the_list_of_words_names_it():
+    assert parse_policy("top:0.25") == TopProbability(0.25)
+    assert spec_of(TopProbability(0.25)) == "top:0.25"
+    with pytest.raises(AdaPonderError, match=r"name one of .*\btop\b"):
+        parse_policy("fast:1")
+    with pytest.raises(AdaPonderError, match="top: takes one value, 2 were given"):
+        parse_policy("top:0.1,0.2")
+
+
+def test_a_policy_without_a_word_of_its_own_is_not_written_as_its_parent():
+    class Stricter(TopProbability):
+        """Decides otherwise, and has inherited the word."""
+
+    with pytest.raises(AdaPonderError, match="one line of text"):
+        spec_of(Stricter(0.5))
+    assert type(parse_policy("top:0.5")) is TopProbability
+
+
+@pytest.mark.parametrize("word", ["gate", "top", "a:b", "a@b", "a,b"])
+def test_a_word_that_is_taken_or_cannot_be_read_is_refused_and_named(word):
+    def define() -> None:
+        type("Another", (TopProbability,), {"word": word})
+
+    with pytest.raises(AdaPonderError, match=rf"Another\.word='{word}'"):
+        define()
+    assert parse_policy("gate:0.5") == LearnedGate(0.5)
+
+
+def test_a_class_defined_again_takes_its_own_place(monkeypatch):
+    monkeypatch.setattr("adaponder.policies.base._BY_WORD", {})
+    bodies = {"word": "again", "__module__": "notebook", "__qualname__": "Again"}
+    first, second = (type("Again", (TopProbability,), dict(bodies)) for _ in range(2))
+    assert first is not second
+    assert type(parse_policy("again:0.5")) is second
+
+
+def test_a_schedule_of_ones_own_is_ranked_by_its_word(monkeypatch, model):
+    monkeypatch.setattr("adaponder.policies.base._BY_WORD", {"ranked": Ranked})
+
+    @dataclass(frozen=True)
+    class Halving(Schedule):
+        """After the first iteration ``start`` of the tokens read on, after each later one half as many."""
+
+        start: float = 1.0
+        word: ClassVar[str] = "halving"
+        value_field: ClassVar[str] = "start"
+
+        def share(self, iteration: int) -> float:
+            return self.start / 2**iteration
+
+    policy = parse_policy("ranked-halving:0.5")
+    assert policy == Ranked(Halving(start=0.5))
+    assert spec_of(policy) == "ranked-halving:0.5"
+    assert parse_policy("halving:0.5@0.1,0.2,0.3") == Halving((0.1, 0.2, 0.3), start=0.5)
+    depth = model(support.ids(2, 16), policy=policy).depth
+    assert [(depth > i + 1).sum(1).tolist() for i in range(K - 1)] == [[8, 8], [4, 4], [2, 2]]
+
+
+# --- what a policy may be asked before it decides -----------------------------------------------------------------
+
+
+class Watched(Policy):
+    """Everybody reads on; remembers which batches it was asked about."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int]] = []
+
+    def check_batch(self, sequences: int, slots: int) -> None:
+        self.batches.append((sequences, slots))
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        assert self.batches, "asked to decide before it was told of the batch"
+        return torch.ones_like(rows.active)
+
+
+def test_a_policy_is_told_of_the_batch_with_padding_and_cached_tokens_counted(model):
+    policy, ids = Watched(), support.ids(3, 12)
+    mask = torch.ones_like(ids)
+    mask[:, :4] = 0
+    ledger = model(ids[:, :8], attention_mask=mask[:, :8], policy=policy, use_cache=True).past_key_values
+    model(ids[:, 8:], attention_mask=mask, policy=policy, past_key_values=ledger)
+    assert policy.batches == [(3, 8), (3, 12)]
