@@ -67,14 +67,11 @@ def register_method(name: str, method: type, *, embedding_scale: Scale = "sqrt(d
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"register_method({shown(name)}, …): a name of letters, digits and _ is needed")
     base = importlib.import_module("adaponder.methods.base").Method
+    call = f"register_method({name!r}, {shown(method)})"
     if not (isinstance(method, type) and issubclass(method, base)):
-        raise ConfigError(
-            f"register_method({name!r}, {shown(method)}): a subclass of adaponder.methods.Method is needed"
-        )
+        raise ConfigError(f"{call}: a subclass of adaponder.methods.Method is needed")
     if name in _FAMILY and method_class(name) is not method:
-        raise ConfigError(
-            f"register_method({name!r}, …): {method_class(name).__qualname__} has that name: choose another"
-        )
+        raise ConfigError(f"{call}: {method_class(name).__qualname__} has that name; choose another")
     _FAMILY[name] = _Entry(method, embedding_scale)
 
 

@@ -272,7 +272,7 @@ def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.
 
     Nothing is compiled for the search itself; the compiled variant is looked for around what the eager one found.
     """
-    eager = training_bench.Variant("adaponder", compile=False, checkpointing=True)
+    eager = training_bench.Variant(METHOD, compile=False, checkpointing=True)
     settings: dict[str, Any] = {"start": start, "device": device, "tried": _say_fit}
     best = None
     for variant in (training_bench.Variant(PLAIN, compile=False), eager):

@@ -22,6 +22,7 @@ from adaponder.files import replacing_folder
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
+from adaponder.registry import DEFAULT_METHOD
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,7 +60,7 @@ def convert(
     source: str,
     out: str | Path,
     *,
-    method: str = "adaponder",
+    method: str = DEFAULT_METHOD,
     text: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
@@ -115,8 +116,6 @@ def _to_family(
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
         raise InputError(f"--method {method}: {opened.folder} is that already")
     settings = opened.recurrence | recurrence | {"method": method}
-    if method == "vanilla":
-        settings["iterations"] = 1
     stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
     if opened.kind == "stock":
         settings.setdefault("embedding_scale", 1.0)

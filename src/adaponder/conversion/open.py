@@ -26,6 +26,7 @@ from adaponder.devices import as_device, as_dtype
 from adaponder.errors import CheckpointError
 from adaponder.files import checksums_wanted, read_json
 from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.registry import PLAIN_METHOD
 
 _PONDERLM_FLAGS = ("ponderinglm", "pondering_steps", "scale_embeds", "mutiply_pondering_steps")
 # PonderLM's release carries a projection that no forward uses.
@@ -101,7 +102,9 @@ def describe(name: str, *, revision: str | None = None, verify: bool | None = No
             return AdaPonderConfig.from_pretrained(folder)
     config = _stock_config(folder)
     recurrence = (
-        _ponderlm_recurrence(raw, config) if raw.get("ponderinglm") else {"method": "vanilla", "embedding_scale": 1.0}
+        _ponderlm_recurrence(raw, config)
+        if raw.get("ponderinglm")
+        else {"method": PLAIN_METHOD, "embedding_scale": 1.0}
     )
     return AdaPonderConfig(backbone_config=config, **recurrence)
 
@@ -113,7 +116,7 @@ def _stock_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
     with in_our_words(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        AdaPonderConfig(backbone_config=config, method="vanilla", embedding_scale=1.0)
+        AdaPonderConfig(backbone_config=config, method=PLAIN_METHOD, embedding_scale=1.0)
     return config
 
 
@@ -138,7 +141,7 @@ def load(
     opened = open_checkpoint(name, revision=revision, dtype=dtype)
     model = opened.model
     if not is_ours(model):
-        model = AdaPonderForCausalLM.from_backbone(model, **({"method": "vanilla"} | opened.recurrence))
+        model = AdaPonderForCausalLM.from_backbone(model, **({"method": PLAIN_METHOD} | opened.recurrence))
     nn.Module.to(model, target)
     return model.eval(), opened.folder
 

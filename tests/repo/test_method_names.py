@@ -1,0 +1,139 @@
+"""Methods own their facts: nobody outside ``methods/`` and the registry asks which method a model has."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaponder.registry import _FAMILY, method_names
+
+SOURCE = Path(__file__).parents[2] / "src" / "adaponder"
+# Also the name of the package, of the command and of the model type: a method only where a method is spoken of.
+SHARED = "adaponder"
+MODULES = {str(entry.where).partition(":")[0] for entry in _FAMILY.values()}
+
+# Who may name a method all the same, and why: (file, what it names).
+ALLOWED = {
+    ("bench/depths.py", "adaponder"): "what a benchmark compares is its own choice",
+    ("bench/training.py", "ponder"): "what a benchmark compares is its own choice",
+    ("bench/models.py", "ponder"): "the method that computes what benchmarks/plain.py computes",
+    ("conversion/open.py", "ponder"): "what PonderLM's released checkpoints are",
+    ("conversion/checks.py", "adaponder"): "which methods equal PonderLM at full depth",
+    ("conversion/checks.py", "ponder"): "which methods equal PonderLM at full depth",
+    ("conversion/checks.py", "adaponder.methods.adaponder"): "its gates are opened to equal PonderLM",
+    ("conversion/convert.py", "adaponder.methods.adaponder"): "tells how far gates are open in the beginning",
+    ("training/finished.py", "adaponder"): "records from before they named the embedding scale: only these scaled",
+    ("training/finished.py", "ponder"): "records from before they named the embedding scale: only these scaled",
+    ("training/finished.py", "loop"): "records from before they named the embedding scale: only these scaled",
+    ("training/telemetry.py", "ponder"): "a term of the loss has that name too",
+}
+
+
+def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of every method that a module's code names: as text, or by importing its class."""
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    about_a_method = {id(part) for node in ast.walk(tree) for part in _spoken_of(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            yield node.lineno, node.module
+        named = isinstance(node, ast.Constant) and node.value in method_names() and id(node) not in documented
+        if named and (node.value != SHARED or id(node) in about_a_method):
+            yield node.lineno, node.value
+
+
+def _spoken_of(node: ast.AST) -> Iterator[ast.AST]:
+    """The values that a node compares with, or gives to, something called ``method``."""
+    pairs: list[tuple[ast.AST | None, ast.AST | None]] = []
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        pairs = [(a, b) for a in sides for b in sides if a is not b]
+    elif isinstance(node, ast.Dict):
+        pairs = list(zip(node.keys, node.values, strict=True))
+        if any(isinstance(key, ast.Constant) and key.value in set(method_names()) - {SHARED} for key in node.keys):
+            yield from (key for key in node.keys if key is not None)
+    elif isinstance(node, ast.Assign):
+        pairs = [(target, node.value) for target in node.targets]
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, ast.keyword):
+        pairs = [(ast.Name(node.arg or ""), node.value)]
+    elif isinstance(node, ast.arguments):
+        positional = [*node.posonlyargs, *node.args]
+        pairs = list(zip(map(_name, positional[len(positional) - len(node.defaults) :]), node.defaults, strict=True))
+        pairs += list(zip(map(_name, node.kwonlyargs), node.kw_defaults, strict=True))
+    elif isinstance(node, (ast.Call, ast.Subscript)):
+        inside = node.args if isinstance(node, ast.Call) else [node.value, node.slice]
+        pairs = [(a, b) for a in inside for b in inside if a is not b]
+        if isinstance(node, ast.Call) and _called_method(node.func):
+            yield from node.args
+    for subject, value in pairs:
+        if value is not None and subject is not None and _called_method(subject):
+            yield from ast.walk(value)
+
+
+def _name(argument: ast.arg) -> ast.Name:
+    return ast.Name(argument.arg)
+
+
+def _called_method(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+        node = node.slice
+    word = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "value", None)
+    return isinstance(word, str) and "method" in word.lower()
+
+
+def named_outside() -> dict[tuple[str, str], int]:
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = path.relative_to(SOURCE).as_posix()
+        if where != "registry.py" and not where.startswith("methods/"):
+            for line, name in names_in(ast.parse(path.read_text())):
+                found[where, name] = line
+    return found
+
+
+def test_no_method_is_named_outside_its_file():
+    wrong = [
+        f"{where}:{line} names {name}"
+        for (where, name), line in named_outside().items()
+        if (where, name) not in ALLOWED
+    ]
+    assert not wrong, "ask the method's class for the fact instead (methods/facts.py):\n" + "\n".join(wrong)
+
+
+def test_every_exception_is_still_needed():
+    assert not set(ALLOWED) - set(named_outside())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if config.method == 'ouro': pass",
+        "halts = model.config.method in ('adaponder', 'x')",
+        "x = 'adaponder' if 'adaponder' != self.method else 0",
+        "MEANING = {'mor': 1}",
+        "MEANING = {'adaponder': 1, 'mor': 2}",
+        "f(method='adaponder')",
+        "def f(*, method='adaponder'): pass",
+        "def f(x, method: str = 'adaponder'): pass",
+        "METHOD = 'adaponder'",
+        "method: str = 'adaponder'",
+        "x = raw.get('method', 'adaponder')",
+        "x = {'method': 'adaponder'}",
+        "x = recipe['model']['method'] == 'adaponder'",
+        "method_class('adaponder')",
+        "from adaponder.methods.mor import MixtureOfRecursions",
+        "match method:\n  case 'pause': pass",
+    ],
+)
+def test_a_method_named_in_any_way_is_found(code):
+    assert list(names_in(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["'''ouro'''", "model_type = 'adaponder'", "files('adaponder')", "kind == 'adaponder'", "x = 'a loop over rows'"],
+)
+def test_what_is_no_method_is_not_taken_for_one(code):
+    assert not list(names_in(ast.parse(code)))

@@ -1,0 +1,77 @@
+"""A method is known by its name before its class is imported, and one's own is registered in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from adaponder import registry
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError
+from adaponder.methods import Method, build_method, method_class, method_names, register_method
+from adaponder.methods.loop import Loop
+from adaponder.methods.ponder import Ponder
+from adaponder.registry import DEFAULT_METHOD, PLAIN_METHOD, scale_from_scratch
+from support import HALTING, METHODS, stock
+
+
+@pytest.fixture
+def family(monkeypatch):
+    """Whatever a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "_FAMILY", dict(registry._FAMILY))
+
+
+def test_the_family_is_known_without_torch():
+    code = (
+        "import sys; from adaponder.registry import method_names, scale_from_scratch\n"
+        "print(*method_names(), *(scale_from_scratch(name).replace(' ', '') for name in method_names()))\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    scales = ["sqrt(2.5d)" if name == "loop" else "sqrt(d)" for name in METHODS]
+    assert done.stdout.split() == [*METHODS, *scales]
+
+
+def test_every_name_has_its_class():
+    assert method_names() == METHODS
+    assert all(issubclass(method_class(name), Method) for name in METHODS)
+    assert tuple(name for name in METHODS if method_class(name).halts) == HALTING
+    assert len({method_class(name) for name in METHODS}) == len(METHODS)
+    assert DEFAULT_METHOD in METHODS
+    assert method_class(PLAIN_METHOD).fixed_iterations == 1
+
+
+def test_a_method_of_ones_own_is_built_by_its_name(family):
+    class Mine(Ponder):
+        pass
+
+    register_method("mine", Mine, embedding_scale="sqrt(2.5 d)")
+    register_method("mine", Mine)  # once more: a notebook's cell is run twice
+    assert method_names() == (*METHODS, "mine")
+    config = AdaPonderConfig(backbone_config=stock("gpt_neox").config, method="mine", iterations=2)
+    assert type(build_method(config)) is Mine
+    assert scale_from_scratch("mine") == "sqrt(d)"
+
+
+def test_what_cannot_be_registered_is_refused_with_the_cure(family):
+    for name, method, says in (
+        ("ponder", Loop, "Ponder has that name; choose another"),
+        ("two words", Loop, "a name of letters"),
+        (3, Loop, "a name of letters"),
+        ("mine", int, "a subclass of adaponder.methods.Method"),
+        ("mine", "adaponder.methods.loop:Loop", "a subclass of adaponder.methods.Method"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            register_method(name, method)
+    assert method_names() == METHODS
+
+
+@pytest.mark.parametrize("name", ["adaponde", None, ["ponder"], 3])
+def test_an_unknown_name_is_told_what_there_is(name):
+    for ask in (method_class, scale_from_scratch):
+        with pytest.raises(
+            ConfigError, match=r"^method=.*: choose one of adaponder, ponder, loop, pause, mor"
+        ) as error:
+            ask(name)
+        assert str(error.value).endswith("did you mean adaponder?") == (name == "adaponde")
