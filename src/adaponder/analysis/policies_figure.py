@@ -1,6 +1,6 @@
-"""Who gives out depth best, and what a budget costs: functions of a result's rows, and of nothing else.
+"""Figures of the policy lab, drawn from the entries of ``policies.json`` or ``frontier.json`` alone.
 
-Rows are those of ``policies.json`` or ``frontier.json``, so that every figure can be drawn again without a model.
+An entry is :meth:`adaponder.evaluation.lab.lab.Measurement.as_dict`, so figures can be drawn again without a model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _STAR: dict[str, Any] = {"marker": "*", "markersize": 7.0, "linestyle": "none", 
 
 
 def flat(rows: Sequence[Entry]) -> pd.DataFrame:
-    """One line per row, one plain value per cell: intervals and lists get a column for each of their numbers."""
+    """A table with one line per entry; intervals and lists get a column for each of their numbers."""
     return pd.DataFrame([_flat(row) for row in rows])
 
 
 def _flat(row: Entry) -> dict[str, Any]:
-    found = {key: value for key, value in row.items() if key not in (*_SPREADS, "difference", "active")}
+    cells = {key: value for key, value in row.items() if key not in (*_SPREADS, "difference", "active")}
     for name in _SPREADS:
         low, high = row[name] or (None, None)
         kind = name.removesuffix("_interval")
-        found |= {f"{kind}_low": low, f"{kind}_high": high}
+        cells |= {f"{kind}_low": low, f"{kind}_high": high}
     gap = row["difference"] or {"mean": None, "interval": None}
     low, high = gap["interval"] or (None, None)
-    found |= {"difference": gap["mean"], "difference_low": low, "difference_high": high}
-    return found | {f"active_{i}": share for i, share in enumerate(row["active"], 1)}
+    cells |= {"difference": gap["mean"], "difference_low": low, "difference_high": high}
+    return cells | {f"active_{i}": share for i, share in enumerate(row["active"], 1)}
 
 
 def loss_against_compute(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
@@ -77,12 +77,12 @@ def loss_against_compute(rows: Sequence[Entry], *, dark: bool = False) -> Figure
 
 
 def _kind(policy: str) -> str:
-    """The rule, whichever way its shares are kept: both ways have one panel."""
+    """The name of the rule without how its shares are kept; both ways share a panel."""
     return policy.removesuffix(", ranked").removesuffix(", thresholds")
 
 
 def _draw_rule(axis: Axes, kind: str, rows: Sequence[Entry], field: str, theme: Theme) -> None:
-    """One panel: the rule in question, the learned gate, and behind them the others."""
+    """Draws one panel: the rule ``kind``, the learned gate, and the others faintly."""
     faint: dict[str, Any] = {"color": theme.muted, "alpha": 0.3, "linewidth": 0.7, "marker": ".", "markersize": 3.0}
     learned: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "zorder": 3}
     for name in dict.fromkeys(row["policy"] for row in rows):
@@ -96,17 +96,17 @@ def _draw_rule(axis: Axes, kind: str, rows: Sequence[Entry], field: str, theme: 
 
 
 def _look(causal: bool, theme: Theme) -> dict[str, Any]:
-    """One colour for what can generate and one for what looks ahead, the latter hollow too."""
+    """Line style of a policy: one colour for causal ones, another and hollow markers for those that look ahead."""
     if causal:
         return {"color": PALETTE[0], "marker": "s", "linestyle": "-", "zorder": 4}
     return {"color": PALETTE[2], "marker": "D", "markerfacecolor": theme.paper, "linestyle": ":", "zorder": 5}
 
 
 def _only(panels: Sequence[Axes], count: int, columns: int) -> None:
-    """Hides the panels beyond ``count``; the one above a hidden one has the numbers of its axis."""
-    for place, axis in enumerate(panels):
-        axis.set_visible(place < count)
-        axis.tick_params(labelbottom=place + columns >= count)
+    """Hides the panels beyond ``count`` and labels the x axis of the lowest visible ones."""
+    for index, axis in enumerate(panels):
+        axis.set_visible(index < count)
+        axis.tick_params(labelbottom=index + columns >= count)
 
 
 def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
 
 
 def _margin(values: Sequence[float], share: float) -> tuple[float, float]:
-    """From the lowest to the highest, and a share of that more on both sides."""
+    """Limits of an axis: the range of ``values``, widened by ``share`` of it on both sides."""
     low, high = min(values), max(values)
     more = share * (high - low) or 0.01 * abs(high) or 1e-3
     return low - more, high + more
@@ -126,7 +126,7 @@ def _margin(values: Sequence[float], share: float) -> tuple[float, float]:
 def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
     """Each policy's loss minus the learned gate's at one budget, with the interval of the paired difference.
 
-    What lies far outside the others (the oracle does) is an arrow at the edge; every number stands beside its line.
+    Values far outside the others (the oracle's) are arrows at the edge; numbers are printed beside the lines.
     """
     with house(dark=dark) as theme:
         here = [row for row in rows if row["budget"] == budget]
@@ -138,13 +138,13 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
         axis.set_xlim(low, high)
         axis.set_ylim(len(shown) - 0.4, -0.6)
         axis.axvline(0.0, color=theme.ink, linewidth=0.8)
-        for place, row in enumerate(shown):
+        for height, row in enumerate(shown):
             note = f"cannot: {row['missed']}" if row["loss"] is None else _numbers(row)
             axis.annotate(
-                note, (1.01, place), xycoords=("axes fraction", "data"), fontsize=6.5, va="center", color=theme.muted
+                note, (1.01, height), xycoords=("axes fraction", "data"), fontsize=6.5, va="center", color=theme.muted
             )
             if row["loss"] is not None:
-                _mark(axis, row, place, low, high, theme)
+                _mark(axis, row, height, low, high, theme)
         axis.set_yticks(range(len(shown)), [row["policy"] for row in shown])
         axis.grid(axis="y", visible=False)
         axis.set_xlabel(f"loss minus the learned gate's (nats per token; {_promise(shown, low, high)})")
@@ -154,7 +154,7 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
 
 
 def _promise(rows: Sequence[Entry], low: float, high: float) -> str:
-    """What lines and arrows mean, of those that are drawn."""
+    """Explains the lines and arrows that are drawn."""
     gaps = [row["difference"] for row in rows if row["difference"] is not None]
     lines = any(gap["interval"] is not None for gap in gaps)
     words = "line: 95 % of the paired difference" if lines else "too few documents or windows for a 95 % interval"
@@ -173,20 +173,21 @@ def _numbers(row: Entry) -> str:
     return f"{row['difference']['mean']:+.4f}  depth {row['depth']:.2f}{off}"
 
 
-def _mark(axis: Axes, row: Entry, place: int, low: float, high: float, theme: Theme) -> None:
+def _mark(axis: Axes, row: Entry, height: int, low: float, high: float, theme: Theme) -> None:
+    """Draws one difference with its interval, or an arrow where it lies outside the axis."""
     gap = row["difference"]
     look = _look(row["causal"], theme)
     inside = min(max(gap["mean"], low), high)
     if gap["interval"] is not None and inside == gap["mean"]:
-        axis.plot(gap["interval"], [place, place], color=look["color"], linewidth=1.2, linestyle="-", marker="none")
+        axis.plot(gap["interval"], [height, height], color=look["color"], linewidth=1.2, linestyle="-", marker="none")
     look |= {"linestyle": "none", "clip_on": False, "zorder": 5}
     if inside != gap["mean"]:
         look |= {"marker": "<" if inside == low else ">"}
-    axis.plot([inside], [place], **look)
+    axis.plot([inside], [height], **look)
 
 
 def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
-    """Share of tokens that each policy reads at iteration 1 … K, one small panel each."""
+    """Share of tokens active at iteration 1 … K, one small panel for each policy."""
     with house(dark=dark):
         shown = [row for row in rows if row["budget"] == budget and row["active"]]
         columns = min(5, len(shown))
@@ -200,7 +201,7 @@ def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False
             # One colour: those of the depth ramp are depths of tokens, and here are iterations.
             drawn = axis.bar(iterations, active, color=PALETTE[0], width=0.75)
             axis.bar_label(drawn, [f"{share:.2f}".removeprefix("0") for share in active], fontsize=5.5, padding=1)
-            # A long name takes two lines rather than its neighbour's place.
+            # A long name takes two lines, so that it does not run into its neighbour.
             name = row["policy"].replace(", ", ",\n", 1)
             axis.set_title(name if row["causal"] else f"{name} †", fontsize=7.0)
             axis.set_ylim(0.0, 1.18)
@@ -215,7 +216,7 @@ def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False
 
 
 def frontier(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
-    """Held-out loss against mean iterations: budgets met by thresholds, beside every token read equally often."""
+    """Held-out loss against mean iterations: budgets met by thresholds, and every token at one fixed depth."""
     with house(dark=dark) as theme:
         figure = new_figure(width=COLUMN * 1.5, height=3.0)
         axis = figure.subplots()

@@ -1,4 +1,4 @@
-"""A text read in portions, each kept when it is done, so that an interrupted reading goes on where it was."""
+"""Scores a text in portions that are saved as they finish, so that an interrupted scoring can continue."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from adaponder.evaluation.windows import Windows
 from adaponder.methods.cost import Cost
 from adaponder.modeling.model import AdaPonderForCausalLM
 
-# Batches of a portion: long enough that saving it costs nothing beside reading it.
+# Batches per portion: enough that saving costs little beside scoring.
 BATCHES = 32
 _OPTIONAL = ("gates", "nll_by_iteration", "entropy")
 
 
 def portions(windows: Windows, predictions: int, batch_size: int) -> list[Windows]:
-    """The windows dealt out in turn, so that each portion has at most :data:`BATCHES` batches."""
+    """The windows dealt out alternately, so that each portion has at most :data:`BATCHES` batches."""
     count = max(1, math.ceil(len(windows.starts(predictions)) / (max(1, batch_size) * BATCHES)))
     return [replace(windows, every=count, offset=offset) for offset in range(count)]
 
@@ -39,15 +39,15 @@ def read(
     kept: Kept | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Scores:
-    """Equals ``score(model, text, windows, how=how, detail=True)``; portions that ``kept`` has are not read again."""
+    """Equals ``score(model, text, windows, how=how, detail=True)``; portions that ``kept`` has are not scored again."""
     whole: dict[str, np.ndarray] = {}
     spent: list[Spent] = []
     for part in portions(windows, text.predictions, batch_size):
         chosen = part.scored(text.predictions)
         key = f"{name}, portion {part.offset + 1} of {part.every}"
-        found = None if kept is None else kept.load(key)
-        if found is not None:
-            arrays, cost = found.arrays, _spent(found.facts)
+        saved = None if kept is None else kept.load(key)
+        if saved is not None:
+            arrays, cost = saved.arrays, _spent(saved.facts)
             advance(int(chosen.sum()))
         else:
             scores = score(model, text, part, how=how, batch_size=batch_size, detail=True, advance=advance)
@@ -62,16 +62,18 @@ def read(
 
 
 def _arrays(scores: Scores, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    found = {name: getattr(scores, name) for name in ("nll", "depth", *_OPTIONAL)}
-    return {name: values[chosen] for name, values in found.items() if values is not None}
+    """The arrays of ``scores`` at the chosen predictions."""
+    arrays = {name: getattr(scores, name) for name in ("nll", "depth", *_OPTIONAL)}
+    return {name: values[chosen] for name, values in arrays.items() if values is not None}
 
 
 def _spent(facts: dict) -> Spent:
+    """The inverse of ``dataclasses.asdict``."""
     return Spent(**(facts | {"cost": Cost(**facts["cost"]), "histogram": tuple(facts["histogram"])}))
 
 
 def _together(one: Spent, other: Spent) -> Spent:
-    """What both cost, of the same model read the same way."""
+    """The cost of two portions of one scoring together."""
     assert one.scored is not None  # a scoring says how many predictions it was for
     assert other.scored is not None
     return replace(

@@ -1,4 +1,4 @@
-"""A trace becomes pictures, tables and one page that needs nothing else; drawing again needs no model."""
+"""Writes the report of a trace: figures, tables and one self-contained page. It needs no model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIDEWAYS = '<p class="sideways muted">The figures are wider than this screen: m
 
 @dataclass(frozen=True)
 class Drawn:
-    """One plate as it came out; ``light`` and ``dark`` are SVG."""
+    """A drawn plate; ``light`` and ``dark`` are SVG."""
 
     plate: Plate
     caption: str
@@ -40,7 +40,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and why the rest was not; ``excerpts``: whether tokens are shown in context."""
+    """What was written, and why other figures were not; ``excerpts``: whether tokens are shown in context."""
 
     numbers: Numbers
     drawn: list[Drawn]
@@ -64,7 +64,7 @@ def write_report(
 ) -> Report:
     """Draws every plate that this trace allows (or ``only`` some) into ``out``: figures, tables and the page.
 
-    A figure of an earlier report that this one does not have is removed: beside this page it would be a lie.
+    Figures of an earlier report that this one does not have are removed.
     """
     plates, left_out = choose(trace.about, only)
     for folder in (FIGURES, TABLES):
@@ -82,39 +82,39 @@ def write_report(
 
 
 def _draw(plate: Plate, trace: Trace, out: Path) -> Drawn:
-    found = plate.measure(trace)
+    measured = plate.measure(trace)
     with house() as theme:
-        _, svg = save(plate.draw(found, theme), out / FIGURES / plate.name)
+        _, svg = save(plate.draw(measured, theme), out / FIGURES / plate.name)
     with house(dark=True) as theme:
         dark = io.BytesIO()
-        plate.draw(found, theme).savefig(dark, format="svg", metadata={"Date": None, "Creator": None})
-    table = plate.table(found)
+        plate.draw(measured, theme).savefig(dark, format="svg", metadata={"Date": None, "Creator": None})
+    table = plate.table(measured)
     table.to_csv(out / TABLES / f"{plate.name}.csv", index=False)
-    return Drawn(plate, plate.caption(found), table, svg.read_bytes(), dark.getvalue())
+    return Drawn(plate, plate.caption(measured), table, svg.read_bytes(), dark.getvalue())
 
 
-def facts(trace: Trace, found: Numbers) -> dict[str, str]:
-    """What the table at the top says, by name; also the terminal's."""
+def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
+    """The table at the top of the report and in the terminal: values by name."""
     about = trace.about
-    interval = "" if found.interval is None else f", 95% {found.interval.low:.4f} to {found.interval.high:.4f}"
+    interval = "" if overall.interval is None else f", 95% {overall.interval.low:.4f} to {overall.interval.high:.4f}"
     rows = {
         "checkpoint": about.checkpoint,
         "method": f"{about.method}, K = {about.iterations}"
         + (f", read at most {about.deepest}x" if about.deepest < about.iterations else ""),
         "who halts": about.policy if about.halts else "nobody",
         "data": about.data,
-        "read": f"{found.tokens:,} predictions of {found.documents:,} documents, {about.windows}",
-        "loss": f"{found.loss:.4f} nats per token{interval}",
-        "perplexity": f"{found.perplexity:,.3f}",
+        "read": f"{overall.tokens:,} predictions of {overall.documents:,} documents, {about.windows}",
+        "loss": f"{overall.loss:.4f} nats per token{interval}",
+        "perplexity": f"{overall.perplexity:,.3f}",
     }
-    if found.bits_per_byte is not None:
-        rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
+    if overall.bits_per_byte is not None:
+        rows["bits per byte"] = f"{overall.bits_per_byte:.4f}"
     return rows | {
-        "mean depth": f"{found.iterations:.3f} iterations of {about.deepest}",
-        "tokens halted early": percent(found.halted) if about.halts else "none: the method never halts",
-        "gates closed": "no gates" if found.gates_closed is None else percent(found.gates_closed),
-        "FLOPs": f"{found.flops / 1e6:,.2f} million per token, {found.flops_ratio:.2f} x vanilla",
-        "K/V": f"{found.kv_bytes / 1024:,.1f} KiB per token",
+        "mean depth": f"{overall.iterations:.3f} iterations of {about.deepest}",
+        "tokens halted early": percent(overall.halted) if about.halts else "none: the method never halts",
+        "gates closed": "no gates" if overall.gates_closed is None else percent(overall.gates_closed),
+        "FLOPs": f"{overall.flops / 1e6:,.2f} million per token, {overall.flops_ratio:.2f} x vanilla",
+        "K/V": f"{overall.kv_bytes / 1024:,.1f} KiB per token",
         "computed": f"{about.dtype} on {about.device}, seed {about.seed}",
         "versions": ", ".join(f"{name} {number}" for name, number in about.versions.items()),
     }
@@ -157,25 +157,26 @@ state what this data shows. Losses are in nats per token; {_intervals(report.num
     return page(title, body, deepest=trace.about.deepest)
 
 
-def _intervals(found: Numbers) -> str:
-    if found.documents < FEW:
-        documents = "1 document" if found.documents == 1 else f"{found.documents} documents"
+def _intervals(overall: Numbers) -> str:
+    """The sentence about intervals at the top of the page."""
+    if overall.documents < FEW:
+        documents = "1 document" if overall.documents == 1 else f"{overall.documents} documents"
         return f"intervals are left out, {documents} being too few to draw again"
     return f"intervals are 95% and draw documents again (means of fewer than {FEW} documents have none)"
 
 
-def _four(trace: Trace, found: Numbers) -> str:
-    """The four halting numbers, each with what it counts, so that none is taken for another."""
+def _four(trace: Trace, overall: Numbers) -> str:
+    """HTML of the four halting numbers, each with what it counts."""
     about = trace.about
     cells = [
-        ("tokens halted early", percent(found.halted), f"of tokens read fewer than {about.deepest} times"),
+        ("tokens halted early", percent(overall.halted), f"of tokens read fewer than {about.deepest} times"),
         (
             "gates closed",
-            "none" if found.gates_closed is None else percent(found.gates_closed),
+            "none" if overall.gates_closed is None else percent(overall.gates_closed),
             "of (token, gate) pairs at which a token no longer reads on",
         ),
-        ("mean iterations", f"{found.iterations:.3f}", f"readings per token, of {about.deepest}: the paper's x"),
-        ("FLOPs", f"{found.flops_ratio:.2f} x", "the plain backbone's, head and gates counted"),
+        ("mean iterations", f"{overall.iterations:.3f}", f"iterations per token, of {about.deepest}: the paper's x"),
+        ("FLOPs", f"{overall.flops_ratio:.2f} x", "the plain backbone's, head and gates counted"),
     ]
     inner = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{what}</small></dd></div>" for name, value, what in cells)
     return f'<dl class="four">{inner}</dl>'
@@ -193,8 +194,8 @@ def _figure(one: Drawn) -> str:
 
 def _excerpts(trace: Trace) -> str:
     groups = (
-        ("Hardest: highest loss after one reading", excerpts.hardest(trace)),
-        ("Easiest: lowest loss after one reading", excerpts.easiest(trace)),
+        ("Hardest: highest loss after one iteration", excerpts.hardest(trace)),
+        ("Easiest: lowest loss after one iteration", excerpts.easiest(trace)),
         ("A passage where depths differ", [excerpts.passage(trace)]),
     )
     parts = [
@@ -202,8 +203,8 @@ def _excerpts(trace: Trace) -> str:
         "A word is predicted by the one before it.</p>",
         legend(trace.about.deepest),
     ]
-    for heading, found in groups:
-        shown = "\n".join(f'<div class="excerpt">{excerpts.as_html(one)}</div>' for one in found)
+    for heading, chosen in groups:
+        shown = "\n".join(f'<div class="excerpt">{excerpts.as_html(one)}</div>' for one in chosen)
         parts.append(f"<h3>{heading}</h3>\n{shown}")
     return "\n".join(parts)
 
@@ -229,7 +230,7 @@ def _cell(column: str, value: Any) -> str:
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """JSON has no NaN: what is not known is null."""
+    """The table's lines as JSON values; NaN becomes null."""
     rows = frame.to_dict("records")
     return [{str(key): _plain(value) for key, value in row.items()} for row in rows]
 

@@ -1,4 +1,4 @@
-"""Loss against what was asked for and against what came of it: a function of a sweep's records, and of nothing else.
+"""The figure of a sweep: loss against each setting and against requested and realised depth, from its records alone.
 
 ``sensitivity(json.loads(Path("sweep.json").read_text())["runs"])`` draws a sweep's figure again.
 """
@@ -52,7 +52,7 @@ class Point:
 
     Attributes:
         fields: value of every axis. runs: how many were planned; how many finished is ``loss.count``.
-        embedding_scale: of the models trained. requested: mean depth asked for.
+        embedding_scale: of the models trained. requested: the target mean depth.
         loss, depth: on validation text. halted: mean shares after iterations 1 … K-1.
     """
 
@@ -67,7 +67,7 @@ class Point:
 
 
 def points(records: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The sweep's settings in the order they were planned, each summed up over its seeds."""
+    """One point per setting of the sweep, in the order they were planned, with means over its seeds."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(repr(sorted(record["fields"].items())), []).append(record)
@@ -91,7 +91,7 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
 
 
 def _known(group: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """What a setting's runs have in common; unknown until a checkpoint is opened, so those that ran are asked first."""
+    """A value that all runs of a setting share: of a finished run, or else of one that has it; ``None`` if none has."""
     return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
 
 
@@ -124,21 +124,22 @@ class Line(NamedTuple):
     points: Sequence[Point]
 
 
-def lines_of(found: Sequence[Point]) -> list[Line]:
-    """A full grid: along its longest axis of numbers, a line for each setting of the others; each setting for itself
-    where no axis has numbers. Otherwise, one at a time: a line along each axis."""
-    fields = list(found[0].fields)
-    values = {field: _distinct([point.fields[field] for point in found]) for field in fields}
-    if len(found) < math.prod(map(len, values.values())):
-        return [max(_along(field, found), key=lambda line: len(line.points)) for field in fields]
+def lines_of(settings: Sequence[Point]) -> list[Line]:
+    """The lines to draw. For a full grid, along its longest numeric axis, one for each setting of the other axes
+    (one per point where no axis is numeric). For settings varied one at a time, one along each axis."""
+    fields = list(settings[0].fields)
+    values = {field: _distinct([point.fields[field] for point in settings]) for field in fields}
+    if len(settings) < math.prod(map(len, values.values())):
+        return [max(_along(field, settings), key=lambda line: len(line.points)) for field in fields]
     if numeric := [field for field in fields if all(map(_is_number, values[field]))]:
-        return _along(max(numeric, key=lambda field: len(values[field])), found)
-    return [Line(fields[0] if fields else "", _setting(point.fields), [point]) for point in found]
+        return _along(max(numeric, key=lambda field: len(values[field])), settings)
+    return [Line(fields[0] if fields else "", _setting(point.fields), [point]) for point in settings]
 
 
-def _along(axis: str, found: Sequence[Point]) -> list[Line]:
+def _along(axis: str, settings: Sequence[Point]) -> list[Line]:
+    """A line for each combination of the other axes' values."""
     groups: dict[str, list[Point]] = {}
-    for point in found:
+    for point in settings:
         others = _setting({field: value for field, value in point.fields.items() if field != axis})
         groups.setdefault(others, []).append(point)
     return [Line(axis, label, _ordered(group, axis)) for label, group in groups.items()]
@@ -149,17 +150,17 @@ def _setting(fields: Mapping[str, Any]) -> str:
 
 
 def _ordered(group: Sequence[Point], axis: str) -> list[Point]:
-    """By the axis's value where values are numbers, else as planned."""
+    """The points sorted by the axis's value where values are numbers, else as planned."""
     numeric = all(_is_number(point.fields.get(axis)) for point in group)
     return sorted(group, key=lambda point: point.fields[axis]) if numeric else list(group)
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
+    distinct: list[Any] = []
     for value in values:
-        if value not in found:
-            found.append(value)
-    return found
+        if value not in distinct:
+            distinct.append(value)
+    return distinct
 
 
 def _is_number(value: Any) -> bool:
@@ -170,16 +171,16 @@ def _is_number(value: Any) -> bool:
 
 
 def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
-    """The paper's sensitivity figure: validation loss against each knob, and against iterations asked for and made.
+    """The paper's sensitivity figure: validation loss against each setting, and against requested and realised depth.
 
     Means over seeds; bars are one standard deviation. Runs that failed or have not ended are counted below, not drawn.
     """
-    found = points(records)
-    if not any(point.loss for point in found):
+    settings = points(records)
+    if not any(point.loss for point in settings):
         raise InputError("no run of this sweep has finished: there is nothing to draw yet")
-    lines = lines_of(found)
+    lines = lines_of(settings)
     knobs = _distinct([line.axis for line in lines if line.axis])
-    depths = [name for name in (_REQUESTED, _REALISED) if any(_depth(name)(point) for point in found)]
+    depths = [name for name in (_REQUESTED, _REALISED) if any(_depth(name)(point) for point in settings)]
     with house(dark=dark) as theme:
         rows = _rows(knobs, depths)
         figure = new_figure(width=PAGE, height=2.1 * len(rows) + 0.5)
@@ -189,8 +190,10 @@ def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> 
         for name in depths:
             _draw_depth(panels[name], name, lines, theme)
         # The share halted after each iteration but the last.
-        _label(panels, rows, depths, deepest=max(len(point.halted) + 1 for point in found if point.halted is not None))
-        _explain(figure, panels[rows[-1][-1]], found, lines, theme)
+        _label(
+            panels, rows, depths, deepest=max(len(point.halted) + 1 for point in settings if point.halted is not None)
+        )
+        _explain(figure, panels[rows[-1][-1]], settings, lines, theme)
     return figure
 
 
@@ -230,18 +233,18 @@ def _draw_depth(panel: Axes, name: str, lines: Sequence[Line], theme: Theme) -> 
     for index, line in enumerate(lines):
         placed = [point for point in line.points if where(point) is not None]
         places = [where(point) for point in placed]
-        # Settings without order, or that ask for the same: a line through them would say nothing.
+        # No line through settings that have no order, or that request the same depth.
         joined = len(set(places)) == len(places) and all(_is_number(point.fields.get(line.axis)) for point in placed)
         look = series(index, len(lines))
         _draw(panel, places, placed, look, theme, joined=joined, realised=name == _REALISED)
-    if (base := _base(lines)) is not None and base.loss is not None and (place := where(base)) is not None:
-        panel.plot(place, base.loss.mean, color=theme.ink, **_RING, clip_on=False)
+    if (base := _base(lines)) is not None and base.loss is not None and (depth := where(base)) is not None:
+        panel.plot(depth, base.loss.mean, color=theme.ink, **_RING, clip_on=False)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     panel.set_xlabel(f"mean iterations, {name}")
 
 
 def _base(lines: Sequence[Line]) -> Point | None:
-    """The recipe itself, where it was varied one axis at a time: the one point that is on every line."""
+    """The unchanged recipe, where it was varied one axis at a time: the one point that is on every line."""
     if len({line.axis for line in lines}) < 2:
         return None
     return next((point for point in lines[0].points if all(point in line.points for line in lines)), None)
@@ -257,12 +260,12 @@ def _draw(
     joined: bool,
     realised: bool = False,
 ) -> None:
-    """One line of a panel; ``realised`` depths have a deviation of their own."""
-    drawn = [(place, p.loss, p.depth) for place, p in zip(places, chosen, strict=True) if p.loss and p.depth]
+    """Draws one line of a panel; ``realised`` depths have error bars too."""
+    drawn = [(x, p.loss, p.depth) for x, p in zip(places, chosen, strict=True) if p.loss and p.depth]
     several = any(loss.count > 1 for _, loss, _ in drawn)
     look = {**look, **({} if joined else {"linestyle": "none"})}
     panel.errorbar(
-        [place for place, *_ in drawn],
+        [x for x, *_ in drawn],
         [loss.mean for _, loss, _ in drawn],
         yerr=[loss.deviation or 0.0 for _, loss, _ in drawn] if several else None,
         xerr=[depth.deviation or 0.0 for *_, depth in drawn] if several and realised else None,
@@ -276,9 +279,9 @@ def _draw(
 
 
 def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Sequence[str], *, deepest: int) -> None:
-    """Letters for the caption, the loss where it is read, and one scale for what was asked and what came of it."""
-    for place, name in enumerate(_distinct([name for row in rows for name in row])):
-        panels[name].set_title(f"({chr(ord('a') + place)})", loc="left")
+    """Letters the panels, labels the loss axis, and gives requested and realised depth one scale."""
+    for index, name in enumerate(_distinct([name for row in rows for name in row])):
+        panels[name].set_title(f"({chr(ord('a') + index)})", loc="left")
     for row in rows:
         panels[row[0]].set_ylabel("validation loss\n(nats per token)")
         for name in _distinct(row)[1:]:
@@ -292,13 +295,13 @@ def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Se
 
 
 def _at_least(span: float, low: float, high: float) -> tuple[float, float]:
-    """The range, widened about its middle where it would blow up differences that mean nothing."""
+    """The range, widened about its middle to at least ``span``, so that tiny differences do not fill a panel."""
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 
 
-def _explain(figure: Figure, panel: Axes, found: Sequence[Point], lines: Sequence[Line], theme: Theme) -> None:
-    """Above the panels who is who; below, what the bars are and what is missing."""
+def _explain(figure: Figure, panel: Axes, settings: Sequence[Point], lines: Sequence[Line], theme: Theme) -> None:
+    """Draws the legend above the panels, and below them what bars mean and how many runs are missing."""
     if len(lines) > 1:
         several = len(_distinct([line.axis for line in lines])) > 1
         labels = [f"{symbol(line.axis)} varied,  {line.label}" if several else line.label for line in lines]
@@ -308,8 +311,8 @@ def _explain(figure: Figure, panel: Axes, found: Sequence[Point], lines: Sequenc
             handles += panel.plot([], [], color=theme.ink, **_RING)
             labels.append("the recipe itself")
         figure.legend(handles, labels, loc="outside upper center", ncols=min(len(handles), 4), handlelength=3.5)
-    seeds = max(point.loss.count for point in found if point.loss)
-    planned, done = sum(p.runs for p in found), sum(p.loss.count for p in found if p.loss)
+    seeds = max(point.loss.count for point in settings if point.loss)
+    planned, done = sum(p.runs for p in settings), sum(p.loss.count for p in settings if p.loss)
     remarks = [f"bars: one standard deviation over {seeds} seeds"] if seeds > 1 else []
     remarks += [f"{planned - done} of {planned} runs failed or have not ended: not drawn"] if done < planned else []
     if remarks:

@@ -1,4 +1,4 @@
-"""A token's text is what its id spells alone; bytes that are no character by themselves are shown, never lost."""
+"""The text of single tokens; bytes that are no character by themselves are spelled out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 
 def token_texts(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
-    """What each id spells by itself, part of a character as ``\\xe2``. Give each id once: a text has few."""
+    """The text of each id by itself, with incomplete characters as ``\\xe2``."""
     decoded = tokenizer.decode_batch([[int(one)] for one in ids], skip_special_tokens=False)
     return [_spelled(text, tokenizer.id_to_token(int(one)), int(one)) for text, one in zip(decoded, ids, strict=True)]
 
@@ -24,7 +24,7 @@ def _spelled(text: str, piece: str | None, number: int) -> str:
     if "\ufffd" in text and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece).decode("utf-8", "backslashreplace")
     if piece.startswith("▁"):
-        # Decoding drops the space before a first word; alone, every word is first.
+        # Decoding drops the space before a first word, and here every word is the first.
         return piece.replace("▁", " ")
     return text or piece
 

@@ -96,7 +96,7 @@ def rc_params(theme: Theme = LIGHT) -> dict[Any, Any]:
 
 @contextmanager
 def house(*, dark: bool = False) -> Iterator[Theme]:
-    """Inside, matplotlib draws in the house style; outside, it is as it was. Gives the colours in use."""
+    """A context in which matplotlib draws in the house style; yields its colours."""
     theme = DARK if dark else LIGHT
     with matplotlib.rc_context():
         # From matplotlib's own defaults, so that nobody's matplotlibrc changes a figure.
@@ -106,14 +106,14 @@ def house(*, dark: bool = False) -> Iterator[Theme]:
 
 
 def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
-    """An empty figure, in inches, that belongs to no window and to no global list: it is garbage when you are done."""
+    """An empty figure, size in inches, that pyplot does not know: it needs no closing."""
     return Figure(figsize=(width, height))
 
 
 def series(index: int, of: int = len(PALETTE)) -> Mapping[str, Any]:
-    """Colour, marker and line of the ``index``-th of so many series; no two of one figure have the same colour.
+    """Colour, marker and line style of series ``index`` of ``of``; colours are distinct within a figure.
 
-    Each alone tells neighbours apart, so grey print does too.
+    Markers and line styles tell neighbours apart in grey print too.
     """
     # More series than the palette has colours: they come in an order, so a ramp suits them.
     colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
@@ -141,25 +141,25 @@ def depth_colours(deepest: int) -> list[Colour]:
 
 
 def density_map(theme: Theme) -> LinearSegmentedColormap:
-    """From the paper, where there is nothing, to one colour; not the depth ramp, whose colours are depths."""
+    """A colour map from the paper to one colour that is not one of the depths'."""
     return LinearSegmentedColormap.from_list("adaponder", [theme.paper, PALETTE[0 if theme == LIGHT else 3]])
 
 
 def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tuple[float, float]:
-    """Limits of an axis of mean depths: ``margin`` around the values, and no depth that does not exist."""
+    """Limits of an axis of mean depths: ``margin`` around the values, within 1 … ``deepest``."""
     if deepest == 1:
         return 0.5, 1.5
     return max(1.0, low - margin), min(float(deepest), high + margin)
 
 
 def lightness(colour: Any) -> float:
-    """How bright a colour prints in grey, 0 … 1 (Rec. 709 on the values as they are)."""
+    """Brightness of a colour in grey print, 0 … 1 (Rec. 709 weights, without gamma)."""
     red, green, blue = to_rgb(colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def save(figure: Figure, path: Path) -> tuple[Path, Path]:
-    """Writes ``path``.png and ``path``.svg; the same figure gives the same bytes. Says where they are.
+    """Writes ``path``.png and ``path``.svg and returns both; the same figure gives the same bytes.
 
     Ticks are made while drawing, so the style holds here too: light or dark as the figure's own paper is.
     """

@@ -1,4 +1,4 @@
-"""Numbers behind the figures, from a trace alone; every mean knows how many tokens it is of and how sure it is."""
+"""Statistics of a trace that figures share: means with counts and intervals, correlations, bins."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from adaponder.analysis.trace import Trace
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation.summary import FEW, Interval, bootstrap
 
-# For a group of tokens: there are many groups, and the ends of an interval need no third digit.
+# Of the interval of a group's mean: there are many groups, and two digits of its ends suffice.
 RESAMPLES = 500
 
 
 class Numbers(NamedTuple):
-    """A trace in one line. The four halting numbers are four: they are equal only by accident.
+    """Overall numbers of a trace, among them the four halting numbers, which differ in general.
 
     Attributes:
         iterations: mean depth.
-        halted: share of tokens read fewer times than the run allowed.
-        gates_closed: share of (token, gate) pairs at which the token no longer read on; ``None`` without gates.
-        flops: per token, context that was read again included.
+        halted: share of tokens of less depth than was allowed.
+        gates_closed: share of (token, gate) pairs that the token did not pass; ``None`` without gates.
+        flops: per token, repeated context included.
         flops_ratio: to the stock decoder on the same tokens.
     """
 
@@ -45,6 +45,7 @@ class Numbers(NamedTuple):
 
 
 def numbers(trace: Trace) -> Numbers:
+    """The overall numbers of ``trace``."""
     about, depth, nll = trace.about, trace["depth"].astype(np.int64), trace["nll"]
     sums, counts = _per_document(trace["document"], nll, np.zeros(len(trace), np.int64), 1)
     decisions = about.deepest - 1 if about.halts else 0
@@ -66,9 +67,9 @@ def numbers(trace: Trace) -> Numbers:
 
 
 class Means(NamedTuple):
-    """One entry per group: how many tokens it has and their share of all, their mean and its interval.
+    """Arrays with one entry per group of tokens: their number, share of all, mean value and its interval.
 
-    The interval draws documents again, those that have such tokens; there is none (NaN) for fewer than :data:`FEW`.
+    The interval resamples the documents that have such tokens; it is NaN for fewer than :data:`FEW` of them.
     A group without tokens has a mean of NaN.
     """
 
@@ -79,7 +80,7 @@ class Means(NamedTuple):
     high: np.ndarray
 
     def pick(self, rows: Any) -> Means:
-        """Some of the groups: a slice, a mask or their numbers."""
+        """The groups at ``rows``: a slice, a mask or indices."""
         return Means(*(part[rows] for part in self))
 
     @property
@@ -103,31 +104,31 @@ def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> 
     for group in range(groups):
         here = counts[:, group] > 0
         if here.sum() >= FEW:
-            found = bootstrap(sums[here, group], counts[here, group], seed=trace.about.seed, resamples=RESAMPLES)
-            ends[group] = (np.nan, np.nan) if found is None else found
+            interval = bootstrap(sums[here, group], counts[here, group], seed=trace.about.seed, resamples=RESAMPLES)
+            ends[group] = (np.nan, np.nan) if interval is None else interval
     return Means(tokens.astype(np.int64), tokens / len(trace), mean, ends[:, 0], ends[:, 1])
 
 
 def _per_document(
     document: np.ndarray, values: np.ndarray, labels: np.ndarray, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[documents, groups]``: sums of ``values`` and how many there are."""
+    """``[documents, groups]`` each: sums of ``values``, and their number."""
     documents = int(document.max()) + 1
-    place = document.astype(np.int64) * groups + labels
-    sums = np.bincount(place, weights=values, minlength=documents * groups).reshape(documents, groups)
-    counts = np.bincount(place, minlength=documents * groups).reshape(documents, groups)
+    index = document.astype(np.int64) * groups + labels
+    sums = np.bincount(index, weights=values, minlength=documents * groups).reshape(documents, groups)
+    counts = np.bincount(index, minlength=documents * groups).reshape(documents, groups)
     return sums, counts.astype(np.float64)
 
 
 def adds_up(shares: np.ndarray, averages: np.ndarray, whole: float) -> None:
-    """Raises unless shares times means are the overall mean: then nothing was counted twice or left out."""
+    """Raises unless shares times means add up to the overall mean: a check that each token was counted once."""
     total = float(np.nansum(shares * averages))
     if abs(float(np.sum(shares)) - 1.0) > 1e-9 or abs(total - whole) > 1e-9 * max(1.0, abs(whole)):
         raise AdaPonderError(f"shares times means add up to {total!r}, the overall mean is {whole!r}")
 
 
 class Correlation(NamedTuple):
-    """Spearman's rho; ``None`` where one side is constant. ``interval`` draws documents again, if there are enough."""
+    """Spearman's rho (``None`` where one side is constant) and its interval over resampled documents."""
 
     rho: float | None
     interval: Interval | None
@@ -147,14 +148,14 @@ def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) ->
 
 
 def _spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float | None:
-    """The same for values given as their places among the distinct ones: no resample needs to sort again."""
+    """:func:`spearman` of values replaced by their index among the distinct ones, so that resamples need no sorting."""
     first, second = (_midranks(side, weights) for side in (x, y))
     spread = float(np.sqrt((weights * first**2).sum() * (weights * second**2).sum()))
     return float((weights * first * second).sum()) / spread if spread > 0 else None
 
 
 def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Ranks less their mean; tied values share the middle of theirs."""
+    """Ranks minus their mean; tied values share the middle rank."""
     tied = np.bincount(groups, weights=weights)
     middle = np.cumsum(tied) - tied / 2
     # The mean of the mid-ranks is half the total, with or without ties.
@@ -162,7 +163,7 @@ def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
-    """Spearman's rho of two values per prediction, and its percentile interval over documents drawn again."""
+    """Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
     groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
     rho = _spearman(groups[0], groups[1], np.ones(len(x)))
     document = trace["document"]
@@ -175,9 +176,9 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     drawn = []
     for _ in range(resamples):
         times = np.bincount(generator.integers(documents, size=documents), minlength=documents)
-        found = _spearman(groups[0], groups[1], times[document].astype(np.float64))
-        if found is not None:
-            drawn.append(found)
+        resampled = _spearman(groups[0], groups[1], times[document].astype(np.float64))
+        if resampled is not None:
+            drawn.append(resampled)
     if not drawn:
         return Correlation(rho, None, 0)
     low, high = np.quantile(drawn, [0.025, 0.975])
@@ -185,7 +186,7 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
 
 
 def quantile_bins(values: np.ndarray, bins: int) -> np.ndarray:
-    """A label per value, below ``bins``: equally many values in each as far as ties allow, and none is empty."""
+    """A bin index below ``bins`` per value: bins hold equally many values as far as ties allow, and none is empty."""
     edges = np.unique(np.quantile(values, np.linspace(0, 1, bins + 1)[1:-1], method="lower"))
     return np.unique(np.searchsorted(edges, values, side="left"), return_inverse=True)[1]
 

@@ -1,4 +1,4 @@
-"""One row per prediction: what was read, how often, and what each reading was worth; figures need nothing else."""
+"""The trace of a text: a table with one line per prediction, from which all figures are drawn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAME = "trace.parquet"
 _KEY = b"adaponder.trace"
 _ROWS = 65_536
 _WORDS = ("token", "target", "source")
-# Of every trace, whatever the method: the token read and the one predicted from it, where they stand, how it went.
+# Columns of every trace: the token and the one predicted from it, their position, the depth and the loss.
 FIXED: dict[str, Any] = {
     "document": np.int32,
     "position": np.int32,
@@ -49,10 +49,10 @@ FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be drawn of a trace depends on this alone, and it is known before anything is read.
+    """What decides which figures can be drawn; known before the text is scored.
 
     Attributes:
-        deepest: the most readings the run allows: K, or ``--max-iterations``.
+        deepest: the most iterations allowed: K, or ``--max-iterations``.
         halts: whether the method can halt tokens at all.
         gates: columns ``gate_1`` …; 0 where the method has none.
     """
@@ -65,13 +65,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class About(Kind):
-    """What a trace is of.
+    """What was traced, and how.
 
     Attributes:
         iterations: K, of the model.
-        tau: thresholds of the learned gate; ``None`` where something else decided.
+        tau: thresholds of the learned gate; ``None`` for other policies.
         utf8_bytes: of the text, 0 where unknown.
-        spent: what reading it cost, by the meter (without the gates that only the trace asked for).
+        spent: what scoring it cost, by the meter (without gates that only the trace evaluates).
     """
 
     checkpoint: str
@@ -91,13 +91,13 @@ class About(Kind):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The table and what it is of.
+    """The table and what it describes.
 
-    Columns: ``token`` and ``target`` are texts of the token read and of the one predicted from it; ``depth`` is how
-    often the token was read and ``nll`` what its prediction cost (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are of
-    that same run after iteration i (a halted token's stay as they were); ``full_nll_i`` are of a run in which every
-    token was read to the end, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the read
-    token's frequency in this text.
+    Columns: ``token`` and ``target`` are texts of a token and of the one predicted from it; ``depth`` is the token's
+    number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
+    values after iteration i (a halted token's no longer change); ``full_nll_i`` are losses when every token has full
+    depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the token's frequency in this
+    text.
     """
 
     frame: pd.DataFrame
@@ -120,22 +120,22 @@ class Trace:
 
 
 def columns_of(about: About) -> list[str]:
-    """Every column that a trace of this kind has."""
+    """The columns of a trace of this kind."""
     numbered = [f"{name}_{i}" for name in ("nll", "full_nll", "entropy") for i in range(1, about.deepest + 1)]
     return [*FIXED, *_WORDS, *numbered, *(f"gate_{i}" for i in range(1, about.gates + 1))]
 
 
 def kind_of(model: AdaPonderForCausalLM, how: ScoringOptions) -> Kind:
-    """The kind of trace that reading this model so will give."""
+    """The kind of trace that scoring this model with ``how`` gives."""
     deepest, method = how.max_iterations or model.config.iterations, model.method
     return Kind(model.config.method, deepest, method.halts, method.gates_asked(deepest))
 
 
 def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[ScoringOptions]:
-    """The runs that a trace is made of: each reads the whole text once.
+    """The scorings of the whole text that a trace is made of.
 
-    A method that halts is read as asked and once more to the end; one that never halts shows every depth on its way
-    there, except pause, whose single pass shows only the last: it is read once for each depth.
+    A method that halts is scored with ``how`` and once more at full depth. One that never halts gives the loss of every
+    depth in one scoring, except where one pass does all iterations (pause): it is scored once for each depth.
     """
     deepest = kind_of(model, how).deepest
     if model.method.halts:
@@ -157,9 +157,9 @@ def make_trace(
     kept: Kept | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Trace:
-    """Reads ``text`` and writes down every prediction; ``advance`` hears of predictions, once for each reading.
+    """Scores ``text`` and returns its trace; ``advance`` is called with numbers of predictions, for each scoring.
 
-    Portions that are finished are saved in ``kept``, and not read again if they are there.
+    Finished portions are saved in ``kept``, and those that it has already are not scored again.
     """
     how = how or ScoringOptions()
     planned = planned_scorings(model, how)
@@ -191,9 +191,9 @@ def make_trace(
 
 
 def _assembled(model: AdaPonderForCausalLM, runs: list[Scores]) -> tuple[Scores, dict[str, np.ndarray]]:
-    """The run that was asked for, and ``[n, iterations]`` of what it and the others say about each iteration."""
+    """The scores with the requested options, and arrays ``[n, iterations]`` by name, from all scorings."""
     own = runs[0] if model.method.halts else runs[-1]
-    assert own.nll_by_iteration is not None  # detail was asked for
+    assert own.nll_by_iteration is not None  # scored in detail
     assert own.entropy is not None
     blocks = {"nll": own.nll_by_iteration, "entropy": own.entropy}
     if len(runs) > 1 and not model.method.halts:
@@ -239,36 +239,37 @@ def _about(
 
 
 def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> dict[str, Any]:
-    """The meter's numbers as if nobody had watched: halted tokens' later gates were evaluated for the trace alone.
+    """The meter's numbers without halted tokens' later gates, which were evaluated for the trace alone.
 
-    Tokens per second are left out: most of the time went into each iteration's logits, which only a trace wants.
+    Tokens per second are left out: most of the time went into each iteration's logits, which only a trace needs.
     """
     depths = torch.repeat_interleave(torch.arange(1, model.config.iterations + 1), torch.tensor(spent.histogram))
-    asked = cost_of(depths[None], model.config, max_iterations=how.max_iterations, every_gate=how.execution == "dense")
+    needed = cost_of(depths[None], model.config, max_iterations=how.max_iterations, every_gate=how.execution == "dense")
     read = [sum(spent.histogram[i:]) for i in range(spent.deepest - 1)]
     deciding = deciding_flops(how.policy, read, shape_of(model.config))
-    unwatched = replace(spent, cost=replace(spent.cost, gates=asked.gates + deciding))
-    return {key: value for key, value in unwatched.as_dict().items() if key not in ("tokens_per_second", "seconds")}
+    spent = replace(spent, cost=replace(spent.cost, gates=needed.gates + deciding))
+    return {key: value for key, value in spent.as_dict().items() if key not in ("tokens_per_second", "seconds")}
 
 
 def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
+    """Columns of a trace that need no model: tokens, positions, sources, frequencies."""
     ids, codes, counts = np.unique(text.stream, return_inverse=True, return_counts=True)
-    # The last token is predicted, never read.
+    # The last token is predicted, but predicts nothing.
     counts[codes[-1]] -= 1
     ranks = np.empty(len(ids), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(ids) + 1)
-    # Two ids may spell the same; categories may not.
+    # Two ids may have the same text, but categories must differ.
     words, spelled = np.unique(np.array(token_texts(text.vocabulary.tokenizer, ids), object), return_inverse=True)
     pieces = pd.Categorical.from_codes(spelled[codes], categories=pd.Index(words, dtype=object))
     starts = windows.starts(text.predictions)
-    place = np.arange(text.predictions)
-    # A prediction is scored by the first window that reaches it.
-    window = np.searchsorted(np.minimum(starts + windows.length, text.predictions), place, side="right")
+    index = np.arange(text.predictions)
+    # A prediction is scored in the first window that contains it.
+    window = np.searchsorted(np.minimum(starts + windows.length, text.predictions), index, side="right")
     return pd.DataFrame(
         {
             "document": text.document,
             "position": text.position,
-            "window_position": place - starts[window],
+            "window_position": index - starts[window],
             "token_id": text.stream[:-1],
             "target_id": text.stream[1:],
             "token": pieces[:-1],
@@ -281,7 +282,7 @@ def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Writes the trace as Parquet, so that no half-written one is ever found."""
+    """Writes the trace as Parquet, atomically."""
     table = pa.Table.from_pandas(trace.frame, preserve_index=False)
     about = json.dumps(asdict(trace.about)).encode()
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), _KEY: about})
@@ -290,16 +291,16 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a Parquet file, after checking that every column is there and says something possible."""
+    """The trace in a Parquet file, checked by :func:`check`."""
     try:
         with open_plain(path, InputError) as file:
             table = pq.read_table(file, read_dictionary=list(_WORDS))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file that can be read ({error})") from None
-    found = (table.schema.metadata or {}).get(_KEY)
-    if found is None:
+    description = (table.schema.metadata or {}).get(_KEY)
+    if description is None:
         raise InputError(f"{path}: not a trace; adaponder analyze CKPT --data … --out DIR writes one")
-    about = parse_json(found, path, InputError)
+    about = parse_json(description, path, InputError)
     if wrong := set(about) ^ {field.name for field in fields(About)}:
         raise InputError(f"{path}: written by another version ({', '.join(sorted(wrong))}); trace the checkpoint again")
     about["tau"] = None if about["tau"] is None else tuple(about["tau"])
@@ -307,7 +308,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def check(trace: Trace, where: str) -> Trace:
-    """The trace itself, or an error that names what is wrong with it."""
+    """``trace``; raises if columns are missing or values are impossible."""
     if missing := [name for name in columns_of(trace.about) if name not in trace.frame]:
         raise InputError(f"{where}: columns {', '.join(missing)} are missing; trace the checkpoint again")
     if len(trace) == 0:

@@ -1,4 +1,4 @@
-"""No figure of an operation that is wrong: its tests run first, and a failure ends the measurement."""
+"""Before a benchmark the operations' tests run on its device, and nothing is measured if one fails."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from adaponder.bench.record import checkout, device_name, versions
 from adaponder.errors import EvaluationError, InputError
 
 _TESTED = ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined")
-TESTS = tuple(f"tests/unit/test_{name}.py" for name in _TESTED)
+TESTS = tuple(f"tests/unit/ops/test_{name}.py" for name in _TESTED)
 TAIL = 30
 
 
 def require_tests(device: torch.device) -> bool:
-    """Raises with the tail of what pytest said unless every test of the operations passes on this device.
+    """Runs the operations' tests on this device; raises with the tail of pytest's output if one fails.
 
-    False if they need not run: they have passed on such a device before, and no source and no test has changed since.
+    Returns whether they ran: they need not if they have passed on such a device and nothing has changed since.
     """
     root = checkout()
     if missing := [test for test in TESTS if not (root / test).is_file()]:
@@ -34,26 +34,26 @@ def require_tests(device: torch.device) -> bool:
     where = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     if device.type == "cuda":
         arguments, where = [*arguments, "-m", "gpu or not gpu"], {}
-    code, said = run_tests(arguments, where)
+    code, output = run_tests(arguments, where)
     if code != 0:
-        tail = "\n".join(said.rstrip().splitlines()[-TAIL:])
+        tail = "\n".join(output.rstrip().splitlines()[-TAIL:])
         raise EvaluationError(f"{tail}\nthe operations' tests fail (above): nothing is measured")
     proof.parent.mkdir(exist_ok=True)
-    proof.write_text(said)
+    proof.write_text(output)
     return True
 
 
 def _digest(root: Path, device: torch.device) -> str:
-    """Of what decides how the tests end: every source and test by content, versions, device, the kernels' switch."""
+    """A hash of everything the tests' outcome depends on: sources, tests, versions, device, the kernels' switch."""
     switch = os.environ.get("ADAPONDER_KERNELS", "")
-    seen = hashlib.sha256(f"{versions()} {device_name(device)} {switch}".encode())
+    digest = hashlib.sha256(f"{versions()} {device_name(device)} {switch}".encode())
     for path in sorted([*(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py"), root / "pyproject.toml"]):
-        seen.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return seen.hexdigest()[:16]
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def run_tests(arguments: list[str], where: dict[str, str]) -> tuple[int, str]:
-    """(exit code, what it said) of a command in the checkout, with the checkout's own sources."""
+    """(exit code, output) of a command in the checkout, with the checkout's own sources."""
     root = checkout()
     paths = [str(root / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)} | where

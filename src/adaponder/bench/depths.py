@@ -1,4 +1,4 @@
-"""Tokens of which a share halts: drawn, and before anything is timed read alike by dense and compact execution."""
+"""Random depths of which given shares halt, and a check that dense and compact execution agree on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHOD = "adaponder"
 
 
 def check_keep(keep: Sequence[float], iterations: int) -> None:
-    """Refuses shares that no halting can have."""
+    """Raises unless ``keep`` are possible shares of active tokens, one per iteration."""
     said = "--keep " + ",".join(f"{share:g}" for share in keep)
     if len(keep) != iterations:
         raise InputError(f"{said}: {iterations} shares are needed, one per iteration of the recipe")
@@ -33,7 +33,7 @@ def check_keep(keep: Sequence[float], iterations: int) -> None:
 
 
 def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) -> Tensor:
-    """``[batch, sequence]``: in each sequence, random tokens of exactly these shares, to the nearest token."""
+    """Depths ``[batch, sequence]``: in each sequence ``keep[i]`` of the tokens, chosen at random, reach iteration i."""
     generator = torch.Generator().manual_seed(seed)
     rank = torch.rand(batch, sequence, generator=generator).argsort(dim=1).argsort(dim=1)
     return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
@@ -43,7 +43,7 @@ def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) ->
 def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> float:
     """The largest difference between dense and compact final hidden states, relative to the largest state.
 
-    Raises if it is more than rounding: a forward that computes something else is not a faster one.
+    Raises if it is more than rounding explains.
     """
     forget(device)
     batch = depths.shape[0]

@@ -18,9 +18,9 @@ def search(
 ) -> Result | None:
     """The step of the largest multiple of ``start`` that fits into memory; ``None`` if not even ``start`` does.
 
-    Few trials are made: memory grows evenly with the batch, two say where it will be full, and the rest look around
-    there. Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
-    both been tried. ``tried`` is told each batch and whether it fitted.
+    Memory grows linearly with the batch, so two trials predict where it is full, and the rest search around that.
+    Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
+    both been tried. ``tried(batch, fits)`` is called after each trial.
     """
     peaks: dict[int, int] = {}
     fitting: dict[int, Result] = {}
@@ -60,9 +60,9 @@ def around(
     device: torch.device,
     tried: Callable[[int, bool], object],
 ) -> Result | None:
-    """The step of the largest batch that fits, up or down from a good guess: where each trial compiles, few are made.
+    """The step of the largest batch that fits, searched up or down from a good guess, because each trial compiles.
 
-    The second compiles for a batch that varies, so that all later ones need not.
+    The second trial compiles for a variable batch size, so that later ones need not.
     """
     best, batch, direction = None, guess, 0
     while batch > 0:
@@ -78,7 +78,7 @@ def around(
 
 
 def full_at(peaks: dict[int, int], room: int | None) -> int:
-    """The multiple at which memory will be full if it goes on growing as between the two largest seen; 0: unknown."""
+    """The largest multiple that should fit, extrapolated from the two largest peaks; 0 if unknown."""
     if room is None or len(peaks) < 2:
         return 0
     less, more = sorted(peaks)[-2:]
@@ -89,12 +89,13 @@ def full_at(peaks: dict[int, int], room: int | None) -> int:
 def _second_step(
     recipe: Recipe, variant: Variant, batch: int, device: torch.device, *, keep_graphs: bool = False
 ) -> Result:
-    # The second is the first that holds the optimizer's moments from its beginning.
+    """Times the second step: the first that has the optimizer's moments from its beginning."""
     settings = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": keep_graphs}
     return training.measure_if_it_fits(recipe, variant, batch=batch, **settings)
 
 
 def as_row(variant: Variant, best: Result | None) -> dict[str, Any]:
+    """A line of a record's ``largest_batch``."""
     if best is None or best.timing is None:
         return {"variant": variant.name, "batch": 0, "tokens_per_second": None, "peak_bytes": None}
     speed, peak = best.tokens_per_second, best.timing.peak_bytes

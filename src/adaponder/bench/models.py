@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def vocabulary_of(recipe: Recipe) -> int:
-    """The vocabulary that the recipe states, or the one that it asks its tokenizer to learn."""
+    """The vocabulary size that the recipe states, or that of the tokenizer it trains."""
     if not isinstance(recipe.model.backbone, dict):
         raise InputError(
             f"--recipe {recipe.name} goes on from a checkpoint; bench builds its models from scratch: choose a recipe "
@@ -43,13 +43,13 @@ def vocabulary_of(recipe: Recipe) -> int:
 
 
 def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
-    """The recipe's model with that method, in training mode; made where it will run, which a GPU does in no time."""
+    """The recipe's model with that method, in training mode, initialised on ``device``."""
     with device:
         return build_model(replace(recipe, model=replace(recipe.model, method=_ours(method))), vocabulary_of(recipe))
 
 
 def build_plain(recipe: Recipe, device: torch.device = CPU) -> Any:
-    """The plain PonderLM with the weights of our ``ponder``: the same function, so that only speed can differ."""
+    """The plain PonderLM with the weights of our ``ponder``; both compute the same function."""
     ours = build_ours(recipe, PLAIN, device)
     config = ours.config
     shape = {"iterations": config.iterations, "scale": config.table_scale, "first": config.input_scale}
@@ -60,17 +60,17 @@ def build_plain(recipe: Recipe, device: torch.device = CPU) -> Any:
 
 
 def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
-    """The config alone: no weight is allocated."""
+    """The config of the recipe's model; no weight is allocated."""
     return build_ours(recipe, method, torch.device("meta")).config
 
 
 def compiled_how(by: str) -> str:
-    """A variant's word for it: one layer for all is what is meant unless told."""
+    """How a variant's name says what is compiled; by layer is the default."""
     return "compiled" if by == "layer" else f"compiled by {by}"
 
 
 def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens, targets): four random batches in turn, so that no step finds its own data in a cache."""
+    """(tokens, targets) of four random batches in turn, so that no step finds its data in a cache."""
     generator = torch.Generator().manual_seed(recipe.train.seed)
     shape = (batch, recipe.data.sequence + 1)
     drawn = [torch.randint(vocabulary_of(recipe), shape, generator=generator).to(device) for _ in range(4)]
@@ -78,7 +78,7 @@ def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[
 
 
 def _ours(method: str) -> str:
-    """The method of ours that computes what ``plain`` computes is ``ponder``."""
+    """The name of our method; ``plain`` computes what ``ponder`` does."""
     return "ponder" if method == PLAIN else method
 
 

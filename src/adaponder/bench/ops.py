@@ -1,4 +1,4 @@
-"""The operations over the vocabulary by themselves: plain and ours, against what the device can do at best."""
+"""Times the operations over the vocabulary, plain and ours, as shares of the device's measured rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expec
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
 PLAIN, OURS, KEPT, TORCH = "plain", "ours", "ours, logits kept", "torch"
-# Tensors are held as training holds them; products are computed in the precision that is asked for.
+# Precision of tensors, as in training; products are computed in the precision of the measurement.
 HELD = torch.float32
 
 
@@ -88,17 +88,17 @@ def work_of(op: str, size: Size, *, backward: bool) -> Work:
 
 def cases(sizes: Sequence[Size]) -> list[Case]:
     """Every operation at every size: plain, ours, ours with logits kept, torch's own loss where this torch has it."""
-    found = []
+    chosen = []
     for op in OPERATIONS:
         ways = [PLAIN, OURS, *([KEPT] if op == EXPECTATION else [TORCH] if torch_has_it() else [])]
-        found += [
+        chosen += [
             Case(op, size, way, backward)
             for size in sizes
             for way in ways
             for backward in (False, True)
             if backward or way != KEPT  # forward alone keeps nothing
         ]
-    return found
+    return chosen
 
 
 def torch_has_it() -> bool:
@@ -108,7 +108,7 @@ def torch_has_it() -> bool:
 def compare(
     chosen: Iterable[Case], *, device: torch.device, dtype: torch.dtype, seed: int, warmup: int, repeats: int
 ) -> Iterator[Result]:
-    """Each case's result as soon as it is there."""
+    """Yields each case's result as soon as it is measured."""
     for case in chosen:
         try:
             result = measure_case(case, device=device, dtype=dtype, seed=seed, warmup=warmup, repeats=repeats)
@@ -129,7 +129,7 @@ def measure_case(
 
 
 def operation(case: Case, *, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], Sequence[Tensor]]:
-    """Computes the case's result, or its gradients, once per call."""
+    """A function that computes the case's result, or its gradients, on fixed random operands."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -163,7 +163,7 @@ def _expectation(implementation: str) -> Callable[..., Tensor]:
 def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
     if implementation == TORCH:
         options = nn.LinearCrossEntropyOptions()
-        # Its chunks do not listen to autocast: it is given what autocast would have made.
+        # Its chunks ignore autocast, so operands are cast here.
         return lambda hidden, weight: nn.functional.linear_cross_entropy(
             hidden.to(dtype), weight.to(dtype), targets, options=options
         )
@@ -174,7 +174,7 @@ def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[
 
 
 def as_row(result: Result, plain: Result | None, *, matmul_rate: float, copy_rate: float) -> dict[str, Any]:
-    """A result beside the plain one of the same run, and as a share of what the device can do at best."""
+    """A record's line: the result, relative to the plain one, and as shares of the device's measured rates."""
     case, timing = result.case, result.timing
     work = work_of(case.op, case.size, backward=case.backward)
     row: dict[str, Any] = {

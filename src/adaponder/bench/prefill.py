@@ -1,4 +1,4 @@
-"""One forward over a prompt when a share of its tokens halts: what skipping their work saves, and what it should."""
+"""Times one forward over a prompt of which a share of tokens halts: dense and compact, measured and by FLOPs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Variant:
 
 
 def variants(*, compiles: bool = True, by: str = "layer") -> list[Variant]:
-    """What ``adaponder bench prefill`` compares, the plain version first."""
+    """The variants that ``adaponder bench prefill`` compares, the plain version first."""
     ways = (None, by) if compiles else (None,)
     return [Variant(PLAIN), *(Variant(execution, way) for way in ways for execution in ("dense", "compact"))]
 
@@ -57,7 +57,7 @@ class Result:
 
 
 def flops_of(variant: Variant, depths: Tensor, recipe: Recipe) -> int:
-    """What one forward has to compute, the last position's logits included: dense skips nothing."""
+    """FLOPs of one forward, the last position's logits included; only compact execution skips halted tokens."""
     config = config_of(recipe, PLAIN if variant.execution == PLAIN else METHOD)
     read = depths if variant.execution == "compact" else torch.full_like(depths, config.iterations)
     return cost_of(read, config, logits=depths.shape[0]).flops
@@ -66,7 +66,7 @@ def flops_of(variant: Variant, depths: Tensor, recipe: Recipe) -> int:
 def compare(
     recipe: Recipe, chosen: Iterable[Variant], depths: Tensor, *, device: torch.device, warmup: int, repeats: int
 ) -> Iterator[Result]:
-    """Each variant's result as soon as it is there, one model in memory at a time."""
+    """Yields each variant's result as soon as it is measured, with one model in memory at a time."""
     before: Variant | None = None
     for variant in chosen:
         tokens, flops = depths.numel(), flops_of(variant, depths, recipe)
@@ -121,7 +121,7 @@ def _our_forward(model: AdaPonderForCausalLM, variant: Variant, depths: Tensor) 
 
 
 def as_row(result: Result, dense: Result | None, compiled: Result | None) -> dict[str, Any]:
-    """A result beside ours dense of the same run, and what FLOPs promise: the speed-up if all cost the same time."""
+    """A record's line: the result, relative to ours dense; ``times_promised`` is the ratio of FLOPs."""
     timing = result.timing
     return {
         "variant": result.variant.name,

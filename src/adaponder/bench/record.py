@@ -1,4 +1,4 @@
-"""What a measurement was made on: without it, a figure is a rumour."""
+"""Records of measurements: every published number names the record it comes from."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from adaponder.errors import InputError
 from adaponder.recipes import Recipe
 from adaponder.version import __version__
 
-# What a commit must hold for its name to say what was measured.
+# Paths whose changes since the commit make it ``-dirty``.
 _MEASURED = ("src", "benchmarks/plain.py")
-# Words of a recipe's or a device's name that tell nothing apart.
+# Words of a recipe's or a device's name that file names leave out.
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
 
 def conditions(device: torch.device, *, commit: str) -> dict[str, Any]:
-    """Hardware with its measured ceilings, versions, commit and date."""
+    """Hardware with its measured rates, versions, commit and date."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
@@ -44,7 +44,7 @@ def versions() -> dict[str, str | None]:
 
 
 def about(recipe: Recipe, overrides: Sequence[str]) -> dict[str, Any]:
-    """The recipe as a record names it."""
+    """A record's ``recipe``: its name, hash and overrides."""
     return {"name": recipe.name, "hash": recipe.fingerprint, "set": list(overrides)}
 
 
@@ -55,31 +55,31 @@ def device_name(device: torch.device) -> str:
 
 
 def checkout() -> Path:
-    """The folder that holds ``benchmarks/`` and ``tests/``: both live outside the package."""
+    """The repository's root, which holds ``benchmarks/`` and ``tests/``."""
     return Path(__file__).parents[3]
 
 
 def record_path(kind: str, device: torch.device, recipe: Recipe | None = None) -> Path:
-    """``benchmarks/records/train-70m-h200.json`` and the like, named after what is told apart by name."""
-    place = checkout() / "benchmarks" / "records"
-    if not place.parent.is_dir():
+    """The path of a record, such as ``benchmarks/records/train-70m-h200.json``."""
+    folder = checkout() / "benchmarks" / "records"
+    if not folder.parent.is_dir():
         raise InputError("--record: records are kept in a checkout's benchmarks/records; use --no-record and --json")
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     words = [kind, *_words("" if recipe is None else recipe.name), *(_words(hardware) if hardware else [device.type])]
-    return place / ("-".join(words) + ".json")
+    return folder / ("-".join(words) + ".json")
 
 
-def commit_of(given: str | None, *, needed: bool) -> str:
-    """The commit that is measured, ``…-dirty`` if the sources differ from it; as told, where there is no git."""
-    if given is not None:
-        return given
-    found = _git("rev-parse", "--short=12", "HEAD")
-    if found is None or found.returncode != 0:
+def commit_of(stated: str | None, *, needed: bool) -> str:
+    """``stated``, or the checkout's commit, with ``-dirty`` if the sources differ from it."""
+    if stated is not None:
+        return stated
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if head is None or head.returncode != 0:
         if needed:
             raise InputError("--commit: there is no git here to ask; say which commit is measured, or --no-record")
         return "unknown"
     changed = _git("diff", "--quiet", "HEAD", "--", *_MEASURED)
-    return found.stdout.strip() + ("" if changed is not None and changed.returncode == 0 else "-dirty")
+    return head.stdout.strip() + ("" if changed is not None and changed.returncode == 0 else "-dirty")
 
 
 def _words(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Results as tables: a row of a record, cell by cell."""
+"""Table cells of the lines of a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing: warm up, time each repetition by itself, keep the median; and what the device can do at best."""
+"""Times repetitions after a warm-up; the median counts. Also measures the device's own rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per repetition, and the most memory that was allocated meanwhile (``None`` where nobody counts)."""
+    """Seconds per repetition, and the most memory that was allocated meanwhile (``None`` where it is not counted)."""
 
     seconds: list[float]
     peak_bytes: int | None
@@ -27,12 +27,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """How far apart repetitions are, relative to the median: differences below it say nothing."""
+        """(Largest minus smallest) over the median: smaller differences between variants mean nothing."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
 def measure(step: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Timing:
-    """Times steps that follow each other as training's do: nobody waits for a GPU between them."""
+    """Times each of ``repeats`` steps after ``warmup`` ones, without synchronising with a GPU in between."""
     for _ in range(warmup):
         step()
     if device.type != "cuda":
@@ -41,7 +41,7 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
             step()
             clock.append(time.perf_counter())
         return Timing([after - before for before, after in pairwise(clock)], None)
-    # The last warm-up may still be running: memory is counted as it is asked for, not as it is used.
+    # The last warm-up may still be running, but memory is counted when it is allocated.
     torch.cuda.reset_peak_memory_stats(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     for mark in marks[:-1]:
@@ -54,9 +54,9 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
 
 
 def forget(device: torch.device, *, graphs: bool = True) -> None:
-    """Gives memory of what was measured before back, so that the next starts as the first did.
+    """Frees the memory of what was measured before, so that every measurement starts alike.
 
-    Compiled graphs go too, unless the next model is known to fit them: the compiler counts those of all models
+    Compiled graphs are dropped too, unless the next model is known to fit them: the compiler counts those of all models
     together, and past its limit it would run the next model uncompiled, or compile it for shapes that vary.
     """
     if graphs:
@@ -67,12 +67,12 @@ def forget(device: torch.device, *, graphs: bool = True) -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory did not suffice: torch has an error of its own for it, the libraries below only words."""
+    """Whether an error means that memory did not suffice; libraries below torch only say so in words."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
 
 
 def capacity(device: torch.device) -> int | None:
-    """Bytes that may be allocated before memory is full, a little left for what torch does not count."""
+    """Bytes that may be allocated before memory is full; 3 % are left for what torch does not count."""
     if device.type != "cuda":
         return None
     return int(0.97 * torch.cuda.get_device_properties(device).total_memory)

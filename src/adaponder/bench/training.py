@@ -1,4 +1,4 @@
-"""One training step of each implementation: forward, backward, clipping, optimizer, on the same random tokens."""
+"""Times a training step of each implementation: forward, backward, clipping, optimizer, on the same random tokens."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Result:
 
 
 def variants(device: torch.device, *, compiles: bool = True, by: str = "layer", halting: bool = False) -> list[Variant]:
-    """What ``adaponder bench train`` compares, the plain version first, what shares its graphs together.
+    """The variants that ``adaponder bench train`` compares, the plain version first, those that share graphs together.
 
-    Where tokens are ``halting``, skipping them is compared with computing them; else, what saves time or memory.
+    With ``halting``, compact execution is compared with dense; without, options that save time or memory.
     """
     ponder, best = (Variant(method, compiles, by) for method in ("ponder", METHOD))
     plain = Variant(PLAIN, compile=False)
@@ -96,7 +96,7 @@ def compare(
     warmup: int,
     repeats: int,
 ) -> Iterator[Result]:
-    """Each variant's result as soon as it is there, one model in memory at a time."""
+    """Yields each variant's result as soon as it is measured, with one model in memory at a time."""
     before: Variant | None = None
     for variant in chosen:
         # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
@@ -119,7 +119,7 @@ def measure_training(
 ) -> Result:
     """Times one variant of a recipe's model; raises torch's own error if memory does not suffice.
 
-    AdaPonder's tokens halt as ``depths [batch, sequence]`` says, or as its gates do, which are open in the beginning.
+    AdaPonder's tokens have ``depths [batch, sequence]``, or without them those of its gates, which start open.
     """
     forget(device, graphs=not keep_graphs)
     model = build(recipe, variant, device)
@@ -133,9 +133,9 @@ def measure_training(
 
 
 def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = None) -> float:
-    """Matrix FLOPs of a training step per token: three times the forward's, nothing computed twice counted.
+    """Matrix FLOPs of a training step per token: three times the forward's, without recomputation.
 
-    Dense execution skips nothing, whatever the ``depths``.
+    Only compact execution depends on ``depths``.
     """
     config = config_of(recipe, variant.method)
     if depths is None or variant.execution != "compact":
@@ -144,7 +144,7 @@ def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = No
 
 
 def as_row(result: Result, plain: Result | None, *, flops: float, matmul_rate: float) -> dict[str, Any]:
-    """A result beside the plain one of the same run; ``flops`` per token."""
+    """A record's line: the result, relative to the plain one; ``flops`` are per token."""
     row: dict[str, Any] = {
         "variant": result.variant.name,
         "batch": result.batch,
@@ -193,6 +193,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def measure_if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settings: Any) -> Result:
+    """:func:`measure_training`, or a result without a timing if memory does not suffice."""
     try:
         return measure_training(recipe, variant, batch=batch, **settings)
     except Exception as error:
@@ -202,7 +203,7 @@ def measure_if_it_fits(recipe: Recipe, variant: Variant, *, batch: int, **settin
 
 
 def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
-    """The variant's model on its device, ready to train."""
+    """The variant's model on ``device``, in training mode."""
     if variant.method == PLAIN:
         return build_plain(recipe, device)
     model = build_ours(recipe, variant.method, device)
@@ -217,9 +218,9 @@ def build(recipe: Recipe, variant: Variant, device: torch.device) -> nn.Module:
 def training_step(
     model: nn.Module, recipe: Recipe, draws: Iterator[tuple[Tensor, Tensor]], last: list[Tensor], **how: Any
 ) -> Callable[[], None]:
-    """A step of the recipe's optimizer, the loss left in ``last``; as in stage 2, where AdaPonder has most to do.
+    """A function that does one training step of stage 2 and leaves the loss in ``last``.
 
-    ``how`` says how our models run: their execution and policy.
+    ``how`` are further arguments of our models' forward: execution and policy.
     """
     train = recipe.train
     optimizer = build_optimizer(model, train)

@@ -180,13 +180,13 @@ def test_gains_add_up_to_the_whole_way(trace):
 
 def test_gates_are_counted_once_each(trace):
     found = gates.measure(trace)
-    np.testing.assert_allclose((found.asked + found.later).sum(axis=1), 1.0)
-    np.testing.assert_allclose(found.asked.sum(axis=1), [(trace["depth"] > i).mean() for i in range(3)])
+    np.testing.assert_allclose((found.deciding + found.later).sum(axis=1), 1.0)
+    np.testing.assert_allclose(found.deciding.sum(axis=1), [(trace["depth"] > i).mean() for i in range(3)])
     np.testing.assert_allclose(found.closed, [(trace["depth"] == i + 1).mean() for i in range(3)])
     assert found.lines == (1e-4, 1e-4, 1e-4)
     extremes = trace.frame.assign(gate_1=0.0, gate_2=1.0)
     found = gates.measure(Trace(extremes, trace.about))
-    np.testing.assert_allclose((found.asked + found.later).sum(axis=1), 1.0)
+    np.testing.assert_allclose((found.deciding + found.later).sum(axis=1), 1.0)
 
 
 def test_depth_is_told_by_frequency_place_and_source(trace):
@@ -361,7 +361,7 @@ def test_hardest_and_easiest_tokens_are_where_they_say(trace):
     assert first.words[first.target] == trace.frame["target"].iloc[row]
     assert first.words[first.target - 1] == trace.frame["token"].iloc[row]
     assert first.depths[first.target - 1] == trace["depth"][row]
-    assert f"NLL {trace['full_nll_1'][row]:.3f} after one reading" in first.remark
+    assert f"NLL {trace['full_nll_1'][row]:.3f} after one iteration" in first.remark
     for found in (hard, easy):
         targets = [one.words[one.target] for one in found if one.target is not None]
         assert len(set(targets)) == len(targets) == 6

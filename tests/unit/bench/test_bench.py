@@ -525,6 +525,10 @@ def a_checkout(monkeypatch, tmp_path):
     return root
 
 
+def test_the_tests_that_run_before_a_benchmark_are_in_the_checkout():
+    assert all((record.checkout() / name).is_file() for name in checks.TESTS)
+
+
 @pytest.mark.parametrize("kind", ["train", "prefill", "ops"])
 def test_a_failing_test_refuses(monkeypatch, tmp_path, a_checkout, kind):
     monkeypatch.setattr(record, "checkout", lambda: tmp_path)
@@ -548,7 +552,7 @@ def test_tests_of_the_device_are_run_and_the_record_says_so(monkeypatch, tmp_pat
     assert "gpu or not gpu" not in ran[0]
     assert "gpu or not gpu" in ran[1]
     for name in ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined"):
-        assert f"tests/unit/test_{name}.py" in ran[0]
+        assert f"tests/unit/ops/test_{name}.py" in ran[0]
 
 
 def test_what_has_passed_is_not_tested_again_until_something_changes(monkeypatch, a_checkout):

@@ -23,7 +23,7 @@ NAMES: tuple[str, ...] = (*(plate.name for plate in PLATES), excerpts.NAME)
 
 
 def choose(kind: Kind, only: Sequence[str] = ()) -> tuple[list[Plate], dict[str, str]]:
-    """The plates to draw, and why each other one cannot be; one that was asked for by name must be possible."""
+    """The plates to draw, and the reasons why others cannot be; raises if one named in ``only`` cannot."""
     if wrong := [name for name in only if name not in NAMES]:
         raise InputError(f"--only {wrong[0]}: name some of {', '.join(NAMES)}")
     wanted = [plate for plate in PLATES if not only or plate.name in only]

@@ -1,4 +1,4 @@
-"""Which tokens are read often: depth by how frequent a token is, by where it stands, and by where its text is from."""
+"""Mean depth by frequency of the token, by position in document and window, and by source."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WINDOW_BINS = 16
 
 
 class Curve(NamedTuple):
-    """Mean depth of tokens in bins, ``where`` being the mean of what was binned, or the name of the group."""
+    """Mean depth of tokens in bins; ``where`` is the mean of the binned value, or the name of the source."""
 
     where: np.ndarray
     depth: Means
 
 
 class Measured(NamedTuple):
-    """Depth by each, and its rank correlation with two of them."""
+    """Depth by frequency, position, window position and source, and its rank correlation with the first two."""
 
     frequency: Curve
     position: Curve
@@ -65,28 +65,28 @@ def _binned(trace: Trace, depth: np.ndarray, values: np.ndarray, label: np.ndarr
 
 
 def _sources(trace: Trace, depth: np.ndarray) -> Curve:
-    """The largest sources, the others together."""
+    """Mean depth of the largest sources, and of all others together."""
     column = trace.frame["source"].cat
     label, names = column.codes.to_numpy(), column.categories
     tokens = np.bincount(label, minlength=len(names))
     largest = np.argsort(-tokens, kind="stable")[: min(SOURCES, np.count_nonzero(tokens))]
-    place = np.full(len(names), len(largest))
-    place[largest] = np.arange(len(largest))
+    group = np.full(len(names), len(largest))
+    group[largest] = np.arange(len(largest))
     rest = np.count_nonzero(tokens) - len(largest)
     shown = [str(names[index]) for index in largest] + ([f"{rest:,} others"] if rest else [])
-    return Curve(np.array(shown, object), means(trace, depth, place[label], len(shown)))
+    return Curve(np.array(shown, object), means(trace, depth, group[label], len(shown)))
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
-    figure = new_figure(width=PAGE, height=3.3 + 0.13 * max(0, len(found.source.where) - 6))
+def draw(measured: Measured, theme: Theme) -> Figure:
+    figure = new_figure(width=PAGE, height=3.3 + 0.13 * max(0, len(measured.source.where) - 6))
     panels = figure.subplots(2, 2).flatten()
     curves = (
-        (panels[0], found.frequency, "times the token occurs in this text", True),
-        (panels[1], found.position, "position in the document (tokens)", True),
-        (panels[2], found.window, "position in the window (tokens)", False),
+        (panels[0], measured.frequency, "times the token occurs in this text", True),
+        (panels[1], measured.position, "position in the document (tokens)", True),
+        (panels[2], measured.window, "position in the window (tokens)", False),
     )
     for index, (axes, curve, label, logarithmic) in enumerate(curves):
-        axes.axhline(found.mean, color=theme.muted, linestyle=":", linewidth=1.0)
+        axes.axhline(measured.mean, color=theme.muted, linestyle=":", linewidth=1.0)
         axes.errorbar(curve.where, curve.depth.mean, yerr=curve.depth.bars, **series(index), clip_on=False)
         # Within a decade, a logarithmic axis may have no number at all.
         if logarithmic and curve.where.max() >= 20 * curve.where.min():
@@ -95,49 +95,49 @@ def draw(found: Measured, theme: Theme) -> Figure:
             axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(label)
         axes.set_ylabel("mean depth")
-        axes.set_ylim(*_limits(found))
-    _draw_sources(panels[3], found, theme)
+        axes.set_ylim(*_limits(measured))
+    _draw_sources(panels[3], measured, theme)
     return figure
 
 
-def _draw_sources(axes: Axes, found: Measured, theme: Theme) -> None:
-    names, depth = found.source
-    place = np.arange(len(names))[::-1]
-    axes.axvline(found.mean, color=theme.muted, linestyle=":", linewidth=1.0)
-    axes.errorbar(depth.mean, place, xerr=depth.bars, **{**series(3), "linestyle": "none"}, clip_on=False)
+def _draw_sources(axes: Axes, measured: Measured, theme: Theme) -> None:
+    names, depth = measured.source
+    height = np.arange(len(names))[::-1]
+    axes.axvline(measured.mean, color=theme.muted, linestyle=":", linewidth=1.0)
+    axes.errorbar(depth.mean, height, xerr=depth.bars, **{**series(3), "linestyle": "none"}, clip_on=False)
     labels = [f"{_short(name)} ({tokens:,})" for name, tokens in zip(names, depth.tokens, strict=True)]
-    for tick in axes.set_yticks(place, labels):
+    for tick in axes.set_yticks(height, labels):
         tick.label1.set_parse_math(False)
     axes.set_ylim(-0.6, len(names) - 0.4)
     low, high = np.nanmin([depth.mean, depth.low]), np.nanmax([depth.mean, depth.high])
-    # Never so close that a hundredth of an iteration fills the panel.
-    pad = max(0.1 * (high - low), 0.02 * found.deepest)
-    axes.set_xlim(depth_limits(low, high, found.deepest, margin=pad))
+    # A minimal width, so that a hundredth of an iteration does not fill the panel.
+    pad = max(0.1 * (high - low), 0.02 * measured.deepest)
+    axes.set_xlim(depth_limits(low, high, measured.deepest, margin=pad))
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("mean depth by source (tokens)")
 
 
 def _short(name: str) -> str:
-    """The end of a long name: of paths it tells most."""
+    """A label of at most 40 characters; long names keep their end, the telling part of a path."""
     return drawable(name if len(name) <= 22 else "…" + name[-21:], 40)
 
 
-def _limits(found: Measured) -> tuple[float, float]:
-    """One scale for the curves; the intervals of tiny bins may leave it."""
-    ends = [found.mean]
-    for curve in (found.frequency, found.position, found.window):
+def _limits(measured: Measured) -> tuple[float, float]:
+    """Limits of the depth axis that all curves share; intervals of tiny bins may exceed them."""
+    ends = [measured.mean]
+    for curve in (measured.frequency, measured.position, measured.window):
         kept = curve.depth.pick(curve.depth.share > 0.005)
         ends += [*curve.depth.mean, *kept.low, *kept.high]
     low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
-    pad = max(0.08 * (high - low), 0.02 * found.deepest)
-    return depth_limits(low, high, found.deepest, margin=pad)
+    pad = max(0.08 * (high - low), 0.02 * measured.deepest)
+    return depth_limits(low, high, measured.deepest, margin=pad)
 
 
-def caption(found: Measured) -> str:
-    if found.constant:
-        return f"Every token was read {times(round(found.mean))}, whatever its frequency, place or source."
-    often = found.frequency.depth
-    names, depth = found.source
+def caption(measured: Measured) -> str:
+    if measured.constant:
+        return f"Every token was read {times(round(measured.mean))}, whatever its frequency, place or source."
+    often = measured.frequency.depth
+    names, depth = measured.source
     if len(names) > 1:
         least, most = int(np.argmin(depth.mean)), int(np.argmax(depth.mean))
         where = (
@@ -149,14 +149,14 @@ def caption(found: Measured) -> str:
     return (
         f"Mean depth is {often.mean[0]:.3f} for the rarest tokens of this text ({often.tokens[0]:,} of them) and "
         f"{often.mean[-1]:.3f} for the most frequent ({often.tokens[-1]:,}); Spearman's rho of depth with frequency is "
-        f"{found.with_frequency}, with position in the document {found.with_position}; {where}."
+        f"{measured.with_frequency}, with position in the document {measured.with_position}; {where}."
     )
 
 
-def table(found: Measured) -> pd.DataFrame:
+def table(measured: Measured) -> pd.DataFrame:
     frames = []
     for name in ("frequency", "position", "window", "source"):
-        curve: Curve = getattr(found, name)
+        curve: Curve = getattr(measured, name)
         frame = curve.depth.frame("mean depth")
         frame.insert(0, "by", name)
         frame.insert(1, "where", [str(w) if name == "source" else f"{w:,.1f}" for w in curve.where])

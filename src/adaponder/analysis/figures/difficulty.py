@@ -1,6 +1,6 @@
-"""Whether hard tokens are read more often, hardness being what it costs to predict after one reading of every token.
+"""Whether hard tokens get more depth; the difficulty of a token is the loss of its prediction after one iteration.
 
-That loss is the same whatever the gates say, so the depth a token was given has no part in how hard it is called.
+That loss does not depend on the gates, so a token's depth has no influence on its difficulty.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def measure(trace: Trace) -> Measured:
     )
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
+def draw(measured: Measured, theme: Theme) -> Figure:
     figure = new_figure(width=PAGE, height=2.7)
     left, right = figure.subplots(1, 2)
-    deciles, deepest = found.deciles, len(found.tokens)
+    deciles, deepest = measured.deciles, len(measured.tokens)
     left.errorbar(
-        found.difficulty,
+        measured.difficulty,
         deciles.mean,
         yerr=deciles.bars,
         color=theme.ink,
@@ -65,25 +65,25 @@ def draw(found: Measured, theme: Theme) -> Figure:
         clip_on=False,
     )
     low, high = np.nanmin([deciles.mean, deciles.low]), np.nanmax([deciles.mean, deciles.high])
-    # Never so close that noise fills the panel.
+    # A minimal height, so that noise does not fill the panel.
     pad = max(0.1 * (high - low), 0.05 * (deepest - 1), 0.02)
     left.set_ylim(depth_limits(low, high, deepest, margin=pad))
-    left.set_xlabel("NLL after one reading (nats), tenths of all tokens")
+    left.set_xlabel("NLL after one iteration (nats), tenths of all tokens")
     left.set_ylabel("mean depth (iterations)")
-    left.set_title(f"Spearman's rho {found.rho}", loc="left")
-    _draw_boxes(right, found, theme)
+    left.set_title(f"Spearman's rho {measured.rho}", loc="left")
+    _draw_boxes(right, measured, theme)
     return figure
 
 
-def _draw_boxes(axes: Axes, found: Measured, theme: Theme) -> None:
-    deepest = len(found.tokens)
+def _draw_boxes(axes: Axes, measured: Measured, theme: Theme) -> None:
+    deepest = len(measured.tokens)
     names = ("whislo", "q1", "med", "q3", "whishi")
-    places = np.nonzero(found.tokens)[0] + 1
-    boxes: list[dict[str, Any]] = [dict(zip(names, found.spread[depth - 1], strict=True)) for depth in places]
+    places = np.nonzero(measured.tokens)[0] + 1
+    boxes: list[dict[str, Any]] = [dict(zip(names, measured.spread[depth - 1], strict=True)) for depth in places]
     drawn = axes.bxp(boxes, positions=places, widths=0.6, showfliers=False, patch_artist=True)
     for box, line, depth in zip(drawn["boxes"], drawn["medians"], places, strict=True):
         box.set(facecolor=depth_colours(deepest)[depth - 1], edgecolor=theme.ink)
-        # White in black: seen on every colour of the ramp.
+        # White on black is visible on every colour of the ramp.
         line.set(color="black", linewidth=3.0)
         axes.plot(line.get_xdata(), line.get_ydata(), color="white", linewidth=1.4, zorder=line.get_zorder() + 1)
     for line in (*drawn["whiskers"], *drawn["caps"]):
@@ -91,24 +91,25 @@ def _draw_boxes(axes: Axes, found: Measured, theme: Theme) -> None:
     depth_axis(axes, deepest)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(DEPTH)
-    axes.set_ylabel("NLL after one reading (nats)")
+    axes.set_ylabel("NLL after one iteration (nats)")
     axes.set_title("box: quartiles; whiskers: 5% and 95%", loc="left", color=theme.muted)
 
 
-def caption(found: Measured) -> str:
-    if found.rho.rho is None:
-        if (found.tokens > 0).sum() == 1:
-            return f"Every token was read {times(int(np.argmax(found.tokens)) + 1)}: difficulty decided nothing."
-        return "Every token is equally hard after one reading: no correlation can be computed."
-    ends = f"{found.deciles.mean[0]:.3f} in the easiest part to {found.deciles.mean[-1]:.3f} in the hardest"
+def caption(measured: Measured) -> str:
+    if measured.rho.rho is None:
+        if (measured.tokens > 0).sum() == 1:
+            return f"Every token was read {times(int(np.argmax(measured.tokens)) + 1)}: difficulty decided nothing."
+        return "Every token is equally hard after one iteration: no correlation can be computed."
+    ends = f"{measured.deciles.mean[0]:.3f} in the easiest part to {measured.deciles.mean[-1]:.3f} in the hardest"
     return (
-        f"Spearman's rho of depth with the loss after one reading is {found.rho}{_doubt(found.rho)}; "
-        f"mean depth goes from {ends}. With the entropy after one reading, which a gate can know, rho is "
-        f"{found.with_entropy}."
+        f"Spearman's rho of depth with the loss after one iteration is {measured.rho}{_doubt(measured.rho)}; "
+        f"mean depth goes from {ends}. With the entropy after one iteration, which a gate can know, rho is "
+        f"{measured.with_entropy}."
     )
 
 
 def _doubt(rho: Correlation) -> str:
+    """What the interval says about the correlation, as the end of a sentence."""
     assert rho.rho is not None
     if rho.interval is None:
         return ", of too few documents for an interval"
@@ -119,9 +120,9 @@ def _doubt(rho: Correlation) -> str:
     return f": {strength}, {direction}"
 
 
-def table(found: Measured) -> pd.DataFrame:
-    frame = found.deciles.frame("mean depth")
-    frame.insert(0, "NLL after one reading", found.difficulty)
+def table(measured: Measured) -> pd.DataFrame:
+    frame = measured.deciles.frame("mean depth")
+    frame.insert(0, "NLL after one reading", measured.difficulty)
     return frame
 
 

@@ -1,4 +1,4 @@
-"""The hardest and the easiest tokens where they stand, each word's background saying how often it was read."""
+"""The hardest and the easiest tokens in context; the background colour of a word is its depth."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PASSAGE = 320
 
 
 class Excerpt(NamedTuple):
-    """Words in their order with their depths (0: never read) and the loss of what each predicts (NaN: nothing).
+    """Words with their depths (0: not computed) and the loss of what each predicts (NaN: nothing).
 
-    ``target`` is the place of the word that ``remark`` speaks of; ``None`` for a passage.
+    ``target`` is the index of the word that ``remark`` is about; ``None`` for a passage.
     """
 
     words: list[str]
@@ -32,17 +32,17 @@ class Excerpt(NamedTuple):
 
 
 def hardest(trace: Trace, count: int = 6) -> list[Excerpt]:
-    """Where the loss after one reading is highest: different words, and no two from one place."""
+    """Excerpts around the highest losses after one iteration: different words, from different parts of the text."""
     return [_around(trace, row) for row in _apart(trace, -trace["full_nll_1"], count)]
 
 
 def easiest(trace: Trace, count: int = 6) -> list[Excerpt]:
-    """Where the loss after one reading is lowest: different words, and no two from one place."""
+    """Excerpts around the lowest losses after one iteration: different words, from different parts of the text."""
     return [_around(trace, row) for row in _apart(trace, trace["full_nll_1"], count)]
 
 
 def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
-    """A longer stretch, where depths differ most."""
+    """The ``length`` tokens whose depths differ most."""
     first, length = busiest(trace["depth"], trace["document"], length)
     rows = np.arange(first, first + length)
     mean = float(trace["depth"][rows].mean())
@@ -55,8 +55,9 @@ def _mean(trace: Trace) -> float:
 
 
 def _apart(trace: Trace, order: np.ndarray, count: int) -> list[int]:
+    """The first ``count`` predictions by ``order`` with different targets, whose excerpts do not overlap."""
     ids, chosen = trace["target_id"], list[int]()
-    # Many of the extreme tokens are one word again and again: look well beyond the first few.
+    # Many of the extreme predictions are of one word: far more than ``count`` are considered.
     for row in np.argsort(order, kind="stable")[: 500 * count].tolist():
         known = any(ids[row] == ids[other] or abs(row - other) <= BEFORE + AFTER for other in chosen)
         if not known:
@@ -67,14 +68,14 @@ def _apart(trace: Trace, order: np.ndarray, count: int) -> list[int]:
 
 
 def _around(trace: Trace, row: int) -> Excerpt:
-    """The prediction at ``row``: its document up to the word predicted, and a little beyond."""
+    """Excerpt of the document around prediction ``row``."""
     document = trace["document"]
     rows = np.arange(max(0, row - BEFORE), min(len(trace), row + 2 + AFTER))
     rows = rows[document[rows] == document[row]]
     words, depths, losses = _words(trace, rows)
     target = int(np.searchsorted(rows, row)) + 1
     if target == len(words):
-        # The document's last word is predicted and belongs to nobody who reads on.
+        # The document's last word is predicted, but predicts nothing in this document.
         words, depths, losses = [*words, str(trace.frame["target"].iloc[row])], [*depths, 0], [*losses, float("nan")]
     return Excerpt(words, depths, losses, target, _remark(trace, row))
 
@@ -86,17 +87,17 @@ def _words(trace: Trace, rows: np.ndarray) -> tuple[list[str], list[int], list[f
 
 def _remark(trace: Trace, row: int) -> str:
     deepest, one = trace.about.deepest, trace.frame.iloc[row]
-    losses = f"NLL {one['full_nll_1']:.3f} after one reading, {one['nll']:.3f} as read"
+    losses = f"NLL {one['full_nll_1']:.3f} after one iteration, {one['nll']:.3f} as read"
     if deepest > 1:
         losses += f", {one[f'full_nll_{deepest}']:.3f} had every token been read {times(deepest)}"
     return f"“{on_one_line(str(one['target']))}” after a token that was read {times(int(one['depth']))}: {losses}."
 
 
 def as_html(excerpt: Excerpt) -> str:
-    """Words as coloured spans; everything that came from data is escaped."""
+    """HTML of the excerpt: coloured spans, with everything from data escaped."""
     spans = []
-    for place, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
-        kind = f"d{depth}" + (" target" if place == excerpt.target else "")
+    for index, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
+        kind = f"d{depth}" + (" target" if index == excerpt.target else "")
         about = "never read" if depth == 0 else f"read {times(depth)}; predicts the next token at {loss:.2f} nats"
         # A line's end lies between two spans, so that the box of a token of several lines is closed on each of them.
         lines = for_html(word).split("\n")
@@ -105,7 +106,7 @@ def as_html(excerpt: Excerpt) -> str:
 
 
 def as_text(excerpt: Excerpt, deepest: int) -> Text:
-    """The same for a terminal, the target underlined."""
+    """The excerpt for a terminal, the target underlined."""
     text = by_depth([visible(word) for word in excerpt.words], excerpt.depths, deepest)
     if excerpt.target is not None:
         start = sum(len(visible(word)) for word in excerpt.words[: excerpt.target])

@@ -1,7 +1,7 @@
-"""What halted tokens would have gained by going on, against random tokens: a good gate halts where little is to be had.
+"""The loss that halted tokens would have gained by continuing, compared with random tokens.
 
-Gains are of one run in which every token is read to the end: from the loss after the iteration at which a token halted
-to the loss after the last. So the tokens around it have read on as well, which is what never halting would mean.
+Gains are measured at full depth of every token: the loss after the iteration at which a token halted minus the loss
+after the last. So the tokens around it continue as well, as they would if no token halted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Measured(NamedTuple):
     Attributes:
         groups: gains of the tokens that halted there.
         random: mean gain from that depth on over all tokens, so of random ones.
-        band: how far from it 95 % of draws of equally many tokens lie.
-        halted: the whole bill per token of the text.
-        chance: the bill of the same depths dealt at random within each document: its mean, the ends of 95 % of deals.
+        band: 95 % of draws of equally many random tokens lie within this distance of ``random``.
+        halted: the gain forgone by halting, per token of the text.
+        chance: the same for depths permuted at random within each document: mean, and ends of 95 % of permutations.
     """
 
     groups: Means
@@ -48,7 +48,7 @@ def measure(trace: Trace) -> Measured:
     own = np.take_along_axis(gains, depth[:, None] - 1, axis=1)[:, 0]
     groups = means(trace, own, depth - 1, deepest).pick(slice(deepest - 1))
     count = len(trace)
-    # The mean of some of the values, drawn without putting back.
+    # Variance of a mean of values drawn without replacement.
     left_over = (count - groups.tokens) / max(1, count - 1)
     band = 1.96 * gains.std(axis=0)[:-1] * np.sqrt(left_over / np.maximum(groups.tokens, 1))
     return Measured(
@@ -64,37 +64,38 @@ def measure(trace: Trace) -> Measured:
 def _dealt_at_random(
     gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int
 ) -> tuple[float, float, float]:
-    """(mean, low, high) of the bill when each document deals its depths out to its own tokens at random.
+    """(mean, low, high) of the forgone gain per token when depths are permuted at random within each document.
 
-    Within documents, because they differ: a hard document whose tokens halt less would else look like good judgement.
+    Within documents, because documents differ in difficulty: a hard document whose tokens halt less would otherwise
+    count in favour of the policy.
     """
     generator, rows = np.random.default_rng(seed), np.arange(len(depth))
     order = np.argsort(document, kind="stable")
     gains, depth, document = gains[order], depth[order], document[order]
     deals = int(np.clip(2e7 / len(depth), 100, 1000))
-    bills = []
+    forgone = []
     for _ in range(deals):
         shuffled = np.lexsort((generator.random(len(depth)), document))
-        bills.append(float(gains[rows, depth[shuffled] - 1].mean()))
-    low, high = np.quantile(bills, [0.025, 0.975])
-    # The mean over all deals is known exactly: each document's shares of depths times its mean gains.
+        forgone.append(float(gains[rows, depth[shuffled] - 1].mean()))
+    low, high = np.quantile(forgone, [0.025, 0.975])
+    # The mean over all permutations is known exactly: each document's shares of depths times its mean gains.
     starts = np.nonzero(np.diff(document, prepend=document[0] - 1))[0]
     counts = np.stack([np.add.reduceat(depth == d, starts) for d in range(1, gains.shape[1] + 1)], axis=1)
     sizes = counts.sum(axis=1, keepdims=True)
     return float((counts * np.add.reduceat(gains, starts) / sizes).sum() / len(depth)), float(low), float(high)
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
+def draw(measured: Measured, theme: Theme) -> Figure:
     figure = new_figure(width=PAGE, height=2.6)
     left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
-    _draw_groups(left, found, theme)
-    middle, low, high = found.chance
-    right.bar(0, found.halted, width=0.6, color=PALETTE[0])
+    _draw_groups(left, measured, theme)
+    middle, low, high = measured.chance
+    right.bar(0, measured.halted, width=0.6, color=PALETTE[0])
     ends = np.maximum([[middle - low], [high - middle]], 0.0)
     right.bar(1, middle, width=0.6, color=theme.paper, hatch=_HATCH)
     whiskers(right, [1], [middle], ends, theme)
     right.axhline(0.0, color=theme.ink, linewidth=0.8)
-    right.set_xticks([0, 1], [f"these\ndepths\n{found.halted:+.4f}", f"dealt at\nrandom\n{middle:+.4f}"])
+    right.set_xticks([0, 1], [f"these\ndepths\n{measured.halted:+.4f}", f"dealt at\nrandom\n{middle:+.4f}"])
     right.set_xlim(-0.6, 1.6)
     right.margins(y=0.15)
     right.grid(visible=False, axis="x")
@@ -102,17 +103,17 @@ def draw(found: Measured, theme: Theme) -> Figure:
     return figure
 
 
-def _draw_groups(axes: Axes, found: Measured, theme: Theme) -> None:
-    some, deepest = np.nonzero(found.groups.tokens)[0], found.deepest
-    groups, wide = found.groups.pick(some), 0.38
+def _draw_groups(axes: Axes, measured: Measured, theme: Theme) -> None:
+    some, deepest = np.nonzero(measured.groups.tokens)[0], measured.deepest
+    groups, wide = measured.groups.pick(some), 0.38
     colours = [depth_colours(deepest)[index] for index in some]
     axes.bar(some + 0.8, groups.mean, wide, color=colours)
     whiskers(axes, some + 0.8, groups.mean, groups.bars, theme)
-    axes.bar(some + 1.2, found.random[some], wide, color=theme.paper, hatch=_HATCH)
-    whiskers(axes, some + 1.2, found.random[some], found.band[some], theme)
+    axes.bar(some + 1.2, measured.random[some], wide, color=theme.paper, hatch=_HATCH)
+    whiskers(axes, some + 1.2, measured.random[some], measured.band[some], theme)
     axes.axhline(0.0, color=theme.ink, linewidth=0.8)
     places = range(1, deepest)
-    names = [f"{depth}\n({n:,} tokens)" for depth, n in zip(places, found.groups.tokens, strict=True)]
+    names = [f"{depth}\n({n:,} tokens)" for depth, n in zip(places, measured.groups.tokens, strict=True)]
     axes.set_xticks(places, names)
     axes.set_xlim(0.4, deepest - 0.4)
     axes.margins(y=0.12)
@@ -126,39 +127,40 @@ def _draw_groups(axes: Axes, found: Measured, theme: Theme) -> None:
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
 
 
-def caption(found: Measured) -> str:
-    groups = found.groups
+def caption(measured: Measured) -> str:
+    groups = measured.groups
     if not groups.tokens.any():
-        return f"No token halted before iteration {found.deepest}: nothing was forgone."
+        return f"No token halted before iteration {measured.deepest}: nothing was forgone."
     parts = [
         f"{groups.mean[i]:+.4f} nats{spread(groups.low[i], groups.high[i])} if halted after iteration {i + 1} "
-        f"(random tokens {found.random[i]:+.4f})"
+        f"(random tokens {measured.random[i]:+.4f})"
         for i in np.nonzero(groups.tokens)[0]
     ]
     return (
-        f"By being read {times(found.deepest)}, halted tokens would have gained {'; '.join(parts)}. "
-        f"Over the whole text halting forgoes {found.halted:+.4f} nats per token, the same depths dealt at random "
+        f"By being read {times(measured.deepest)}, halted tokens would have gained {'; '.join(parts)}. "
+        f"Over the whole text halting forgoes {measured.halted:+.4f} nats per token, the same depths dealt at random "
         "within each document "
-        f"{found.chance[0]:+.4f} [{found.chance[1]:+.4f}, {found.chance[2]:+.4f}]: {_verdict(found)}."
+        f"{measured.chance[0]:+.4f} [{measured.chance[1]:+.4f}, {measured.chance[2]:+.4f}]: {_verdict(measured)}."
     )
 
 
-def _verdict(found: Measured) -> str:
-    middle, low, high = found.chance
-    cheap = "; stopping cost nothing" if found.halted <= 0 else ""
-    if low <= found.halted <= high:
+def _verdict(measured: Measured) -> str:
+    """Whether the policy halts better or worse than chance, in words."""
+    middle, low, high = measured.chance
+    cheap = "; stopping cost nothing" if measured.halted <= 0 else ""
+    if low <= measured.halted <= high:
         return f"which tokens halt is not told apart from chance{cheap}"
-    if found.halted > high:
+    if measured.halted > high:
         return f"the tokens that halt are those with more to gain: worse than chance{cheap}"
-    saved = f", sparing {1 - found.halted / middle:.0%} of what chance would lose" if middle > 0 else ""
+    saved = f", sparing {1 - measured.halted / middle:.0%} of what chance would lose" if middle > 0 else ""
     return f"the tokens that halt are those with less to gain: better than chance{saved}{cheap}"
 
 
-def table(found: Measured) -> pd.DataFrame:
-    frame = found.groups.frame("gain by going on")
-    frame.insert(0, "halted after", range(1, found.deepest))
-    frame["gain of random tokens"] = found.random
-    frame["95% of draws within"] = found.band
+def table(measured: Measured) -> pd.DataFrame:
+    frame = measured.groups.frame("gain by going on")
+    frame.insert(0, "halted after", range(1, measured.deepest))
+    frame["gain of random tokens"] = measured.random
+    frame["95% of draws within"] = measured.band
     return frame
 
 

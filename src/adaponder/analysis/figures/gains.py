@@ -1,4 +1,4 @@
-"""What each iteration is worth when every token is read to the end, for the tokens of each depth in the other run."""
+"""The loss gained by each iteration at full depth, for tokens grouped by the depth that the policy gave them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAMES = ("all tokens", "tokens that read on", "tokens that had halted")
 
 
 class Measured(NamedTuple):
-    """``losses[group, iteration]``: mean NLL of each depth's tokens, last of all tokens.
+    """``losses[group, iteration]``: mean NLL at full depth of each depth's tokens; the last group is all tokens.
 
-    ``gains``: for all tokens, for those that the other run read at that iteration and for those it did not, an entry
-    per iteration from the second on.
+    ``gains``: for all tokens, for those that the policy left active in that iteration and for those it had halted, an
+    entry per iteration from the second on.
     """
 
     losses: np.ndarray
@@ -48,22 +48,22 @@ def measure(trace: Trace) -> Measured:
     return Measured(averages, tokens, (everyone, read, halted), trace.about.halts)
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
+def draw(measured: Measured, theme: Theme) -> Figure:
     figure = new_figure(width=PAGE, height=2.8)
     left, right = figure.subplots(1, 2)
-    _draw_curves(left, found, theme)
-    _draw_gains(right, found, theme)
+    _draw_curves(left, measured, theme)
+    _draw_gains(right, measured, theme)
     for axes in (left, right):
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.2)
     return figure
 
 
-def _draw_curves(axes: Axes, found: Measured, theme: Theme) -> None:
-    deepest = found.losses.shape[1]
-    iterations, change = np.arange(1, deepest + 1), found.losses - found.losses[:, :1]
+def _draw_curves(axes: Axes, measured: Measured, theme: Theme) -> None:
+    deepest = measured.losses.shape[1]
+    iterations, change = np.arange(1, deepest + 1), measured.losses - measured.losses[:, :1]
     axes.axhline(0.0, color=theme.ink, linewidth=0.8)
     axes.plot(iterations, change[-1], color=theme.ink, linewidth=2.2, label=_NAMES[0])
-    for depth in iterations[found.tokens > 0] if found.halts else []:
+    for depth in iterations[measured.tokens > 0] if measured.halts else []:
         axes.plot(
             iterations,
             change[depth - 1],
@@ -73,28 +73,28 @@ def _draw_curves(axes: Axes, found: Measured, theme: Theme) -> None:
             markersize=6,
             markerfacecolor=depth_colours(deepest)[depth - 1],
             markeredgecolor=theme.ink,
-            label=f"depth {depth} ({found.tokens[depth - 1]:,})",
+            label=f"depth {depth} ({measured.tokens[depth - 1]:,})",
         )
     axes.set_xticks(iterations)
-    axes.set_xlabel("readings of every token")
-    axes.set_ylabel("change of NLL since\nthe first reading (nats)")
+    axes.set_xlabel("iterations of every token")
+    axes.set_ylabel("change of NLL since\nthe first iteration (nats)")
 
 
-def _draw_gains(axes: Axes, found: Measured, theme: Theme) -> None:
-    deepest, iterations = found.losses.shape[1], np.arange(2, found.losses.shape[1] + 1)
+def _draw_gains(axes: Axes, measured: Measured, theme: Theme) -> None:
+    deepest, iterations = measured.losses.shape[1], np.arange(2, measured.losses.shape[1] + 1)
     looks: tuple[dict[str, Any], ...] = (
         {"color": theme.muted},
         {"color": PALETTE[0]},
         {"color": theme.paper, "hatch": "////"},
     )
-    shown = 3 if found.halts else 1
+    shown = 3 if measured.halts else 1
     wide = 0.8 / shown
     for index in range(shown):
-        some = found.gains[index].tokens > 0
-        gains = found.gains[index].pick(some)
-        place = iterations[some] + wide * (index - (shown - 1) / 2)
-        axes.bar(place, gains.mean, wide, label=_NAMES[index], **looks[index])
-        whiskers(axes, place, gains.mean, gains.bars, theme)
+        some = measured.gains[index].tokens > 0
+        gains = measured.gains[index].pick(some)
+        x = iterations[some] + wide * (index - (shown - 1) / 2)
+        axes.bar(x, gains.mean, wide, label=_NAMES[index], **looks[index])
+        whiskers(axes, x, gains.mean, gains.bars, theme)
     axes.axhline(0.0, color=theme.ink, linewidth=0.8)
     axes.set_xticks(iterations)
     axes.set_xlim(1.4, deepest + 0.6)
@@ -103,13 +103,13 @@ def _draw_gains(axes: Axes, found: Measured, theme: Theme) -> None:
     axes.set_ylabel("NLL gained by it (nats)")
 
 
-def caption(found: Measured) -> str:
-    everyone, read, halted = found.gains
+def caption(measured: Measured) -> str:
+    everyone, read, halted = measured.gains
     said = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(everyone.mean, 2)])
-    first, last = found.losses[-1, 0], found.losses[-1, -1]
+    first, last = measured.losses[-1, 0], measured.losses[-1, -1]
     whole = f"When every token is read to the end, the loss goes from {first:.4f} to {last:.4f} nats: gains of {said}."
     compared = np.nonzero((halted.tokens > 0) & (read.tokens > 0))[0]
-    if not found.halts or not len(compared):
+    if not measured.halts or not len(compared):
         return whole
     less, more = halted.high < read.low, halted.low > read.high
     unknown = np.isnan(halted.low) | np.isnan(read.low)
@@ -127,21 +127,21 @@ def caption(found: Measured) -> str:
     return f"{whole} {said[0].upper()}{said[1:]}."
 
 
-def table(found: Measured) -> pd.DataFrame:
+def table(measured: Measured) -> pd.DataFrame:
     frames = []
-    for name, gains in zip(_NAMES, found.gains, strict=True):
+    for name, gains in zip(_NAMES, measured.gains, strict=True):
         frame = gains.frame("NLL gained")
         frame.insert(0, "gained by", name)
         frame.insert(1, "iteration", range(2, len(frame) + 2))
         frames.append(frame)
-    return pd.concat(frames if found.halts else frames[:1], ignore_index=True)
+    return pd.concat(frames if measured.halts else frames[:1], ignore_index=True)
 
 
 PLATE = Plate(
     name="gains",
     title="What each iteration is worth",
-    alt="Left: how the mean loss changes with each reading when every token is read to the end, a line for the tokens "
-    "of each depth. Right: bars of the loss gained by each iteration.",
+    alt="Left: how the mean loss changes with each iteration when every token is read to the end, a line for the "
+    "tokens of each depth. Right: bars of the loss gained by each iteration.",
     missing=needs_iterations,
     measure=measure,
     draw=draw,

@@ -1,4 +1,4 @@
-"""What each gate said of each token, on a scale that shows both ends: near 0, where tokens halt, and near 1."""
+"""Histograms of the gates' values, in log-odds: so that values near 0, where tokens halt, and near 1 are told apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaponder.analysis.trace import Trace
 BINS = 40
 # Vermilion stands out from the blue bars and from paper, dark or white.
 _LINE = "#D55E00"
-# Float32 tells nothing apart closer to 1 than this.
+# Closer to 1 than this float32 has no more values.
 _END = 7.0
 _TICKS = {
     **{10.0**-power: f"10⁻{'⁰¹²³⁴⁵⁶'[power]}" for power in (6, 5, 4, 3)},
@@ -29,10 +29,10 @@ _TICKS = {
 
 
 class Measured(NamedTuple):
-    """``asked`` and ``later``, ``[gate, bin]``: shares of all tokens, still active at that gate or halted before."""
+    """``deciding`` and ``later``, ``[gate, bin]``: shares of all tokens, active at that gate or halted before it."""
 
     edges: np.ndarray
-    asked: np.ndarray
+    deciding: np.ndarray
     later: np.ndarray
     quantiles: np.ndarray
     closed: np.ndarray
@@ -45,10 +45,10 @@ def measure(trace: Trace) -> Measured:
     count = gates.shape[1]
     active = depth > np.arange(count)
     odds, lines = np.clip(log_odds(gates), -_END, _END), _lines(trace, count)
-    # From end to end of what was said, thresholds included.
-    ends = [odds.min(), odds.max(), *(_place(line) for line in lines if line is not None)]
+    # The axis spans all gates and thresholds.
+    ends = [odds.min(), odds.max(), *(_clipped_log_odds(line) for line in lines if line is not None)]
     edges = np.linspace(min(ends) - 0.4, max(ends) + 0.4, BINS + 1)
-    asked, later = (
+    deciding, later = (
         np.stack([np.histogram(odds[chosen[:, i], i], edges)[0] for i in range(count)]) / len(trace)
         for chosen in (active, ~active)
     )
@@ -56,7 +56,7 @@ def measure(trace: Trace) -> Measured:
     decides = np.arange(count) < trace.about.deepest - 1
     closed = ((depth == np.arange(count) + 1) & decides).mean(axis=0)
     quantiles = np.quantile(gates, [0.05, 0.5, 0.95], axis=0).T
-    return Measured(edges, asked, later, quantiles, closed, lines, facts_of(trace.about).gate_meaning)
+    return Measured(edges, deciding, later, quantiles, closed, lines, facts_of(trace.about).gate_meaning)
 
 
 def log_odds(gates: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ def log_odds(gates: np.ndarray) -> np.ndarray:
 
 
 def _lines(trace: Trace, count: int) -> tuple[float | None, ...]:
-    """The threshold of each gate, where one decides."""
+    """The threshold of each gate; ``None`` where the policy has none."""
     if trace.about.tau is not None and facts_of(trace.about).gates_decide:
         return (*trace.about.tau, *[None] * count)[:count]
     if trace.about.policy.startswith("RouterThreshold"):
@@ -74,19 +74,19 @@ def _lines(trace: Trace, count: int) -> tuple[float | None, ...]:
     return (None,) * count
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
-    count = len(found.asked)
+def draw(measured: Measured, theme: Theme) -> Figure:
+    count = len(measured.deciding)
     columns = min(count, 4)
     rows = -(-count // columns)
     figure = new_figure(width=PAGE, height=0.5 + 1.9 * rows)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     for i, axes in enumerate(panels[:count]):
-        asked, whole = 100 * found.asked[i], 100 * (found.asked[i] + found.later[i])
-        axes.stairs(asked, found.edges, fill=True, color=PALETTE[0], label="still active: it decides")
+        deciding, whole = 100 * measured.deciding[i], 100 * (measured.deciding[i] + measured.later[i])
+        axes.stairs(deciding, measured.edges, fill=True, color=PALETTE[0], label="still active: it decides")
         axes.stairs(
             whole,
-            found.edges,
-            baseline=asked,
+            measured.edges,
+            baseline=deciding,
             fill=True,
             facecolor=theme.paper,
             edgecolor=theme.ink,
@@ -94,13 +94,13 @@ def draw(found: Measured, theme: Theme) -> Figure:
             linewidth=0.5,
             label="halted before: it changes nothing",
         )
-        line = found.lines[i]
+        line = measured.lines[i]
         if line is not None:
-            axes.axvline(_place(line), color=_LINE, linestyle="--", label="threshold")
-        axes.set_xticks(*_ticks(found.edges[0], found.edges[-1]))
-        axes.set_xlim(found.edges[0], found.edges[-1])
-        axes.set_title(f"gate {i + 1}: halts {percent(float(found.closed[i]))}", loc="left")
-        axes.set_xlabel(found.meaning)
+            axes.axvline(_clipped_log_odds(line), color=_LINE, linestyle="--", label="threshold")
+        axes.set_xticks(*_ticks(measured.edges[0], measured.edges[-1]))
+        axes.set_xlim(measured.edges[0], measured.edges[-1])
+        axes.set_title(f"gate {i + 1}: halts {percent(float(measured.closed[i]))}", loc="left")
+        axes.set_xlabel(measured.meaning)
     for axes in panels[count:]:
         axes.set_visible(False)
     for axes in panels[::columns]:
@@ -110,37 +110,38 @@ def draw(found: Measured, theme: Theme) -> Figure:
     return figure
 
 
-def _place(threshold: float) -> float:
+def _clipped_log_odds(threshold: float) -> float:
+    """Log-odds of a threshold, within the ends of the axis."""
     return float(np.clip(log_odds(np.array(threshold)), -_END, _END))
 
 
 def _ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """Round probabilities between these log-odds, far enough apart to be read."""
+    """(log-odds, labels) of round probabilities on this axis, far enough apart to be legible."""
     chosen: dict[float, str] = {}
     for value, name in sorted(_TICKS.items(), key=lambda tick: abs(tick[0] - 0.5)):
-        place = _place(value)
-        apart = all(abs(place - other) >= (high - low) / 5 for other in chosen)
-        if low <= place <= high and apart:
-            chosen[place] = name
+        odds = _clipped_log_odds(value)
+        apart = all(abs(odds - other) >= (high - low) / 5 for other in chosen)
+        if low <= odds <= high and apart:
+            chosen[odds] = name
     return list(chosen), list(chosen.values())
 
 
-def caption(found: Measured) -> str:
+def caption(measured: Measured) -> str:
     said = listed(
         [
-            f"gate {i + 1} halts {percent(float(share))} (median {found.quantiles[i, 1]:.2g})"
-            for i, share in enumerate(found.closed)
+            f"gate {i + 1} halts {percent(float(share))} (median {measured.quantiles[i, 1]:.2g})"
+            for i, share in enumerate(measured.closed)
         ]
     )
     return f"Of all tokens, {said}."
 
 
-def table(found: Measured) -> pd.DataFrame:
-    frame = pd.DataFrame(found.quantiles, columns=pd.Index(["5%", "median", "95%"]))
+def table(measured: Measured) -> pd.DataFrame:
+    frame = pd.DataFrame(measured.quantiles, columns=pd.Index(["5%", "median", "95%"]))
     frame.insert(0, "gate", range(1, len(frame) + 1))
-    frame["threshold"] = [np.nan if line is None else line for line in found.lines]
-    frame["asked"] = found.asked.sum(axis=1)
-    frame["halts"] = found.closed
+    frame["threshold"] = [np.nan if line is None else line for line in measured.lines]
+    frame["asked"] = measured.deciding.sum(axis=1)
+    frame["halts"] = measured.closed
     return frame
 
 

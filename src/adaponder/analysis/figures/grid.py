@@ -1,4 +1,4 @@
-"""Tokens by iterations, computed or reused: the paper's first figure, drawn from what really happened."""
+"""Tokens by iterations, computed or reused: the paper's first figure, drawn from a trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 32
 
 
 class Measured(NamedTuple):
-    """A run of tokens as they were read, and how often each was."""
+    """Consecutive tokens of the text and their depths; ``after`` is the legend of cells of halted tokens."""
 
     words: list[str]
     depths: np.ndarray
@@ -40,30 +40,30 @@ def measure(trace: Trace) -> Measured:
 
 
 def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, int]:
-    """(first, length) of the stretch inside one document whose depths differ most (entropy); the first of equals.
+    """(first, length) of the tokens of one document whose depths have the highest entropy; the first of equals.
 
-    A text whose documents are all shorter gives its beginning.
+    If every document is shorter than ``length``, the beginning of the text.
     """
     length = min(length, len(depth))
     levels = np.arange(1, int(depth.max()) + 1)
-    seen = np.cumsum(np.vstack([np.zeros(len(levels)), depth[:, None] == levels]), axis=0)
-    shares = (seen[length:] - seen[:-length]) / length
+    counts = np.cumsum(np.vstack([np.zeros(len(levels)), depth[:, None] == levels]), axis=0)
+    shares = (counts[length:] - counts[:-length]) / length
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = -np.nansum(shares * np.log(shares), axis=1)
     starts = np.arange(len(entropy))
     inside = document[starts] == document[starts + length - 1]
     if not inside.any():
         return 0, length
-    # Rounded: equal mixtures are equal however the sums were rounded.
+    # Rounded, so that equal mixtures of depths compare equal.
     return int(np.argmax(np.where(inside, np.round(entropy, 9), -1.0))), length
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
-    count, deepest = len(found.words), found.deepest
+def draw(measured: Measured, theme: Theme) -> Figure:
+    count, deepest = len(measured.words), measured.deepest
     figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest)
     axes = figure.subplots()
     colours = depth_colours(deepest)
-    for column, depth in enumerate(found.depths):
+    for column, depth in enumerate(measured.depths):
         for row in range(deepest):
             computed = row < depth
             axes.add_patch(
@@ -80,7 +80,9 @@ def draw(found: Measured, theme: Theme) -> Figure:
     axes.set_xlim(0, max(count, 12))
     axes.set_ylim(0, deepest)
     axes.set_yticks(np.arange(deepest) + 0.5, [str(i) for i in range(1, deepest + 1)])
-    ticks = axes.set_xticks(np.arange(count) + 0.5, [for_figure(word) for word in found.words], rotation=60, ha="right")
+    ticks = axes.set_xticks(
+        np.arange(count) + 0.5, [for_figure(word) for word in measured.words], rotation=60, ha="right"
+    )
     for tick in ticks:
         tick.label1.set_parse_math(False)
         tick.label1.set_rotation_mode("anchor")
@@ -90,26 +92,26 @@ def draw(found: Measured, theme: Theme) -> Figure:
         spine.set_visible(False)
     axes.set_ylabel("iteration")
     axes.set_xlabel("token read")
-    used = [depth for depth in range(1, deepest + 1) if (found.depths == depth).any()]
+    used = [depth for depth in range(1, deepest + 1) if (measured.depths == depth).any()]
     handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
-    handles.append(Patch(facecolor=theme.paper, edgecolor=theme.muted, hatch="////", label=found.after))
+    handles.append(Patch(facecolor=theme.paper, edgecolor=theme.muted, hatch="////", label=measured.after))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), columnspacing=1.2, handlelength=1.4)
     return figure
 
 
-def caption(found: Measured) -> str:
-    count, spent = len(found.depths), int(found.depths.sum())
-    whole = count * found.deepest
-    halted = int((found.depths < found.deepest).sum())
+def caption(measured: Measured) -> str:
+    count, spent = len(measured.depths), int(measured.depths.sum())
+    whole = count * measured.deepest
+    halted = int((measured.depths < measured.deepest).sum())
     return (
-        f"Tokens {found.first:,} to {found.first + count - 1:,} of the text, where depths differ most: "
+        f"Tokens {measured.first:,} to {measured.first + count - 1:,} of the text, where depths differ most: "
         f"{spent} of {whole} rows are computed ({percent(spent / whole)}), {halted} of {count} tokens halt early; "
         "being chosen for variety, the stretch is not typical."
     )
 
 
-def table(found: Measured) -> pd.DataFrame:
-    return pd.DataFrame({"token": [for_figure(word) for word in found.words], "depth": found.depths})
+def table(measured: Measured) -> pd.DataFrame:
+    return pd.DataFrame({"token": [for_figure(word) for word in measured.words], "depth": measured.depths})
 
 
 PLATE = Plate(

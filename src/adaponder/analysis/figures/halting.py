@@ -1,4 +1,4 @@
-"""Mean loss and number of tokens by halting iteration, and how losses spread there: the paper sees a check mark."""
+"""Mean loss, number of tokens and distribution of losses by halting iteration; the paper reports a check mark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a mi
 
 
 class Measured(NamedTuple):
-    """``groups`` has an entry per depth; ``density[bin, depth]`` is per nat, and each depth's adds up to at most 1."""
+    """``groups`` has an entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth."""
 
     groups: Means
     density: np.ndarray
@@ -43,71 +43,71 @@ def measure(trace: Trace) -> Measured:
     deepest, nll, label = trace.about.deepest, trace["nll"], trace["depth"].astype(np.int64) - 1
     groups = means(trace, nll, label, deepest)
     adds_up(groups.share, groups.mean, trace.loss)
-    # The longest one percent of the tail would leave no room for the rest.
+    # The highest one percent of losses would compress the rest.
     clip = max(float(np.quantile(nll, 0.99)), 1e-6)
     edges = np.linspace(0.0, clip, BINS + 1)
-    found = [np.histogram(nll[label == depth], edges)[0] for depth in range(deepest)]
+    histograms = [np.histogram(nll[label == depth], edges)[0] for depth in range(deepest)]
     with np.errstate(invalid="ignore", divide="ignore"):
-        density = np.stack(found, axis=1) / groups.tokens / (edges[1] - edges[0])
+        density = np.stack(histograms, axis=1) / groups.tokens / (edges[1] - edges[0])
     medians = [np.median(nll[label == depth]) if groups.tokens[depth] else np.nan for depth in range(deepest)]
     return Measured(groups, density, np.array(medians), clip, float((nll > clip).mean()), trace.loss)
 
 
-def draw(found: Measured, theme: Theme) -> Figure:
+def draw(measured: Measured, theme: Theme) -> Figure:
     figure = new_figure(width=PAGE, height=3.5)
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2), width_ratios=(1, 1.15))
-    top, below, right = (figure.add_subplot(place) for place in (grid[0, 0], grid[1, 0], grid[:, 1]))
-    _draw_means(top, found, theme)
-    groups, deepest = found.groups, len(found.medians)
+    top, below, right = (figure.add_subplot(cell) for cell in (grid[0, 0], grid[1, 0], grid[:, 1]))
+    _draw_means(top, measured, theme)
+    groups, deepest = measured.groups, len(measured.medians)
     bars = below.bar(range(1, deepest + 1), 100 * groups.share, width=0.7, color=depth_colours(deepest))
     below.bar_label(bars, [f"{tokens:,}" for tokens in groups.tokens], fontsize=7, padding=1)
     below.set_ylim(0, 125 * groups.share.max())
     below.set_ylabel("tokens (%)")
     below.set_xlabel(DEPTH)
     depth_axis(below, deepest)
-    image = _draw_density(right, found, theme)
+    image = _draw_density(right, measured, theme)
     figure.colorbar(image, ax=right, label="share of that depth's tokens per nat", pad=0.02)
     return figure
 
 
-def _draw_means(axes: Axes, found: Measured, theme: Theme) -> None:
-    deepest = len(found.medians)
-    groups, depths = found.groups, np.arange(1, deepest + 1)
-    axes.axhline(found.loss, color=theme.muted, linestyle=":", linewidth=1.0)
+def _draw_means(axes: Axes, measured: Measured, theme: Theme) -> None:
+    deepest = len(measured.medians)
+    groups, depths = measured.groups, np.arange(1, deepest + 1)
+    axes.axhline(measured.loss, color=theme.muted, linestyle=":", linewidth=1.0)
     # A depth without tokens has a mean of NaN, where the line breaks: between its neighbours nothing was measured.
     axes.errorbar(depths, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
     axes.scatter(depths, groups.mean, c=depth_colours(deepest), edgecolors=theme.ink, s=36, zorder=3)
     low, high = np.nanmin([groups.mean, groups.low]), np.nanmax([groups.mean, groups.high])
-    pad = 0.25 * max(high - low, 0.2 * abs(found.loss), 0.1)
+    pad = 0.25 * max(high - low, 0.2 * abs(measured.loss), 0.1)
     axes.set_ylim(max(0.0, low - pad), high + pad)
-    axes.set_title(f"dotted: all tokens, {found.loss:.3f}", loc="left", color=theme.muted)
+    axes.set_title(f"dotted: all tokens, {measured.loss:.3f}", loc="left", color=theme.muted)
     axes.set_ylabel("mean NLL (nats)")
     depth_axis(axes, deepest)
     axes.tick_params(labelbottom=False)
 
 
-def _draw_density(axes: Axes, found: Measured, theme: Theme) -> AxesImage:
-    deepest, depths = len(found.medians), np.arange(1, len(found.medians) + 1)
+def _draw_density(axes: Axes, measured: Measured, theme: Theme) -> AxesImage:
+    deepest, depths = len(measured.medians), np.arange(1, len(measured.medians) + 1)
     image = axes.imshow(
-        found.density,
+        measured.density,
         origin="lower",
         aspect="auto",
-        extent=(0.5, deepest + 0.5, 0.0, found.clip),
+        extent=(0.5, deepest + 0.5, 0.0, measured.clip),
         cmap=density_map(theme),
         vmin=0.0,
         interpolation="nearest",
     )
     for edge in depths[:-1] + 0.5:
         axes.axvline(edge, color=theme.paper, linewidth=2.0)
-    # White in black: seen on every shade.
+    # White on black is visible on every shade.
     for colour, width in (("black", 3.6), ("white", 1.8)):
-        axes.plot(depths, found.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
-    axes.plot(depths, found.groups.mean, "o", color="white", markeredgecolor="black")
-    for depth in depths[found.groups.tokens == 0]:
-        axes.text(depth, found.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
+        axes.plot(depths, measured.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
+    axes.plot(depths, measured.groups.mean, "o", color="white", markeredgecolor="black")
+    for depth in depths[measured.groups.tokens == 0]:
+        axes.text(depth, measured.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
     depth_axis(axes, deepest)
     axes.set_xlim(0.5, deepest + 0.5)
-    axes.set_ylim(0.0, found.clip)
+    axes.set_ylim(0.0, measured.clip)
     axes.grid(visible=False)
     axes.set_title("circle: mean; bar: median", loc="left", color=theme.muted)
     axes.set_xlabel(DEPTH)
@@ -115,10 +115,10 @@ def _draw_density(axes: Axes, found: Measured, theme: Theme) -> AxesImage:
     return image
 
 
-def caption(found: Measured) -> str:
-    groups = found.groups
+def caption(measured: Measured) -> str:
+    groups = measured.groups
     mean = {int(index) + 1: float(groups.mean[index]) for index in np.nonzero(groups.tokens)[0]}
-    tail = f" The {percent(found.beyond)} of losses above {found.clip:.1f} nats are outside the map."
+    tail = f" The {percent(measured.beyond)} of losses above {measured.clip:.1f} nats are outside the map."
     if len(mean) == 1:
         depth = next(iter(mean))
         return (
@@ -126,11 +126,11 @@ def caption(found: Measured) -> str:
             f"there is no second group to compare with.{tail}"
         )
     said = listed([f"{value:.3f} at depth {d} ({percent(float(groups.share[d - 1]))})" for d, value in mean.items()])
-    return f"Mean NLL is {said}; shares times means add up to {nats(found.loss)}. {_shape(groups)}{tail}"
+    return f"Mean NLL is {said}; shares times means add up to {nats(measured.loss)}. {_shape(groups)}{tail}"
 
 
 def _shape(groups: Means) -> str:
-    """What the curve looks like, said as it is, and whether it may be chance."""
+    """The shape of the curve of mean losses in words, and whether it may be chance."""
     some = np.nonzero(groups.tokens)[0]
     mean = groups.mean[some]
     first, last, lowest, highest = some[0], some[-1], some[np.argmin(mean)], some[np.argmax(mean)]
@@ -149,11 +149,11 @@ def _shape(groups: Means) -> str:
     return f"{words}; it may be chance, {reason}."
 
 
-def table(found: Measured) -> pd.DataFrame:
-    frame = found.groups.frame("mean NLL")
+def table(measured: Measured) -> pd.DataFrame:
+    frame = measured.groups.frame("mean NLL")
     frame.insert(0, "depth", range(1, len(frame) + 1))
-    frame["median NLL"] = found.medians
-    frame["share x mean"] = found.groups.share * found.groups.mean
+    frame["median NLL"] = measured.medians
+    frame["share x mean"] = measured.groups.share * measured.groups.mean
     return frame
 
 

@@ -1,4 +1,4 @@
-"""A plate is a figure that says what it shows: measured from a trace, drawn, captioned in numbers, and as a table."""
+"""A plate: one figure with its measurement from a trace, its caption in numbers and its table."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Plate:
 
     Attributes:
         name: of its files, and what ``--only`` calls it.
-        alt: what is drawn, for those who do not see it; the numbers are in the caption.
-        missing: why it cannot be drawn of a trace of this kind; ``None`` if it can.
-        measure: what is drawn, from the trace; ``draw``, ``caption`` and ``table`` see nothing else.
+        alt: alternative text; the numbers are in the caption.
+        missing: why it cannot be drawn from a trace of this kind; ``None`` if it can.
+        measure: computes what ``draw``, ``caption`` and ``table`` show.
     """
 
     name: str
@@ -69,7 +69,7 @@ def times(count: int) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in words; a small one keeps two digits that say something."""
+    """A share as a percentage; below one percent with two significant digits."""
     return f"{share:.1%}" if share == 0 or share >= 0.01 else f"{100 * share:.2g}%"
 
 
@@ -78,7 +78,7 @@ def nats(value: float) -> str:
 
 
 def spread(low: float, high: float) -> str:
-    """An interval in words, empty where there is none."""
+    """`` [low, high]``, or an empty string for NaN."""
     return "" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
 
 
@@ -88,14 +88,14 @@ def listed(parts: list[str]) -> str:
 
 
 def whiskers(axes: Axes, x: ArrayLike, y: ArrayLike, bars: ArrayLike, theme: Theme) -> None:
-    """Intervals over bars of any colour: each line has a rim of paper, so that it is seen on dark bars too."""
+    """Draws intervals over bars; a rim in the colour of the paper keeps them visible on dark bars."""
     drawn = axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
     for line in (*drawn.lines[1], *drawn.lines[2]):
         line.set_path_effects([Stroke(linewidth=2.6, foreground=theme.paper), Normal()])
 
 
 def depth_axis(axes: Axes, deepest: int) -> None:
-    """Depths as categories; the last is reached by those that never halted."""
+    """Makes the x axis one of depths 1 … ``deepest``; the last is marked as that of tokens that never halted."""
     names = [str(depth) for depth in range(1, deepest)] + [f"{deepest}\n(all)" if deepest > 1 else "1"]
     axes.set_xticks(range(1, deepest + 1), names)
     axes.set_xlim(0.4, deepest + 0.6)

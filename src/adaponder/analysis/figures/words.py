@@ -1,4 +1,4 @@
-"""Text from data is shown as what it is: control characters are spelled out, and nothing in it is an instruction."""
+"""Text from data as labels and HTML: control characters are spelled out, markup is escaped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
-    """``text`` with every character that is not seen spelled as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
+    """``text`` with every invisible character spelled as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
 
     So no token can move a cursor, change the direction of writing or hide.
     """
@@ -28,25 +28,25 @@ def _number(letter: str) -> str:
 
 
 def for_html(text: str) -> str:
-    """Escaped; a line's end is seen as well as done."""
+    """``text`` escaped for HTML, with a visible mark at line ends."""
     return escape(visible(text)).replace("\n", "↵\n")
 
 
 def on_one_line(text: str) -> str:
-    """The same for a sentence, not escaped."""
+    """``text`` on one line, not escaped, with a mark instead of each line end."""
     return visible(text).replace("\n", "↵")
 
 
 def for_figure(text: str, limit: int = 10) -> str:
-    """A token as a label: spaces are seen, indentation is told by its width, long ones are cut."""
+    """A token as an axis label: visible spaces, indentation as its width, cut at ``limit`` characters."""
     text = re.sub(r" {3,}|\t{3,}|\n{3,}", lambda run: f"{run[0][0]}×{len(run[0])}", text)
     return drawable("".join(_SPACES.get(letter, letter) for letter in text), limit)
 
 
 def drawable(text: str, limit: int) -> str:
-    """Text that the figures' font can draw, cut at ``limit``; a character that it has not is told by its number."""
-    seen = visible(text, keep="")
-    shown = "".join(letter if _has(letter) else _number(letter) for letter in seen)
+    """``text`` as the figures' font can draw it, cut at ``limit``; missing characters are spelled by their number."""
+    spelled = visible(text, keep="")
+    shown = "".join(letter if _has(letter) else _number(letter) for letter in spelled)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

@@ -1,7 +1,7 @@
-"""A member of the family as lm-eval sees it: an answer depends on its request alone, never on its batch or its order.
+"""lm-eval's model interface over a checkpoint; an answer depends on its request alone, not on its batch or order.
 
-Requests are encoded, cut and scored as lm-eval's own ``hf`` model does it, so a vanilla checkpoint gets the same
-scores, item by item. Tokens are read at adaptive depth with real skipping, and what that cost is kept for each task.
+Requests are encoded, cut and scored as lm-eval's own ``hf`` model does, so a vanilla checkpoint gets the same scores,
+item by item. Tokens have adaptive depth, halted ones are skipped, and the cost is counted for each task.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class HarnessLM(TemplateLM):
     """lm-eval's model interface over a checkpoint: log-likelihood, rolling log-likelihood, generation.
 
     Args:
-        model: in evaluation mode, where it shall run.
+        model: in evaluation mode, on its device.
         tokenizer: its own.
-        batch_size: texts read at once; changes speed and rounding, nothing else.
-        how: who decides depth, how often a token is read at most, the seed of what is drawn.
-        counting: ``with counting(task, texts) as advance`` sees the work go on; :func:`adaponder.terminal.counting`.
+        batch_size: texts per forward; changes speed and rounding only.
+        how: policy, most iterations, and the seed of sampling.
+        counting: ``with counting(task, texts) as advance`` shows progress; :func:`adaponder.terminal.counting`.
 
     Attributes:
-        meters: what was read so far by task name: every real token, prompts included. Padding does not count, nor does
-            what a row that has stopped generates until its batch is done.
+        meters: cost so far by task name, of every real token, prompts included. Not counted: padding, and what a
+            sequence that has stopped generates until its batch is done.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is conditioned on: the start token, else the end token."""
+        """The token that a text without context is conditioned on: the start token, else the end token."""
         start = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if start is None else start
 
@@ -98,7 +98,7 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; one that spells its start token gets no second one."""
+        """The tokens of a text; no start token is added if the text begins with one."""
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
             add_special_tokens = False
         return self.tokenizer.encode(string, **_special(add_special_tokens))
@@ -113,7 +113,7 @@ class HarnessLM(TemplateLM):
         return self._by_task(requests, self._roll)
 
     def _roll(self, requests: list[Instance]) -> list[float]:
-        """Each text's log-likelihood: disjoint windows, each conditioned on the one token before it."""
+        """The log-likelihood of each text, in disjoint windows that are each conditioned on the one token before."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             parts = get_rolling_token_windows(
@@ -135,7 +135,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Answer]:
-        """Scores ``(key, context, continuation)``; requests that differ in the last token alone share one reading."""
+        """Scores ``(key, context, continuation)``; requests that differ in the last token alone share a forward."""
         texts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -143,14 +143,14 @@ class HarnessLM(TemplateLM):
                     f"{self._task}: a continuation of {len(continuation)} tokens cannot be scored by a model of "
                     f"{self.max_length} positions"
                 )
-            # What is too long loses its beginning; the last token is predicted, not read.
+            # Texts that are too long lose their beginning; the last token is only predicted.
             texts.setdefault(tuple((context + continuation[:-1])[-self.max_length :]), []).append(index)
         answers: list[Answer] = [(0.0, False)] * len(requests)
         for batch in self._batches(texts, key=lambda text: (-len(text), text)):
             rows = [row for row, text in enumerate(batch) for _ in texts[text]]
-            found = [index for text in batch for index in texts[text]]
-            scored = self._score(batch, rows, [requests[index][2] for index in found])
-            for index, answer in zip(found, scored, strict=True):
+            indices = [index for text in batch for index in texts[text]]
+            scored = self._score(batch, rows, [requests[index][2] for index in indices])
+            for index, answer in zip(indices, scored, strict=True):
                 answers[index] = answer
                 if requests[index][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
@@ -158,12 +158,12 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Log-likelihood, and whether greedy decoding would say it, of each continuation at the end of its row."""
+        """Log-likelihood of each continuation at the end of its text, and whether greedy decoding would generate it."""
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
             scored[row] = max(scored[row], len(continuation))
-        # Padding on the left lines the ends up, so that only the last positions need logits.
+        # Padding on the left aligns the ends, so that only the last positions need logits.
         kept = max(scored)
         with self._meter as meter:
             output = self.model(
@@ -198,14 +198,14 @@ class HarnessLM(TemplateLM):
                     f"{self.max_length} positions leave no room for a prompt"
                 )
             prompts = {index: self._prompt(requests[index].args[0], settings) for index in group}
-            said = self._sampled if settings.sampled else self._greedy
-            for index, text in said(prompts, settings):
+            generate = self._sampled if settings.sampled else self._greedy
+            for index, text in generate(prompts, settings):
                 answers[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return answers
 
     def _prompt(self, text: str, settings: Wanted) -> tuple[int, ...]:
-        """The prompt's tokens; what leaves no room for the answer loses its beginning."""
+        """The prompt's tokens; a prompt that leaves no room for the answer loses its beginning."""
         start = self.tokenizer.bos_token
         spelled = isinstance(start, str) and text.startswith(start)
         tokens = self.tokenizer.encode(text, **_special(False if spelled else None)) or [self.prefix_token_id]
@@ -216,13 +216,13 @@ class HarnessLM(TemplateLM):
             yield from zip(batch, self._generate([prompts[index] for index in batch], settings), strict=True)
 
     def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: Wanted) -> Iterator[tuple[int, str]]:
-        """One at a time, each with its own draw: a neighbour would use up random numbers."""
-        seen: Counter[tuple[int, ...]] = Counter()
+        """Samples one prompt at a time with a seed of its own, so that answers do not depend on other requests."""
+        repetitions: Counter[tuple[int, ...]] = Counter()
         devices = [self.device] if self.device.type == "cuda" else []
         with self._counting(self._task, len(prompts)) as advance:
             for index, prompt in prompts.items():
-                seen[prompt] += 1
-                draw = hashlib.sha256(f"{self.how.seed} {seen[prompt]} {prompt}".encode()).digest()
+                repetitions[prompt] += 1
+                draw = hashlib.sha256(f"{self.how.seed} {repetitions[prompt]} {prompt}".encode()).digest()
                 with torch.random.fork_rng(devices):
                     torch.manual_seed(int.from_bytes(draw[:7], "big"))
                     yield index, self._generate([prompt], settings)[0]
@@ -258,24 +258,24 @@ class HarnessLM(TemplateLM):
     # --- what it costs ------------------------------------------------------------------------------------------
 
     def _by_task(self, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]) -> list[Any]:
-        """Answers in the order of ``requests``, worked out task by task, so that every cost has its owner."""
+        """Answers in the order of ``requests``, computed task by task, so that costs are counted per task."""
         tasks: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             tasks.setdefault(request.task_name or "", []).append(index)
         answers: list[Any] = [None] * len(requests)
         for self._task, indices in tasks.items():
-            for index, found in zip(indices, answer([requests[index] for index in indices]), strict=True):
-                answers[index] = found
+            for index, result in zip(indices, answer([requests[index] for index in indices]), strict=True):
+                answers[index] = result
         return answers
 
     @property
     def _meter(self) -> Meter:
-        """Of the task at work. A copy of the blank one shares its shape, and nothing that is added up."""
+        """The meter of the current task. A copy of the blank one shares the model's shape, but no counts."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_decoding(self, depth: Tensor, width: int, lengths: list[int]) -> None:
-        """Counts a prefill of ``width`` slots, then a token at a time until each row has its ``lengths`` new ones."""
-        # The last new token of a row is said, never read.
+        """Counts a prefill of ``width`` slots, then one token at a time up to each sequence's ``lengths`` new ones."""
+        # The last new token of a sequence is generated, but never an input.
         read = torch.arange(depth.shape[1]) < width - 1 + torch.tensor(lengths)[:, None]
         depth = torch.where(read, depth, 0)
         most = self.how.max_iterations
@@ -293,7 +293,7 @@ class HarnessLM(TemplateLM):
     # --- batches ------------------------------------------------------------------------------------------------
 
     def _batches(self, things: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
-        """Sorted by ``key``, the longest first, so that what needs most memory comes at once."""
+        """Batches of ``things`` sorted by ``key``: the longest first, so that a lack of memory shows at once."""
         ordered = iter(sorted(things, key=key))
         with self._counting(self._task, len(things)) as advance:
             while batch := list(islice(ordered, self.batch_size)):
@@ -302,7 +302,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def _filler(self) -> int:
-        """Stands where nothing is read."""
+        """The id of padding."""
         pad = self.tokenizer.pad_token_id
         return self.prefix_token_id if pad is None else pad
 
@@ -311,17 +311,18 @@ class HarnessLM(TemplateLM):
 
 
 def _special(add: bool | None) -> dict[str, bool]:
-    """``None`` leaves start and end tokens to the tokenizer's own habit."""
+    """Arguments of ``encode``; ``None`` leaves start and end tokens to the tokenizer's default."""
     return {} if add is None else {"add_special_tokens": add}
 
 
 def _left_padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``[rows, longest]`` with what is missing on the left, and a mask that is 0 there."""
+    """Ids ``[rows, longest]`` padded on the left, and their attention mask."""
     tensors = [torch.tensor(row) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
     return ids.to(device), mask.to(device)
 
 
-def _widened(grid: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(grid, (width - grid.shape[1], 0))
+def _widened(values: Tensor, width: int) -> Tensor:
+    """``values`` padded with zeros on the left to ``width`` columns."""
+    return torch.nn.functional.pad(values, (width - values.shape[1], 0))

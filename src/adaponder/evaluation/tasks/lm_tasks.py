@@ -1,4 +1,4 @@
-"""lm-eval's own tasks, unchanged, with records from the hub or from files here; no split is read unsaid."""
+"""lm-eval's own tasks, unchanged, with records from the hub or from files; errors and results name the split used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError
 
 @dataclass(frozen=True)
 class Opened:
-    """A task ready to run: the split it is evaluated on, and the one its examples come from (``None``: no examples)."""
+    """A task with its records: ``split`` is evaluated, ``examples`` is the split of few-shot examples (or ``None``)."""
 
     task: Any
     name: str
@@ -54,7 +54,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What a task gave and what it cost; ``samples`` are lm-eval's, one per item and filter."""
+    """Metrics and cost of a task; ``samples`` are lm-eval's, one per item and filter."""
 
     opened: Opened
     items: int
@@ -63,17 +63,17 @@ class TaskScore:
     samples: list[dict[str, Any]]
 
     def value(self, metric: str) -> float | None:
-        return next((found.value for found in self.metrics if found.name == metric), None)
+        return next((one.value for one in self.metrics if one.name == metric), None)
 
     def as_dict(self) -> dict[str, Any]:
-        found = self.opened
+        opened = self.opened
         return {
-            "task": found.name,
-            "shots": found.shots,
-            "split": found.split,
-            "examples": found.examples,
-            "file": None if found.file is None else str(found.file),
-            "version": found.task.VERSION,
+            "task": opened.name,
+            "shots": opened.shots,
+            "split": opened.split,
+            "examples": opened.examples,
+            "file": None if opened.file is None else str(opened.file),
+            "version": opened.task.VERSION,
             "items": self.items,
             "metrics": {metric.name: {"value": metric.value, "stderr": metric.stderr} for metric in self.metrics},
             "cost": self.spent.as_dict(),
@@ -84,7 +84,7 @@ class TaskScore:
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:
-    """lm-eval's index of these tasks. One of all its thirteen thousand takes long, and is made if a name is missing."""
+    """lm-eval's index of these tasks; the index of all its tasks takes long and is made only if a name is missing."""
     folders = {folder for name, folder in _folders().items() if name in names}
     manager = TaskManager(include_defaults=False, include_path=sorted(folders))
     if any(name not in manager.all_subtasks for name in names):
@@ -101,11 +101,11 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
 
 @functools.cache
 def _folders() -> dict[str, Path]:
-    """Where lm-eval keeps each task, told by the first line that names one: no file is parsed."""
+    """The folder of each of lm-eval's tasks, by the first ``task:`` line of its YAML files, which are not parsed."""
     pattern = re.compile(rb"^task:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
     files = sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml"), reverse=True)
     named = ((pattern.search(path.read_bytes()), path.parent) for path in files)
-    return {found[1].decode(): folder for found, folder in named if found}
+    return {match[1].decode(): folder for match, folder in named if match}
 
 
 # --- opening tasks -----------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _folders() -> dict[str, Path]:
 def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
 ) -> Opened:
-    """The task with its records, or the first ``limit`` ones. Examples are drawn as lm-eval does; seed 0 is its own."""
+    """The task with its records, or the first ``limit`` ones. Examples are drawn as by lm-eval, whose seed is 0."""
     if shots < 0:
         raise InputError(f"--fewshot {shots}: 0 or more examples")
     if limit is not None and limit < 1:
@@ -146,15 +146,15 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
         raise InputError(f"--task-data: {name} is a Python task that fetches its own records; leave it out")
     split = _evaluated(name, config, data)
     examples = _examples(name, config, data, split) if shots else None
-    # Working over ten thousand records takes seconds: no more than are asked about, unless examples come from them.
+    # Preparing ten thousand records takes seconds: only those to be evaluated, unless examples come from them.
     loaded = {split: _dataset(name, config, data, split, None if examples == split else limit)}
     if examples is not None and examples != split:
         loaded[examples] = _dataset(name, config, data, examples, None)
-    # As one member of an unnamed group: so lm-eval lays changes over a registered task.
-    asked = {"task": name, "custom_dataset": lambda **_: loaded} | _splits(config, split, examples, loaded)
+    # lm-eval applies changes to a registered task when it is a member of an unnamed group.
+    changed = {"task": name, "custom_dataset": lambda **_: loaded} | _splits(config, split, examples, loaded)
     file = data.find(name, split)
     try:
-        task: Any = manager.load([{"group": "records", "task": [asked]}])["tasks"][name]
+        task: Any = manager.load([{"group": "records", "task": [changed]}])["tasks"][name]
     except AdaPonderError:
         raise
     except _UNREADABLE as error:
@@ -163,7 +163,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 
 def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
-    """The split to evaluate on: lm-eval's, or the other one that is here; never the training split."""
+    """The split to evaluate: lm-eval's, or else test or validation, whichever is in ``data``."""
     wanted = config.get("test_split") or config.get("validation_split") or "test"
     for split in (wanted, "test", "validation"):
         if data.find(name, split):
@@ -172,7 +172,7 @@ def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
-    """The split to draw examples from: what map.yaml says, else lm-eval's, but not the evaluated one unasked.
+    """The split to draw examples from: map.yaml's, else lm-eval's; the evaluated one only if map.yaml says so.
 
     ``None`` for a task that carries its examples itself.
     """
@@ -181,32 +181,33 @@ def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> 
         return None
     own = config.get("fewshot_split") or shown.get("split") or config.get("training_split")
     own = own or config.get("validation_split")
-    asked = data.fewshot(name)
-    wanted = asked or (own if own and own != split else "train")
+    mapped = data.fewshot(name)
+    wanted = mapped or (own if own and own != split else "train")
     if data.find(name, wanted):
         return wanted
     raise InputError(
         f"--fewshot: {name} draws its examples from {wanted}, which is not here; looked for "
-        f"{data.looked_for(name, wanted)}" + ("" if asked else f"; `fewshot: {split}` there draws from {split} instead")
+        f"{data.looked_for(name, wanted)}"
+        + ("" if mapped else f"; `fewshot: {split}` there draws from {split} instead")
     )
 
 
 def _splits(config: dict[str, Any], split: str, examples: str | None, loaded: dict[str, Any]) -> dict[str, Any]:
-    """What is to change in a task's config so that it evaluates ``split`` and draws from ``examples``."""
+    """Changes to a task's config that make it evaluate ``split`` and draw examples from ``examples``."""
     kinds = ("training_split", "validation_split", "test_split", "fewshot_split")
-    found = {kind: config.get(kind) if config.get(kind) in loaded else None for kind in kinds}
-    found["test_split" if config.get("test_split") or not config.get("validation_split") else "validation_split"] = (
+    changes = {kind: config.get(kind) if config.get(kind) in loaded else None for kind in kinds}
+    changes["test_split" if config.get("test_split") or not config.get("validation_split") else "validation_split"] = (
         split
     )
     if examples == split:
         # lm-eval leaves the item out of its own examples where these two are the same.
-        found["test_split"] = found["fewshot_split"] = split
-    elif examples not in (None, found["training_split"] or found["validation_split"]):
-        found["fewshot_split"] = examples
+        changes["test_split"] = changes["fewshot_split"] = split
+    elif examples not in (None, changes["training_split"] or changes["validation_split"]):
+        changes["fewshot_split"] = examples
     shown = config.get("fewshot_config")
     if isinstance(shown, dict) and shown.get("split") not in (None, examples):
-        found["fewshot_config"] = {key: value for key, value in shown.items() if key != "split"}
-    return found
+        changes["fewshot_config"] = {key: value for key, value in shown.items() if key != "split"}
+    return changes
 
 
 def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limit: int | None) -> datasets.Dataset:
@@ -222,7 +223,7 @@ def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limi
 
 
 def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
-    """The fields that a task's templates read; none where it works its records over first."""
+    """Fields of a record that a task's templates use; none where the task preprocesses its records."""
     if config.get("process_docs"):
         return ()
     texts = [config.get(key) for key in ("doc_to_text", "doc_to_target", "doc_to_choice")]
@@ -235,9 +236,9 @@ def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_task(model: HarnessLM, opened: Opened, *, limit: int | None = None) -> TaskScore:
-    """Asks the model every item, or the first ``limit`` ones."""
+    """The model's score on all items of a task, or on the first ``limit`` ones."""
     task = opened.task
-    # One more is drawn where the item itself might be among them.
+    # Where examples come from the evaluated split one more is drawn, because the item itself may be among them.
     needed = opened.shots + (task.fewshot_cfg.split == task.config.test_split)
     if opened.examples and len(task.sampler.df) < needed:
         raise InputError(
@@ -245,7 +246,7 @@ def run_task(model: HarnessLM, opened: Opened, *, limit: int | None = None) -> T
         )
     model.meters.pop(opened.name, None)
     try:
-        found: Any = evaluate(
+        results: Any = evaluate(
             model, {"tasks": {opened.name: task}, "groups": {}}, limit=limit, bootstrap_iters=0, log_samples=True
         )
     except AdaPonderError:
@@ -253,18 +254,18 @@ def run_task(model: HarnessLM, opened: Opened, *, limit: int | None = None) -> T
     except _UNREADABLE:
         _blame_record(opened, limit)
         raise
-    samples = found["samples"][opened.name]
+    samples = results["samples"][opened.name]
     return TaskScore(
         opened,
-        items=found["n-samples"][opened.name]["effective"],
-        metrics=tuple(_metrics(task, found["results"][opened.name], samples)),
+        items=results["n-samples"][opened.name]["effective"],
+        metrics=tuple(_metrics(task, results["results"][opened.name], samples)),
         spent=model.meters[opened.name].spent(),
         samples=samples,
     )
 
 
 def _blame_record(opened: Opened, limit: int | None) -> None:
-    """Names the record that the task cannot be asked about, if that is what went wrong."""
+    """Raises an error that names the first record from which the task cannot make an item, if there is one."""
     task = opened.task
     for number, record in enumerate(islice(task.task_docs, limit), 1):
         try:
@@ -280,7 +281,7 @@ def _blame_record(opened: Opened, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Each metric with its standard error in closed form; lm-eval would bootstrap perplexities, by other processes."""
+    """Each metric with its standard error in closed form; lm-eval would bootstrap perplexities in other processes."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):
@@ -290,7 +291,7 @@ def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) 
         if aggregation is mean and len(values) > 1:
             stderr = mean_stderr(values)
         elif aggregation is perplexity and len(values) > 1:
-            # exp(-mean) moves by itself times what the mean moves by.
+            # The derivative of exp(-mean) is -exp(-mean).
             stderr = value * mean_stderr(values)
         yield Metric(name if filtered == "none" else f"{name} ({filtered})", float(value), _finite(stderr))
 
@@ -301,7 +302,7 @@ def _finite(number: float | None) -> float | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """lm-eval and datasets say nothing inside: what matters comes back as a result or an error."""
+    """A context in which lm-eval and datasets log only errors and show no progress bars."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bars, made = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm

@@ -18,7 +18,7 @@ from adaponder.errors import InputError
 
 @dataclass(frozen=True)
 class Reference:
-    """A published row: the scores of one backbone, by shots and in the order of the suite's tasks, in percent."""
+    """Published scores of one backbone in percent, by shots, in the order of the suite's tasks."""
 
     name: str
     source: str
@@ -28,7 +28,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks in the table's order, the numbers of examples, the metric, and the rows to compare with."""
+    """Tasks in the table's order, numbers of examples, metric, and published scores to compare with."""
 
     name: str
     tasks: tuple[str, ...]
@@ -37,7 +37,7 @@ class Suite:
     references: tuple[Reference, ...]
 
     def matched(self, config: AdaPonderConfig) -> Reference | None:
-        """The row whose backbone has the same shape: family, hidden size, layers, heads and MLP width."""
+        """The reference whose backbone has the same shape: family, hidden size, layers, heads and MLP width."""
         backbone: Any = config.backbone_config
         if backbone.model_type != "gpt_neox":
             return None
@@ -49,12 +49,12 @@ class Suite:
         )
         return next((row for row in self.references if row.shape == shape), None)
 
-    def compare(self, found: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
-        """``found`` (percent, by task) beside the reference at as many shots; averages are over the tasks found."""
+    def compare(self, scores: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
+        """``scores`` (percent, by task) beside the reference's at as many shots; averages are over these tasks."""
         theirs = {}
         if reference is not None and shots in reference.scores:
             theirs = dict(zip(self.tasks, reference.scores[shots], strict=True))
-        return Comparison(shots, dict(found), {task: theirs[task] for task in found if task in theirs})
+        return Comparison(shots, dict(scores), {task: theirs[task] for task in scores if task in theirs})
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Task records from files on this machine: the public datasets' own fields, each file named before it is read.
+"""Task records from local files, with the fields of the public datasets.
 
 A folder of task data holds one file of JSON lines per task and split, plain or packed (``.gz``, ``.xz``, …)::
 
@@ -7,8 +7,8 @@ A folder of task data holds one file of JSON lines per task and split, plain or 
     DIR/sciq_validation.jsonl.xz        or flat: <task>_<split>; ``val``, ``valid`` and ``dev`` also mean validation
     DIR/lambada_test_openai.jsonl.xz    or under a name of ``PUBLISHED``
 
-A ``map.yaml`` in it (or named instead of the folder) says so where files or splits are called otherwise. Paths are
-relative to it, and what it says goes before what lies around::
+A ``map.yaml`` in it (or named instead of the folder) maps tasks and splits to files with other names. Paths are
+relative to it, and it takes precedence over file names::
 
     arc_easy: {test: elsewhere/easy.jsonl}
     lambada_openai:
@@ -58,14 +58,14 @@ FIELDS = {
 class TaskData:
     """A folder of task data, or its ``map.yaml``; see the top of this module."""
 
-    def __init__(self, place: Path):
-        self.folder, self._map = place, {}
-        if place.is_file():
-            self.folder, self._map = place.parent, _read_map(place)
-        elif not place.is_dir():
-            raise InputError(f"--task-data {place}: neither a folder nor a map.yaml")
-        elif (place / "map.yaml").is_file():
-            self._map = _read_map(place / "map.yaml")
+    def __init__(self, path: Path):
+        self.folder, self._map = path, {}
+        if path.is_file():
+            self.folder, self._map = path.parent, _read_map(path)
+        elif not path.is_dir():
+            raise InputError(f"--task-data {path}: neither a folder nor a map.yaml")
+        elif (path / "map.yaml").is_file():
+            self._map = _read_map(path / "map.yaml")
 
     def find(self, task: str, split: str) -> Path | None:
         """The file with that split of a task, if there is one."""
@@ -82,16 +82,16 @@ class TaskData:
         return [split for split in (*SPLITS, *named) if self.find(task, split)]
 
     def fewshot(self, task: str) -> str | None:
-        """The split that map.yaml wants examples drawn from."""
+        """The split that map.yaml names for few-shot examples."""
         return self._map.get(task, {}).get("fewshot")
 
     def looked_for(self, task: str, split: str) -> str:
-        """Where a split would have been found, for messages."""
+        """Where a split is looked for, for messages."""
         first = self._candidates(task, split)[0]
         return f"{first}[{'|'.join(PACKINGS)}] (or a {split} file of {task} named in map.yaml)"
 
     def read(self, task: str, split: str) -> list[Record]:
-        """The records of a split, in the layout that lm-eval's task reads."""
+        """The records of a split, in the layout that lm-eval's task expects."""
         path = self.find(task, split)
         if path is None:
             raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
@@ -111,7 +111,7 @@ class TaskData:
 
 
 def require_fields(record: Record, fields: tuple[str, ...], where: str, task: str) -> None:
-    """Raises where a record lacks what the task reads."""
+    """Raises if a record lacks one of ``fields``."""
     if missing := [name for name in fields if record.get(name) is None]:
         raise InputError(
             f"{where} has no {', '.join(missing)}, which {task} needs; it has {', '.join(record) or 'no field'}"
@@ -119,16 +119,16 @@ def require_fields(record: Record, fields: tuple[str, ...], where: str, task: st
 
 
 def _read_map(path: Path) -> dict[str, dict[str, str]]:
-    found = read_yaml(path, InputError) or {}
-    if not isinstance(found, dict):
+    tasks = read_yaml(path, InputError) or {}
+    if not isinstance(tasks, dict):
         raise InputError(f"{path}: an object of tasks is needed, each with its splits")
-    for task, splits in found.items():
+    for task, splits in tasks.items():
         if not isinstance(splits, dict) or not all(isinstance(value, str) for value in splits.values()):
             raise InputError(f"{path}: {task} must be an object of splits and file names, e.g. {{test: easy.jsonl}}")
         wanted = splits.get("fewshot")
         if wanted is not None and wanted not in (*SPLITS, *splits):
             raise InputError(f"{path}: {task}.fewshot is {wanted!r}, which is no split of it")
-    return found
+    return tasks
 
 
 def _lines(path: Path) -> Iterator[Record]:
@@ -144,7 +144,7 @@ def _lines(path: Path) -> Iterator[Record]:
 
 
 def _text_only(record: Record, where: str) -> Record:
-    """``record``, refused where JSON spells half a surrogate pair: no tokenizer can read that."""
+    """``record``; raises if it holds half a surrogate pair, which no tokenizer can encode."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -155,7 +155,7 @@ def _text_only(record: Record, where: str) -> Record:
 
 
 class _Layout(NamedTuple):
-    """Another published layout: how its first record is known, and how all of them are rearranged."""
+    """Another published layout: how its first record is recognised, and how all are rearranged."""
 
     known: Callable[[Record], bool]
     rearrange: Callable[[list[Record]], list[Record]]
@@ -199,7 +199,7 @@ def _race_questions(records: list[Record]) -> list[Record]:
     articles: dict[str, list[tuple[Any, Any, Any]]] = {}
     for record in records:
         articles.setdefault(record["article"], []).append((record["question"], record["answer"], record["options"]))
-    return [{"article": article, "problems": _problems(iter(found))} for article, found in articles.items()]
+    return [{"article": article, "problems": _problems(iter(parts))} for article, parts in articles.items()]
 
 
 def _race_lists(records: list[Record]) -> list[Record]:
