@@ -191,8 +191,8 @@ def test_15_the_processes_of_a_machine_share_the_hashing_and_miss_nothing(copy, 
 
 def test_15_a_process_that_torchrun_started_hashes_its_part_of_a_runs_data(copy, monkeypatch):
     from adaponder.recipes import load_recipe
+    from adaponder.training.data import open_data
     from adaponder.training.distributed import World
-    from adaponder.training.run import open_data
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     recipe = load_recipe("cpu/demo", [f"data.source={copy}"])

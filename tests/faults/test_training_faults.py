@@ -36,8 +36,10 @@ from adaponder.recipes import Recipe
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
 from adaponder.training.checkpoint import newest_complete, step_folder, verify_checkpoint
-from adaponder.training.finished import recipe_changes
+from adaponder.training.distributed import World
 from adaponder.training.loop import Trainer
+from adaponder.training.ownership import owned
+from adaponder.training.resume import recipe_changes
 from adaponder.training.run import train
 from adaponder.training.telemetry import Telemetry
 from training_support import corpus, small
@@ -502,7 +504,7 @@ def test_a_file_that_cannot_grow_is_named_and_the_checkpoint_before_stays_whole(
 
     assert (step_folder(whole, 5) / OPTIMIZER).stat().st_size > 100_000
     with monkeypatch.context() as patch:
-        patch.setattr("adaponder.training.loop.save_checkpoint", limited)
+        patch.setattr("adaponder.training.saving.save_checkpoint", limited)
         with pytest.raises(CheckpointError, match=r"could not be saved.*File too large") as caught:
             train(recipe, out=out, resume="auto", quiet=True)
     assert_a_failed_save_harmed_nothing(caught.value, recipe, out, whole)
@@ -1121,7 +1123,7 @@ def test_another_process_owns_its_folder_until_it_dies(recipe, tmp_path, no_trai
     out.mkdir()
     holder = os.fork()
     if holder == 0:
-        with run_module.owned(out, run_module.World(), None):
+        with owned(out, World(), None):
             os.write(tell, b"held")
             signal.pause()
         os._exit(0)

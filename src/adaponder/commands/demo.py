@@ -19,7 +19,7 @@ from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line, table, write_json
 from adaponder.training.loop import Trainer
 from adaponder.training.run import open_finished, train
-from adaponder.training.validation import count_windows
+from adaponder.training.validation import whole_windows
 
 PROMPT = "def "
 
@@ -77,7 +77,7 @@ def validation_tokens(trainer: Trainer, tokens: int) -> int:
     """How many an evaluation of ``tokens`` scores: whole windows of those there are."""
     assert trainer.validation is not None
     length = trainer.recipe.data.sequence
-    return count_windows(trainer.validation, tokens, length=length) * length
+    return whole_windows(trainer.validation, tokens, length=length) * length
 
 
 def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:

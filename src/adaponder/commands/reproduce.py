@@ -20,7 +20,6 @@ from adaponder.reproduction.queue import Experiment, Queue, read_queue
 from adaponder.reproduction.records import carry_out, read_records, record_of, result
 from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
 from adaponder.terminal import console, errors, line, table, write_json
-from adaponder.training.loop import data_hash
 
 # Seconds between two looks at the runs, and between two lines about them.
 _LOOK, _SAY = 0.5, 30.0
@@ -96,7 +95,8 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     """The hash of the prepared data; other data than the queue's has records of its own."""
     if not (folder / "manifest.json").is_file():
         raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.prepare}")
-    found = data_hash(Shards.open(folder, "train", verify=False))  # each run compares every byte when it opens the data
+    # Without checksums: each run compares every byte when it opens the data.
+    found = Shards.open(folder, "train", verify=False).content_hash()
     if found != queue.data_hash:
         console.print(
             line(("other data:", "yellow"), f" {folder} has hash {found}, the queue's records {queue.data_hash}; "),

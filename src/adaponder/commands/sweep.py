@@ -23,8 +23,10 @@ from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.files import write_whole
 from adaponder.terminal import console, line, table, write_json
-from adaponder.training.sweeps.grid import Run, config_of, plan
-from adaponder.training.sweeps.sweep import FAILED, FINISHED, PENDING, STOPPED, Record, carry_out, examine, pending
+from adaponder.training.build import config_of
+from adaponder.training.sweeps.plan import PlannedRun, plan
+from adaponder.training.sweeps.summary import FAILED, FINISHED, PENDING, STOPPED, RunSummary, pending
+from adaponder.training.sweeps.sweep import carry_out, examine
 from adaponder.version import __version__
 
 
@@ -52,36 +54,36 @@ def run(
     folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
     asked = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
     if dry_run:
-        records = [pending(each, config_of(each.recipe)) for each in runs]
-        show_plan(name, runs, records, folder, device)
-        result = asked | {"runs": [dataclasses.asdict(record) for record in records]}
+        summaries = [pending(each, config_of(each.recipe)) for each in runs]
+        show_plan(name, runs, summaries, folder, device)
+        result = asked | {"runs": [dataclasses.asdict(summary) for summary in summaries]}
         write_json(json, result)
         return Outcome(result, 0)
     _make(folder, default=out is None)
     with console.status("checking every run, and preparing the data where it is not yet"):
-        records = examine(runs, out=folder, device=device)
+        summaries = examine(runs, out=folder, device=device)
     asked |= {"device": hardware_name(device), "versions": _versions()}
-    left = [record for record in records if record.status == PENDING]
+    left = [summary for summary in summaries if summary.status == PENDING]
     done_before = len(runs) - len(left)
     console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
-    result = _write(asked, records, folder)
+    result = _write(asked, summaries, folder)
 
-    def starting(index: int, record: Record, seconds: float | None) -> None:
-        at = f", from step {record.step}" if record.step else ""
+    def starting(index: int, summary: RunSummary, seconds: float | None) -> None:
+        at = f", from step {summary.step}" if summary.step else ""
         eta = f"; about {_duration(seconds)} for all that is left" if seconds is not None else ""
-        console.rule(f"run {index + 1} of {len(runs)}: {record.name}{at}{eta}", align="left")
+        console.rule(f"run {index + 1} of {len(runs)}: {summary.name}{at}{eta}", align="left")
 
-    for index, record in carry_out(runs, records, out=folder, device=device, quiet=quiet, starting=starting):
-        records[index] = record
-        console.print(_ended(record), soft_wrap=True)
-        result = _write(asked, records, folder)
-    show(name, records)
+    for index, summary in carry_out(runs, summaries, out=folder, device=device, quiet=quiet, starting=starting):
+        summaries[index] = summary
+        console.print(_ended(summary), soft_wrap=True)
+        result = _write(asked, summaries, folder)
+    show(name, summaries)
     draw(result, folder)
     write_json(json, result)
-    unfinished = [record for record in records if record.status in (STOPPED, PENDING)]
+    unfinished = [summary for summary in summaries if summary.status in (STOPPED, PENDING)]
     if unfinished:
         console.print(f"stopped with {len(unfinished)} of {len(runs)} runs to do; the same command goes on")
-    failed = any(record.status == FAILED for record in records)
+    failed = any(summary.status == FAILED for summary in summaries)
     return Outcome(result, 130 if unfinished else 1 if failed else 0)
 
 
@@ -102,9 +104,11 @@ def _versions() -> dict[str, str]:
 # --- showing -------------------------------------------------------------------------------------------------------
 
 
-def show_plan(name: str, runs: Sequence[Run], records: Sequence[Record], folder: Path, device: str) -> None:
+def show_plan(
+    name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
+) -> None:
     """What would be run, and the command of each run: spread by hand over machines, they fill the same folders."""
-    rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in records]
+    rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")
     for each in runs:
@@ -113,17 +117,17 @@ def show_plan(name: str, runs: Sequence[Run], records: Sequence[Record], folder:
         console.print_whole(shlex.join([*words, "--device", device]))
 
 
-def show(name: str, records: Sequence[Record]) -> None:
-    found = points([dataclasses.asdict(record) for record in records])
+def show(name: str, summaries: Sequence[RunSummary]) -> None:
+    found = points([dataclasses.asdict(summary) for summary in summaries])
     axes = list(found[0].fields)
     # A field's last name is enough where only one axis has it.
     lasts = [axis.rpartition(".")[2] for axis in axes]
     heads = [last if lasts.count(last) == 1 else axis for axis, last in zip(axes, lasts, strict=True)] or ["recipe"]
     columns = (*heads, "emb. scale", "loss", "requested", "realised", "halted", "tok/s", "runs")
     console.print(table(f"\nSweep of {name} (validation)", columns, [_row(point, name) for point in found]))
-    for record in records:
-        if record.status == FAILED:
-            console.print(f"{record.name} failed: {record.error}", soft_wrap=True)
+    for summary in summaries:
+        if summary.status == FAILED:
+            console.print(f"{summary.name} failed: {summary.error}", soft_wrap=True)
 
 
 def _row(point: Point, name: str) -> tuple[str, ...]:
@@ -144,13 +148,13 @@ def _number(value: float | None, spec: str) -> str:
     return "—" if value is None else f"{value:{spec}}"
 
 
-def _ended(record: Record) -> str:
-    if record.status == FAILED:
-        return f"failed: {record.error}"
-    if record.status == FINISHED:
-        depth = _number(record.validation_depth, ".2f")
-        return f"validation loss {_number(record.validation_loss, '.4f')} at mean depth {depth}"
-    return f"stopped at step {record.step} of {record.steps}"
+def _ended(summary: RunSummary) -> str:
+    if summary.status == FAILED:
+        return f"failed: {summary.error}"
+    if summary.status == FINISHED:
+        depth = _number(summary.validation_depth, ".2f")
+        return f"validation loss {_number(summary.validation_loss, '.4f')} at mean depth {depth}"
+    return f"stopped at step {summary.step} of {summary.steps}"
 
 
 def _duration(seconds: float) -> str:
@@ -162,9 +166,9 @@ def _duration(seconds: float) -> str:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def _write(asked: dict[str, Any], records: Sequence[Record], folder: Path) -> dict[str, Any]:
+def _write(asked: dict[str, Any], summaries: Sequence[RunSummary], folder: Path) -> dict[str, Any]:
     """sweep.json and sweep.csv, whole at every moment: what is known so far is never lost."""
-    runs = [dataclasses.asdict(record) for record in records]
+    runs = [dataclasses.asdict(summary) for summary in summaries]
     result = asked | {"runs": runs, "points": [_as_dict(point) for point in points(runs)]}
     write_whole(folder / "sweep.json", (jsonlib.dumps(result, indent=2, allow_nan=False) + "\n").encode())
     write_whole(folder / "sweep.csv", as_csv(runs).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from itertools import accumulate
@@ -101,6 +102,11 @@ class Shards:
         end = Tokenizer.from_str(content).id_to_token(self.end_id)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
         return {TOKENIZER: content, "tokenizer_config.json": json.dumps(settings, indent=1)}
+
+    def content_hash(self) -> str:
+        """A hash of the tokens of all splits and of the tokenizer: equal for equal data, wherever it lies."""
+        sums = [[shard.tokens_sha256 for shard in split] for split in self.manifest.splits.values()]
+        return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
         """Refuses to go on with ids that mean something else to ``whose`` tokenizer."""

@@ -17,7 +17,7 @@ from adaponder.devices import hardware_name
 from adaponder.errors import InputError, TrainingError
 from adaponder.files import read_json, write_whole
 from adaponder.reproduction.queue import Experiment, identity
-from adaponder.training.loop import Trainer, data_hash
+from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 
 # Enough of a run's log for its curves.
@@ -89,7 +89,7 @@ def _record(
         "recipe": recipe.as_dict(),
         "recipe_hash": recipe.fingerprint,
         "seed": recipe.train.seed,
-        "data": data_hash(trainer.sampler.shards),
+        "data": trainer.sampler.shards.content_hash(),
         "embedding_scale": trainer.model.config.table_scale,
         "parameters": trainer.model.num_parameters(),
         "parameters_added": sum(parameter.numel() for parameter in trainer.model.method.parameters()),

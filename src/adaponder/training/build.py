@@ -65,6 +65,17 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     return config
 
 
+def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
+    """The config that a recipe from scratch builds its model from; ``None`` where a checkpoint decides.
+
+    Where the tokenizer's vocabulary is not known yet, it is taken to be just as large as the recipe needs it.
+    """
+    if isinstance(recipe.model.backbone, str):
+        return None
+    smallest = (recipe.model.pause_token_id or 0) + 1
+    return scratch_config(recipe, smallest if vocabulary is None else vocabulary)
+
+
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
     """Hugging Face's configs take any field in silence: a misspelt one would be a run that is not what it says."""
     if backbone.get("model_type") not in CONFIG_MAPPING:

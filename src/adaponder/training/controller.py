@@ -1,12 +1,12 @@
-"""Steers the ponder loss until tokens are read as often as wished: beyond the paper, which sets weight and k by hand.
+"""Steers the ponder loss towards a mean depth: beyond the paper, which sets weight and k by hand.
 
-The wish fixes a first k: to halt at once, a token must close its first gate, and ``(K - target) / (K - 1)`` of the
+The target fixes a first k: to halt at once, a token must close its first gate, and ``(K - target) / (K - 1)`` of the
 tokens must, which is that divided by ``K - 1`` of all gates. From ``ponder_full`` on one number, the pressure ``u``,
 turns both: ``k = first k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It is the integral of the error of the
-mean depth, with one exception: gates need many steps to fall below tau and hardly ever come back, so while they already
-promise enough halting (the depth expected if each gate were a coin) the pressure waits for them instead of rising.
+mean depth, with one exception: gates need many steps to fall below tau and hardly ever come back, so while the
+depth that their probabilities lead to expect is already below the target, the pressure does not rise.
 
-It only ever presses gates shut. Where cross-entropy alone closes them, tokens end up read less often than wished.
+It only ever presses gates shut. Where cross-entropy alone closes them, the mean depth ends below the target.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.methods import Objective
+from adaponder.errors import TrainingError
+from adaponder.methods import Objective, method_class, method_names
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.recipes import TrainRecipe
+from adaponder.training.distributed import World
 
 # Beyond a factor of 32 either way the ponder loss drowns the cross-entropy, or is not there.
 _MOST = math.log(32.0)
@@ -29,12 +33,12 @@ class DepthController:
     """Looks at ``every`` steps together, then turns the pressure by ``gain`` times the relative error.
 
     Attributes:
-        target: the wished mean depth.
+        target: the mean depth to reach.
         iterations: K.
         start: the first step it acts on.
         pressure: u.
-        seen: sums since it last looked, on the device and of this process alone: tokens, their depths, and the depths
-            that their gates promise.
+        sums: since the last turn, on the device and of this process alone: tokens, their depths, and the depths
+            expected if each gate were the probability to go on.
     """
 
     target: float
@@ -43,7 +47,7 @@ class DepthController:
     gain: float
     every: int
     pressure: float = 0.0
-    seen: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))
 
     def steer(self, objective: Objective, step: int) -> Objective:
         """The objective of ``step`` under the present pressure."""
@@ -60,29 +64,54 @@ class DepthController:
     def add(self, depth: Tensor, gates: Tensor, step: int) -> None:
         """Counts a micro-step of ``step``: depths ``[batch, time]``, gates ``[batch, time, K-1]``."""
         if step >= self.start:
-            promised = 1.0 + gates.detach().cumprod(-1).sum(-1)
-            now = torch.stack([(depth > 0).sum().double(), depth.sum().double(), promised.sum().double()])
-            self.seen = self.seen.to(now.device) + now
+            expected = 1.0 + gates.detach().cumprod(-1).sum(-1)
+            now = torch.stack([(depth > 0).sum().double(), depth.sum().double(), expected.sum().double()])
+            self.sums = self.sums.to(now.device) + now
 
     def due(self, step: int) -> bool:
         """Whether the pressure turns after ``step``."""
         return step >= self.start and (step + 1 - self.start) % self.every == 0
 
-    def turn(self, seen: Tensor) -> None:
-        """Turns the pressure; ``seen`` is of all processes together."""
-        tokens, depths, promised = seen.tolist()
+    def turn(self, sums: Tensor) -> None:
+        """Turns the pressure by ``sums`` over all processes, and starts new sums."""
+        tokens, depths, expected = sums.tolist()
         error = (depths / tokens - self.target) / (self.iterations - 1)
-        if error > 0 and promised / tokens < self.target:
+        if error > 0 and expected / tokens < self.target:
             error = 0.0
         self.pressure = max(-_MOST, min(_MOST, self.pressure + self.gain * error))
-        self.seen = torch.zeros_like(self.seen)
+        self.sums = torch.zeros_like(self.sums)
 
-    def state(self, seen: Tensor) -> dict[str, Any]:
-        """What a checkpoint keeps; ``seen`` is of all processes together."""
-        return {"pressure": self.pressure, "seen": seen.tolist()}
+    def state(self, sums: Tensor) -> dict[str, Any]:
+        """What a checkpoint keeps; ``sums`` are over all processes."""
+        return {"pressure": self.pressure, "seen": sums.tolist()}
 
     def restore(self, state: dict[str, Any], device: torch.device, *, leads: bool) -> None:
-        """Goes on from :meth:`state`; what all had counted is the leading process's to begin with."""
+        """Goes on from :meth:`state`; the leading process starts with the sums of all, the others with zero."""
         self.pressure = float(state["pressure"])
-        seen = torch.tensor(state["seen"], dtype=torch.double, device=device)
-        self.seen = seen if leads else torch.zeros_like(seen)
+        sums = torch.tensor(state["seen"], dtype=torch.double, device=device)
+        self.sums = sums if leads else torch.zeros_like(sums)
+
+
+def controller_of(
+    train: TrainRecipe, model: AdaPonderForCausalLM, world: World, state: dict[str, Any] | None
+) -> DepthController | None:
+    """The controller that ``train.target_depth`` asks for, going on from ``state``; ``None`` where it is not set."""
+    config = model.config
+    if train.target_depth is None:
+        return None
+    if not model.method.has_ponder_term or not 1 <= train.target_depth < config.iterations:
+        able = " and ".join(name for name in method_names() if method_class(name).has_ponder_term)
+        raise TrainingError(
+            f"train.target_depth={train.target_depth}: at least 1 and below {config.iterations}, the model's "
+            f"iterations, and for {able} alone; this is {config.method}"
+        )
+    controller = DepthController(
+        target=train.target_depth,
+        iterations=config.iterations,
+        start=train.ponder_full,
+        gain=train.target_gain,
+        every=train.target_every,
+    )
+    if state is not None:
+        controller.restore(state, world.device, leads=world.leads)
+    return controller

@@ -1,4 +1,4 @@
-"""The loss of the validation split: the same windows each time, shared by all processes, each window counted once."""
+"""Loss and depths on the validation split: the same windows each time, shared by all processes, each counted once."""
 
 from __future__ import annotations
 
@@ -8,34 +8,71 @@ import torch
 from torch import Tensor
 
 from adaponder.data import Shards
+from adaponder.devices import autocast
 from adaponder.evaluation.scoring import score_sum
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.training.distributed import World
 
 
-def count_windows(shards: Shards, tokens: int, *, length: int) -> int:
+def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
     """How many whole windows of ``length`` predictions the split's first ``tokens`` tokens hold."""
     return min(tokens, shards.tokens - 1) // length
 
 
+def validate(
+    model: AdaPonderForCausalLM,
+    shards: Shards,
+    *,
+    tokens: int,
+    length: int,
+    together: int,
+    world: World,
+    dtype: str,
+    **options: Any,
+) -> dict[str, Any]:
+    """``validation_loss``, ``validation_depth`` (mean) and ``validation_halted`` on the first ``tokens`` tokens.
+
+    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1. ``together`` windows of ``length``
+    tokens are read at once; ``options`` are further arguments of the model's forward.
+    """
+    windows = whole_windows(shards, tokens, length=length)
+    model.eval()
+    with autocast(dtype, world.device):
+        sums = validation_sums(model, shards, windows=windows, length=length, together=together, world=world, **options)
+    model.train()
+    loss, predictions, depths = float(sums[0]), float(sums[1]), sums[2:].cpu()
+    return {
+        "validation_loss": loss / predictions,
+        "validation_depth": float((depths * torch.arange(1, len(depths) + 1)).sum()) / predictions,
+        "validation_halted": (depths.cumsum(0)[:-1] / predictions).tolist(),
+    }
+
+
 @torch.no_grad()
 def validation_sums(
-    model: AdaPonderForCausalLM, shards: Shards, *, windows: int, length: int, rows: int, world: World, **asked: Any
+    model: AdaPonderForCausalLM,
+    shards: Shards,
+    *,
+    windows: int,
+    length: int,
+    together: int,
+    world: World,
+    **options: Any,
 ) -> Tensor:
     """(summed loss, predictions, tokens of depth 1 … K) of the first ``windows``, over all processes, in double.
 
-    ``rows`` windows are read at once; ``asked`` are further arguments of the model.
+    ``together`` windows are read at once; ``options`` are further arguments of the model's forward.
     """
     levels = torch.arange(1, model.config.iterations + 1, device=world.device)
     sums = torch.zeros(2 + len(levels), dtype=torch.double, device=world.device)
-    # Every process does equally many forwards: under FSDP each is a joint act. Past the end the last window fills up.
-    for index in range(-(-windows // (world.size * rows))):
-        first = (index * world.size + world.rank) * rows
-        chosen = torch.arange(first, first + rows)
+    # Every process makes as many forwards, as FSDP needs. Past the end the last window is read again and not counted.
+    for index in range(-(-windows // (world.size * together))):
+        first = (index * world.size + world.rank) * together
+        chosen = torch.arange(first, first + together)
         blocks = [shards.read(i * length, length + 1) for i in chosen.clamp_max(windows - 1).tolist()]
         block = torch.stack([torch.from_numpy(one) for one in blocks]).to(world.device)
         real = (chosen < windows).to(world.device)[:, None]
-        scored = score_sum(model, block[:, :-1], block[:, 1:].masked_fill(~real, -100), execution="dense", **asked)
+        scored = score_sum(model, block[:, :-1], block[:, 1:].masked_fill(~real, -100), execution="dense", **options)
         depths = ((scored.depth[..., None] == levels) & real[..., None]).sum((0, 1))
         sums += torch.cat([torch.stack([scored.nll, scored.predictions.double()]), depths.double()])
     return world.sum(sums)

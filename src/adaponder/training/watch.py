@@ -1,4 +1,4 @@
-"""What a run says of itself between two logs: sums on the device, speed, and whether its gates are still alive."""
+"""What a run logs: means since the last log, speed and utilisation, and a warning where gates have collapsed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from adaponder.modeling.model import AdaPonderOutput
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 
-# Dense bf16 matrix rates that vendors state, by what torch calls the device; elsewhere no utilisation is shown.
+# Dense bf16 FLOPs per second that vendors state, by a part of torch's name of the device.
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# A gate this low on average weighs no update any more and gets almost no gradient to open again.
+# A gate whose mean is lower passes on almost no update, and gets almost no gradient to open again.
 _SHUT = 0.01
 
 
 @dataclass
 class Tally:
-    """Sums since the last log, on the device: reading them is the only wait."""
+    """Sums since the last log, on the device; only :meth:`means` waits for it."""
 
     steps: int = 0
     tokens: int = 0
@@ -46,26 +46,26 @@ class Tally:
         if output.gates is not None:
             self.add("gates", output.gates.sum((0, 1)))
 
-    def report(self, world: World) -> dict[str, Any]:
-        """Means over all processes: a joint act, so every one of them must ask."""
+    def means(self, world: World) -> dict[str, Any]:
+        """Means over all processes; every process must call it."""
         sums = dict(self.sums)
         depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
         gates = world.sum(sums.pop("gates")) if "gates" in sums else None
         means = {name: float(world.sum(value)) / self.steps / world.size for name, value in sums.items()}
         total, levels = float(depths.sum()), len(depths)
-        found: dict[str, Any] = {**means, "grad_norm": norm}
-        found["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
-        found["mean_depth"] = float((depths * torch.arange(1, levels + 1, device=depths.device)).sum()) / total
-        found["halted"] = [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]
+        metrics: dict[str, Any] = {**means, "grad_norm": norm}
+        metrics["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
+        metrics["mean_depth"] = float((depths * torch.arange(1, levels + 1, device=depths.device)).sum()) / total
+        metrics["halted"] = [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]
         if gates is not None:
-            found["gate_means"] = (gates / total).tolist()
-        return found
+            metrics["gate_means"] = (gates / total).tolist()
+        return metrics
 
 
 def utilisation(
     tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
 ) -> dict[str, float]:
-    """Needed FLOPs over the vendor's rate, where it is known."""
+    """``{"mfu": …}``: FLOPs that the model needs per second over the vendor's rate; empty for an unknown device."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
@@ -76,7 +76,7 @@ def utilisation(
 
 
 def collapse(metrics: dict[str, Any], train: TrainRecipe) -> tuple[str, str] | None:
-    """(kind, what to say) if the gates no longer tell tokens apart, or will not when stage 2 begins."""
+    """(kind, message) of a warning if the gates no longer tell tokens apart, or will not when stage 2 begins."""
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
         return None  # one iteration has no gate
@@ -96,10 +96,10 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe) -> tuple[str, str] | N
 
 
 def _one_depth(halted: list[float]) -> int | None:
-    """The depth at which practically every token halts, if there is one: then nothing is adaptive any more."""
-    gone = 0.0
+    """The depth at which more than 99 % of tokens halt, if there is one."""
+    before = 0.0
     for depth, share in enumerate(halted, 1):
-        if share - gone > 0.99:
+        if share - before > 0.99:
             return depth
-        gone = share
+        before = share
     return None

@@ -14,7 +14,7 @@ from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
 from adaponder.registry import method_names
 from adaponder.settings import Recurrence, Span
 from adaponder.training import run
-from adaponder.training.sweeps.grid import config_of
+from adaponder.training.build import config_of
 
 SECTIONS: dict[str, Any] = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 TINY = """

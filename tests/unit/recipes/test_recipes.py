@@ -15,10 +15,9 @@ from adaponder.methods.cost import parameters_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
 from adaponder.settings import SCALES, scale_of
-from adaponder.training.build import scratch_config
+from adaponder.training.build import config_of, scratch_config
 from adaponder.training.optim import build_optimizer
 from adaponder.training.schedule import learning_rate_factor, objective_at, phases
-from adaponder.training.sweeps.grid import config_of
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
 FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]

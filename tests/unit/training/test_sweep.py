@@ -21,11 +21,11 @@ from adaponder.errors import AdaPonderError, InputError
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.recipes import load_recipe, recipe_names
-from adaponder.training import run as running
+from adaponder.training.build import config_of
 from adaponder.training.run import train
 from adaponder.training.sweeps import sweep as sweeping
-from adaponder.training.sweeps.grid import config_of, plan
-from adaponder.training.sweeps.sweep import requested_depth
+from adaponder.training.sweeps.plan import plan
+from adaponder.training.sweeps.summary import requested_depth
 from adaponder.training.telemetry import Telemetry
 from training_support import corpus, small
 
@@ -308,7 +308,7 @@ def test_where_every_run_fails_there_is_no_figure_and_it_is_said(recipe, tmp_pat
 
 def test_the_data_is_prepared_once_for_all_runs(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(running.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr("adaponder.training.data.os.cpu_count", lambda: 1)
     made, prepare = [], preparing._prepare
     monkeypatch.setattr(preparing, "_prepare", lambda *a, **k: made.append(1) or prepare(*a, **k))
     raw = Path(recipe).parent / "made-up.jsonl"

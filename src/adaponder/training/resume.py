@@ -1,19 +1,75 @@
-"""A finished run is left alone: ``--resume auto`` finds its final model whole, says so and changes nothing."""
+"""Where a run goes on: from which checkpoint, unless it is finished, and only if the recipe is still the same."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from adaponder.data import Sampler
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.recipes import FREE_TRAIN, Recipe
 from adaponder.registry import scale_from_scratch
 from adaponder.settings import scale_of
 from adaponder.terminal import console, line
-from adaponder.training.checkpoint import newest_complete, verify_checkpoint
+from adaponder.training.build import config_of
+from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
-from adaponder.training.sweeps.grid import config_of
+
+
+class Start(NamedTuple):
+    """Where a run begins: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state."""
+
+    folder: Path | None
+    step: int
+    controller_state: dict[str, Any] | None = None
+
+
+def find_start(
+    recipe: Recipe,
+    out: Path,
+    resume: str | None,
+    sampler: Sampler,
+    world: World,
+    *,
+    weights_only: bool,
+    allow_changes: bool,
+) -> Start:
+    """The checkpoint to go on from; raises where the run would not be the one that the checkpoint is of."""
+    if resume is None:
+        return Start(None, 0)
+    if resume == "auto":
+        folder, passed_over = newest_complete(out)
+        if world.leads:
+            for reason in passed_over:
+                console.print(line(("passed over:", "yellow"), f" {reason}"), soft_wrap=True)
+        if folder is None:
+            return Start(None, 0)
+    else:
+        folder = Path(resume)
+    state = verify_checkpoint(folder, weights_only=weights_only)
+    if weights_only:
+        return Start(folder, 0)
+    if not (folder / OPTIMIZER).is_file() or "rng" not in state:
+        raise CheckpointError(f"{folder} has no optimizer or RNG state: exact resume is impossible; use --weights-only")
+    if state["tokenizer"] != sampler.shards.tokenizer_hash:
+        raise CheckpointError(f"{folder} was trained with another tokenizer than the data's: refused")
+    changes = differences(state, recipe, sampler, world)
+    if changes and not allow_changes:
+        raise TrainingError(
+            "the run differs from its checkpoint in " + "; ".join(changes) + "; undo that, or say --allow-changes"
+        )
+    if shapes := [change for change in changes if change.startswith("model.")]:
+        raise TrainingError(
+            f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
+            "start a new run, with model.backbone naming the checkpoint to start from"
+        )
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8))
+    if world.leads:
+        console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
+    return Start(folder, int(state["step"]), state.get("controller"))
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
@@ -54,24 +110,24 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
 def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
     """Each field that decides the result and differs from the recipe a checkpoint holds, as ``field: was → is``."""
     now = json.loads(json.dumps(recipe.as_dict()))
-    was = was | {"model": was["model"] | {"embedding_scale": _scale_meant(was["model"])}}
-    config, found = config_of(recipe), []
+    was = was | {"model": was["model"] | {"embedding_scale": _recorded_scale(was["model"])}}
+    config, changes = config_of(recipe), []
     for section in ("model", "data", "train"):
         for name in sorted(set(was[section]) | set(now[section])):
             free = section == "train" and name in FREE_TRAIN
             before, after = was[section].get(name), now[section].get(name)
-            said = f"{section}.{name}: {before} → {after}"
+            change = f"{section}.{name}: {before} → {after}"
             if name == "embedding_scale" and config is not None:  # sqrt(d) and the number it comes to are the same
                 before, after = (
                     scale_of(scale, config.hidden_size) if isinstance(scale, str) else scale
                     for scale in (before, after)
                 )
             if before != after and not free:
-                found.append(said)
-    return found
+                changes.append(change)
+    return changes
 
 
-def _scale_meant(model: dict[str, Any]) -> Any:
+def _recorded_scale(model: dict[str, Any]) -> Any:
     """The embedding scale in a recorded recipe's ``model``; one left open is what training from scratch used then.
 
     Records have named it since every method begins with ``scale_from_scratch``; before, only these three did.
@@ -80,3 +136,13 @@ def _scale_meant(model: dict[str, Any]) -> Any:
     if scale is not None or isinstance(model["backbone"], str):
         return scale
     return scale_from_scratch(model["method"]) if model["method"] in ("adaponder", "ponder", "loop") else 1.0
+
+
+def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:
+    """Everything in which a resumed run would differ from its checkpoint, as ``field: was → is``."""
+    changes = recipe_changes(state["recipe"], recipe)
+    if state["world"] != world.size:
+        changes.append(f"processes: {state['world']} → {world.size}")
+    if state["data"] != sampler.shards.content_hash():
+        changes.append("the data itself")
+    return changes

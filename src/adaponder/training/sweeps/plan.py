@@ -1,4 +1,4 @@
-"""A grid is a list of recipes: each is built and checked before any of them runs."""
+"""Which runs a sweep has: a recipe for every combination of values, each checked before any of them is trained."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import parse_yaml
 from adaponder.recipes import Recipe, load_recipe
-from adaponder.training.build import scratch_config
+from adaponder.training.build import config_of
 
 _LONGEST_NAME = 120
 
@@ -26,7 +25,7 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of a sweep: its folder's name, its recipe, the value of every axis, and the overrides that make it."""
 
     name: str
@@ -56,54 +55,59 @@ def plan(
     overrides: Sequence[str] = (),
     one_at_a_time: bool = False,
     seeds: Sequence[int] = (),
-) -> list[Run]:
-    """Every run of the grid, seed by seed, so that the first seed alone already gives a whole picture.
+) -> list[PlannedRun]:
+    """Every run of the sweep, seed by seed, so that the first seed alone already gives a whole picture.
 
-    The grid is the product of the axes. ``one_at_a_time`` is the recipe as it is, once, and then every other value of
-    each axis with all else as in the recipe.
+    ``grids`` are the axes as text (see :func:`parse_axis`), and the runs are the product of the axes. With
+    ``one_at_a_time`` they are the recipe as it is, once, and then every other value of each axis with all else as in
+    the recipe.
     """
     base, axes = load_recipe(name, overrides), [parse_axis(text) for text in grids]
-    if not axes and not seeds:
-        raise InputError("--grid is missing: name at least one axis, e.g. --grid train.k_max=0.1,0.15,0.2; or --seeds")
-    if len(set(seeds)) < len(seeds):
-        raise InputError(f"--seeds {','.join(map(str, seeds))}: a seed stands there twice")
-    fixed = {override.partition("=")[0] for override in overrides}
-    if seeds and "train.seed" in fixed:
-        raise InputError("train.seed is --set and --seeds is given: drop one")
-    _check_axes(axes, fixed, one_at_a_time=one_at_a_time)
-    if one_at_a_time:
-        points = [(), *(((axis.field, value),) for axis in axes for value in axis.values)]
-    else:
-        points = list(itertools.product(*([(axis.field, value) for value in axis.values] for axis in axes)))
+    _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
     own = {axis.field: value_of(base, axis.field) for axis in axes}
     runs = []
-    for seed, point in itertools.product(seeds or (base.train.seed,), points):
+    for seed, point in itertools.product(seeds or (base.train.seed,), _points(axes, one_at_a_time=one_at_a_time)):
         changed = tuple(f"{field}={_as_override(value)}" for field, value in point)
         if seed != base.train.seed:
             changed += (f"train.seed={seed}",)
         try:
             recipe = load_recipe(name, [*overrides, *changed])
-            config_of(recipe)  # what no model can be built from is an error now
+            config_of(recipe)  # raises where no model can be built
             fields = {axis.field: value_of(recipe, axis.field) for axis in axes}
         except ConfigError as error:
             raise ConfigError(f"--grid {' '.join(changed)}: {str(error).removeprefix('--set ')}") from None
         if one_at_a_time and point and fields == own:
             continue  # the recipe's own value: that is the base run
-        runs.append(Run(_name_of(recipe, fields, point, base), recipe, fields, (*overrides, *changed)))
+        runs.append(PlannedRun(_name_of(recipe, fields, point, base), recipe, fields, (*overrides, *changed)))
     _refuse_twins(runs)
     return runs
 
 
-def _check_axes(axes: Sequence[Axis], fixed: set[str], *, one_at_a_time: bool) -> None:
-    for place, axis in enumerate(axes):
-        if axis.field in {before.field for before in axes[:place]}:
+def _points(axes: Sequence[Axis], *, one_at_a_time: bool) -> list[tuple[tuple[str, Any], ...]]:
+    """What each run sets: ``(field, value)`` of every axis, or of one axis at a time and first of none."""
+    if one_at_a_time:
+        return [(), *(((axis.field, value),) for axis in axes for value in axis.values)]
+    return list(itertools.product(*([(axis.field, value) for value in axis.values] for axis in axes)))
+
+
+def _check_arguments(axes: Sequence[Axis], seeds: Sequence[int], fixed: set[str], *, one_at_a_time: bool) -> None:
+    """Raises where axes, seeds and the fields that are ``fixed`` by --set contradict each other."""
+    if not axes and not seeds:
+        raise InputError("--grid is missing: name at least one axis, e.g. --grid train.k_max=0.1,0.15,0.2; or --seeds")
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"--seeds {','.join(map(str, seeds))}: a seed stands there twice")
+    if seeds and "train.seed" in fixed:
+        raise InputError("train.seed is --set and --seeds is given: drop one")
+    for index, axis in enumerate(axes):
+        if axis.field in {before.field for before in axes[:index]}:
             raise InputError(f"--grid {axis.field} stands there twice: give all its values in one")
         if axis.field in fixed and not one_at_a_time:
             raise InputError(f"{axis.field} is both --set and --grid: drop one, or say --one-at-a-time")
 
 
-def _refuse_twins(runs: Sequence[Run]) -> None:
-    first: dict[str, Run] = {}
+def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
+    """Raises where two runs would train the same."""
+    first: dict[str, PlannedRun] = {}
     for run in runs:
         twin = first.setdefault(run.recipe.fingerprint, run)
         if twin is run:
@@ -115,29 +119,18 @@ def _refuse_twins(runs: Sequence[Run]) -> None:
 
 def value_of(recipe: Recipe, field: str) -> Any:
     """The field's value; where the recipe leaves a model's field open, what it resolves to."""
-    place: Any = recipe.as_dict()
+    value: Any = recipe.as_dict()
     for part in field.split("."):
-        place = place.get(part) if isinstance(place, dict) else None
+        value = value.get(part) if isinstance(value, dict) else None
     section, _, key = field.partition(".")
-    left_open = place is None or field == "model.embedding_scale"
+    left_open = value is None or field == "model.embedding_scale"
     if left_open and section == "model" and (config := config_of(recipe)) is not None:
-        place = getattr(config, key, None)
-    return list(place) if isinstance(place, tuple) else place
-
-
-def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
-    """The config that a recipe from scratch builds its model from; ``None`` where a checkpoint decides.
-
-    Before there is a tokenizer, its vocabulary is taken to be as large as the recipe needs it.
-    """
-    if isinstance(recipe.model.backbone, str):
-        return None
-    smallest = (recipe.model.pause_token_id or 0) + 1
-    return scratch_config(recipe, smallest if vocabulary is None else vocabulary)
+        value = getattr(config, key, None)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[str, Any]], base: Recipe) -> str:
-    """``k_max=0.1__ponder_weight=0.2__seed=1``: what was asked, in letters that every file system and shell takes."""
+    """``k_max=0.1__ponder_weight=0.2__seed=1``: what the run sets, in characters that every shell takes."""
     lasts = [field.rpartition(".")[2] for field in fields]
     parts = []
     for field, _ in point:
@@ -145,10 +138,10 @@ def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[st
         parts.append(f"{last if lasts.count(last) == 1 else field}={shown(fields[field]).strip('[]')}")
     if recipe.train.seed != base.train.seed:
         parts.append(f"seed={recipe.train.seed}")
-    wished = "__".join(parts) or "base"
-    safe = re.sub(r"[^A-Za-z0-9._=+-]+", "-", wished)[:_LONGEST_NAME]
-    # What had to be rewritten or cut may be taken for another: the hash tells them apart.
-    return safe if safe == wished else f"{safe}__{recipe.fingerprint}"
+    full_name = "__".join(parts) or "base"
+    safe = re.sub(r"[^A-Za-z0-9._=+-]+", "-", full_name)[:_LONGEST_NAME]
+    # Two names may become equal by this: the hash tells them apart.
+    return safe if safe == full_name else f"{safe}__{recipe.fingerprint}"
 
 
 def shown(value: Any) -> str:
