@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 
-class Wanted(NamedTuple):
+class GenerationSettings(NamedTuple):
     """Settings of a generation request; ``others`` goes to ``generate`` unchanged."""
 
     until: list[str]
@@ -19,7 +19,7 @@ class Wanted(NamedTuple):
     others: dict[str, Any]
 
 
-def wanted(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Wanted:
+def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
     """Generation settings of an lm-eval request: 256 tokens and greedy by default; the end token always stops."""
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(request, default_max_gen_toks=256))
     end = tokenizer.eos_token
@@ -27,7 +27,7 @@ def wanted(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Wante
     sampled = kwargs.pop("do_sample")
     if not sampled:
         kwargs.pop("temperature", None)
-    return Wanted([text for text in until if text], kwargs.pop("max_gen_toks"), sampled, kwargs)
+    return GenerationSettings([text for text in until if text], kwargs.pop("max_gen_toks"), sampled, kwargs)
 
 
 class Until(StoppingCriteria):

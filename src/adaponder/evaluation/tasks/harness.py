@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Meter
 from adaponder.evaluation.scoring import ScoringOptions
-from adaponder.evaluation.stopping import Until, Wanted, wanted
+from adaponder.evaluation.stopping import GenerationSettings, Until, generation_settings
 from adaponder.modeling.model import AdaPonderForCausalLM
 
 Answer = tuple[float, bool]
@@ -191,7 +191,7 @@ class HarnessLM(TemplateLM):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
         answers = [""] * len(requests)
         for group in groups.values():
-            settings = wanted(requests[group[0]].args[1], self.tokenizer)
+            settings = generation_settings(requests[group[0]].args[1], self.tokenizer)
             if settings.max_new_tokens >= self.max_length:
                 raise InputError(
                     f"{self._task}: {settings.max_new_tokens} tokens are to be generated, and the model's "
@@ -204,18 +204,18 @@ class HarnessLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return answers
 
-    def _prompt(self, text: str, settings: Wanted) -> tuple[int, ...]:
+    def _prompt(self, text: str, settings: GenerationSettings) -> tuple[int, ...]:
         """The prompt's tokens; a prompt that leaves no room for the answer loses its beginning."""
         start = self.tokenizer.bos_token
         spelled = isinstance(start, str) and text.startswith(start)
         tokens = self.tokenizer.encode(text, **_special(False if spelled else None)) or [self.prefix_token_id]
         return tuple(tokens[-(self.max_length - settings.max_new_tokens) :])
 
-    def _greedy(self, prompts: dict[int, tuple[int, ...]], settings: Wanted) -> Iterator[tuple[int, str]]:
+    def _greedy(self, prompts: dict[int, tuple[int, ...]], settings: GenerationSettings) -> Iterator[tuple[int, str]]:
         for batch in self._batches(prompts, key=lambda index: (-len(prompts[index]), prompts[index])):
             yield from zip(batch, self._generate([prompts[index] for index in batch], settings), strict=True)
 
-    def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: Wanted) -> Iterator[tuple[int, str]]:
+    def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: GenerationSettings) -> Iterator[tuple[int, str]]:
         """Samples one prompt at a time with a seed of its own, so that answers do not depend on other requests."""
         repetitions: Counter[tuple[int, ...]] = Counter()
         devices = [self.device] if self.device.type == "cuda" else []
@@ -228,7 +228,7 @@ class HarnessLM(TemplateLM):
                     yield index, self._generate([prompt], settings)[0]
                 advance(1)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], settings: Wanted) -> list[str]:
+    def _generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[str]:
         ids, mask = self._padded(prompts)
         width = ids.shape[1]
         stop = Until(self.tokenizer, settings.until, width=width, rows=len(prompts))

@@ -27,13 +27,13 @@ from lm_eval.tasks import TaskManager
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation.meter import Spent
 from adaponder.evaluation.tasks.harness import HarnessLM
-from adaponder.evaluation.tasks.task_data import Record, TaskData, require_fields
+from adaponder.evaluation.tasks.task_data import TaskData, TaskRecord, require_fields
 
 _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError)
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedTask:
     """A task with its records: ``split`` is evaluated, ``examples`` is the split of few-shot examples (or ``None``)."""
 
     task: Any
@@ -56,7 +56,7 @@ class Metric(NamedTuple):
 class TaskScore:
     """Metrics and cost of a task; ``samples`` are lm-eval's, one per item and filter."""
 
-    opened: Opened
+    opened: OpenedTask
     items: int
     metrics: tuple[Metric, ...]
     spent: Spent
@@ -113,7 +113,7 @@ def _folders() -> dict[str, Path]:
 
 def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
-) -> Opened:
+) -> OpenedTask:
     """The task with its records, or the first ``limit`` ones. Examples are drawn as by lm-eval, whose seed is 0."""
     if shots < 0:
         raise InputError(f"--fewshot {shots}: 0 or more examples")
@@ -127,7 +127,7 @@ def open_task(
     return opened
 
 
-def _from_hub(manager: TaskManager, name: str, shots: int) -> Opened:
+def _from_hub(manager: TaskManager, name: str, shots: int) -> OpenedTask:
     try:
         task = manager.load([name])["tasks"][name]
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -137,10 +137,10 @@ def _from_hub(manager: TaskManager, name: str, shots: int) -> Opened:
     config: Any = task.config
     split = config.test_split or config.validation_split
     examples = config.fewshot_config.split or config.training_split or config.validation_split or config.test_split
-    return Opened(task, name, shots, split, examples if shots else None, None)
+    return OpenedTask(task, name, shots, split, examples if shots else None, None)
 
 
-def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, limit: int | None) -> Opened:
+def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, limit: int | None) -> OpenedTask:
     config = manager.task_index[name].cfg or {}
     if "class" in config:
         raise InputError(f"--task-data: {name} is a Python task that fetches its own records; leave it out")
@@ -159,7 +159,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
         raise
     except _UNREADABLE as error:
         raise InputError(f"{file}: {name} cannot be made of its records ({type(error).__name__}: {error})") from error
-    return Opened(task, name, shots, split, examples, file)
+    return OpenedTask(task, name, shots, split, examples, file)
 
 
 def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
@@ -211,7 +211,7 @@ def _splits(config: dict[str, Any], split: str, examples: str | None, loaded: di
 
 
 def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limit: int | None) -> datasets.Dataset:
-    records: list[Record] = data.read(name, split)[:limit]
+    records: list[TaskRecord] = data.read(name, split)[:limit]
     file = data.find(name, split)
     fields = _template_fields(config)
     for number, record in enumerate(records, 1):
@@ -235,7 +235,7 @@ def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
 # --- running tasks -----------------------------------------------------------------------------------------------
 
 
-def run_task(model: HarnessLM, opened: Opened, *, limit: int | None = None) -> TaskScore:
+def run_task(model: HarnessLM, opened: OpenedTask, *, limit: int | None = None) -> TaskScore:
     """The model's score on all items of a task, or on the first ``limit`` ones."""
     task = opened.task
     # Where examples come from the evaluated split one more is drawn, because the item itself may be among them.
@@ -264,7 +264,7 @@ def run_task(model: HarnessLM, opened: Opened, *, limit: int | None = None) -> T
     )
 
 
-def _blame_record(opened: Opened, limit: int | None) -> None:
+def _blame_record(opened: OpenedTask, limit: int | None) -> None:
     """Raises an error that names the first record from which the task cannot make an item, if there is one."""
     task = opened.task
     for number, record in enumerate(islice(task.task_docs, limit), 1):

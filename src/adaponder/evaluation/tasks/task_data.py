@@ -32,7 +32,7 @@ from adaponder.data.packing import PACKINGS, unpacked
 from adaponder.errors import InputError
 from adaponder.files import parse_json, read_yaml
 
-Record = dict[str, Any]
+TaskRecord = dict[str, Any]
 
 SPLITS = ("train", "validation", "test")
 _ALIASES = {"validation": ("val", "valid", "dev")}
@@ -90,7 +90,7 @@ class TaskData:
         first = self._candidates(task, split)[0]
         return f"{first}[{'|'.join(PACKINGS)}] (or a {split} file of {task} named in map.yaml)"
 
-    def read(self, task: str, split: str) -> list[Record]:
+    def read(self, task: str, split: str) -> list[TaskRecord]:
         """The records of a split, in the layout that lm-eval's task expects."""
         path = self.find(task, split)
         if path is None:
@@ -110,7 +110,7 @@ class TaskData:
         return [self.folder / (stem + ending) for stem in stems for ending in _ENDINGS]
 
 
-def require_fields(record: Record, fields: tuple[str, ...], where: str, task: str) -> None:
+def require_fields(record: TaskRecord, fields: tuple[str, ...], where: str, task: str) -> None:
     """Raises if a record lacks one of ``fields``."""
     if missing := [name for name in fields if record.get(name) is None]:
         raise InputError(
@@ -131,7 +131,7 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
     return tasks
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _lines(path: Path) -> Iterator[TaskRecord]:
     number = 0
     with unpacked(path, InputError) as opened:
         while line := opened.stream.readline(_LONGEST + 1):
@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[Record]:
                 yield _text_only(parse_json(line, where, InputError), where)
 
 
-def _text_only(record: Record, where: str) -> Record:
+def _text_only(record: TaskRecord, where: str) -> TaskRecord:
     """``record``; raises if it holds half a surrogate pair, which no tokenizer can encode."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
@@ -157,11 +157,11 @@ def _text_only(record: Record, where: str) -> Record:
 class _Layout(NamedTuple):
     """Another published layout: how its first record is recognised, and how all are rearranged."""
 
-    known: Callable[[Record], bool]
-    rearrange: Callable[[list[Record]], list[Record]]
+    known: Callable[[TaskRecord], bool]
+    rearrange: Callable[[list[TaskRecord]], list[TaskRecord]]
 
 
-def _in_known_layout(task: str, records: list[Record]) -> list[Record]:
+def _in_known_layout(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
     for layout in _LAYOUTS.get(task, ()):
         if layout.known(records[0]):
             try:
@@ -171,7 +171,7 @@ def _in_known_layout(task: str, records: list[Record]) -> list[Record]:
     return records
 
 
-def _arc(records: list[Record]) -> list[Record]:
+def _arc(records: list[TaskRecord]) -> list[TaskRecord]:
     """ARC as first released: the choices are a list of objects inside the question."""
     return [
         record
@@ -183,7 +183,7 @@ def _arc(records: list[Record]) -> list[Record]:
     ]
 
 
-def _race_articles(records: list[Record]) -> list[Record]:
+def _race_articles(records: list[TaskRecord]) -> list[TaskRecord]:
     """RACE as first released: an article with parallel lists of questions, options and answers."""
     return [
         {
@@ -194,7 +194,7 @@ def _race_articles(records: list[Record]) -> list[Record]:
     ]
 
 
-def _race_questions(records: list[Record]) -> list[Record]:
+def _race_questions(records: list[TaskRecord]) -> list[TaskRecord]:
     """RACE with one question per record: those of an article together, articles in order of appearance."""
     articles: dict[str, list[tuple[Any, Any, Any]]] = {}
     for record in records:
@@ -202,7 +202,7 @@ def _race_questions(records: list[Record]) -> list[Record]:
     return [{"article": article, "problems": _problems(iter(parts))} for article, parts in articles.items()]
 
 
-def _race_lists(records: list[Record]) -> list[Record]:
+def _race_lists(records: list[TaskRecord]) -> list[TaskRecord]:
     """The hub's RACE spells its problems as Python text, which lm-eval parses; here they are JSON."""
     return [record | {"problems": repr(record["problems"])} for record in records]
 
