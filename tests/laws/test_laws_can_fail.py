@@ -6,9 +6,9 @@ from test_against_the_paper import test_values_and_gradients_equal_the_plain_ref
 from test_work import test_compact_prefill_computes_exactly_the_sum_of_depths as prefill_work
 
 from adaponder.backbones.views import DenseView, GridView
-from adaponder.execution import runs
+from adaponder.execution.base import Execution
+from adaponder.execution.compact import Packed
 from adaponder.execution.ledger import Ledger
-from adaponder.methods.adaponder import AdaPonder
 from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import tiny
 
@@ -33,7 +33,7 @@ def test_an_inverted_merge_mask_is_caught(monkeypatch):
 
 
 def test_a_hidden_state_that_is_not_frozen_is_caught(monkeypatch):
-    monkeypatch.setattr(runs.Run, "settle", lambda self, new, old: new)
+    monkeypatch.setattr(Execution, "freeze", lambda self, new, old: new)
     for execution in ("dense", "compact"):
         with pytest.raises(AssertionError, match="moved"):
             assert_static_after_halting(model(), CASE, execution)
@@ -42,7 +42,8 @@ def test_a_hidden_state_that_is_not_frozen_is_caught(monkeypatch):
 
 
 def test_a_gate_shifted_by_one_iteration_is_caught(monkeypatch):
-    monkeypatch.setattr(AdaPonder, "gate", lambda self, i: self.gates[max(0, i - 1)])
+    right = Execution.gate
+    monkeypatch.setattr(Execution, "gate", lambda self, gates, values: right(self, [gates[0], *gates[:-1]], values))
     for execution in ("dense", "compact"):
         with pytest.raises(AssertionError):
             against_the_paper(0, "none", execution)
@@ -71,9 +72,9 @@ def test_detached_rows_are_caught(monkeypatch):
 
 def test_a_token_that_comes_back_is_caught(monkeypatch):
     def revive(self, keep):
-        self.active = self._grid(keep) & self.tokens.real
+        self.active = keep & self.tokens.real
 
-    monkeypatch.setattr(runs.Run, "halt", revive)
+    monkeypatch.setattr(Execution, "_halt", revive)
     # Forced depths never ask for a revival; a policy that flickers does.
     flickering = make_case(1, 6, 4, "none", "none", 1)
     flickering.depths = torch.tensor([[2, 1, 2, 1, 2, 1]])
@@ -93,6 +94,6 @@ def test_looking_ahead_is_caught():
 
 
 def test_computing_a_halted_row_is_caught(monkeypatch):
-    monkeypatch.setattr(runs.PackedRun, "computed", lambda self: self.tokens.real)
+    monkeypatch.setattr(Packed, "computed", lambda self: self.tokens.real)
     with pytest.raises(AssertionError):
         prefill_work("gpt_neox", "ragged")

@@ -21,11 +21,12 @@ from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import Rows
 from adaponder.ops.finite import first_not_finite
 from adaponder.ops.masks import Places, masked_attention, visible
+from adaponder.ops.vocab_expectation import vocab_expectation
 
 _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
 
 
-class Reading(NamedTuple):
+class PassOutput(NamedTuple):
     """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it."""
 
     hidden: Tensor
@@ -52,7 +53,7 @@ class Backbone:
         self.layer_windows = layer_windows(stock.config)
         self.unfolds = unfolds(stock.config)
         self.compile_options: dict[str, Any] | None = None
-        self._compiled: Callable[..., Reading] | None = None
+        self._compiled: Callable[..., PassOutput] | None = None
         self._between: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._packs: bool | None = None
 
@@ -96,7 +97,7 @@ class Backbone:
         plain = lane.rows.query.document is None and set(lane.windows) == {None}
         return plain and not (self.body.training and drops_attention(self.stock.config))
 
-    def _compiled_pass(self) -> Callable[..., Reading]:
+    def _compiled_pass(self) -> Callable[..., PassOutput]:
         if self._compiled is None:
             by, memory_budget, options = self._compile_how()
             if by == "pass":
@@ -104,7 +105,7 @@ class Backbone:
             else:
                 layers = compiling.Layers(self.body, self.layer_windows, memory_budget, options)
 
-                def layer_by_layer(*arguments: Any) -> Reading:
+                def layer_by_layer(*arguments: Any) -> PassOutput:
                     with layers.in_place():
                         return self._one_pass(*arguments)
 
@@ -159,6 +160,14 @@ class Backbone:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head()(hidden)
 
+    def expected_embedding(self, hidden: Tensor, *, scale: float, **options: Any) -> Tensor:
+        """Equals ``softmax(logits(h)) @ (scale * table)``: eq. 6 to 8, the table scaled like the input.
+
+        ``options`` are those of :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
+        """
+        weight, bias = self.head()
+        return vocab_expectation(hidden, weight, self.table(), bias=bias, **options) * scale
+
     def _head(self) -> nn.Linear:
         head = self.stock.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -184,7 +193,7 @@ class Backbone:
         lane: Lane | None = None,
         replay: bool = False,
         stream: bool = True,
-    ) -> Reading:
+    ) -> PassOutput:
         """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that a ``view`` answers.
 
         With a ``lane`` the queries are rows of several sequences, packed, and there is no ``mask``.
@@ -216,7 +225,7 @@ class Backbone:
         holding: dict[str, Any],
         stream: bool,
         lane: Lane | None,
-    ) -> Reading:
+    ) -> PassOutput:
         answers = view(self.layers, **holding)
         if lane is not None:
             lane.arrived.clear()
@@ -242,7 +251,7 @@ class Backbone:
                 " read: it does not hand keyword arguments on to its attention"
             )
         hidden = out.last_hidden_state
-        return Reading(hidden, seen[0] if seen else hidden, answers.rows())
+        return PassOutput(hidden, seen[0] if seen else hidden, answers.rows())
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The explicit attention mask, in the form this decoder takes it."""
@@ -276,12 +285,12 @@ class Backbone:
             position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
             embedded = self.embed(ids)
             _agree(self.stock, "the embedding table", self.table()[ids], embedded)
-            reading = self.read(embedded, position=position, mask=None, view=_Passing)
-            _agree(self.stock, "the final norm", self.final_norm(reading.stream), reading.hidden)
+            output = self.read(embedded, position=position, mask=None, view=_Passing)
+            _agree(self.stock, "the final norm", self.final_norm(output.stream), output.hidden)
             head, bias = self.head()
-            logits = nn.functional.linear(reading.hidden, head, bias)
+            logits = nn.functional.linear(output.hidden, head, bias)
             _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
-            _agree(self.stock, "the body with embeddings fed in", self.logits(reading.hidden), expected.logits)
+            _agree(self.stock, "the body with embeddings fed in", self.logits(output.hidden), expected.logits)
         self.packs()  # asked now, so that no forward pays for the question
 
 
@@ -297,7 +306,7 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
             module.training = flag
 
 
-def _under_mask(one_pass: Callable[..., Reading], *arguments: Any) -> Reading:
+def _under_mask(one_pass: Callable[..., PassOutput], *arguments: Any) -> PassOutput:
     """The pass, its attention by a backend that can be trusted with a mask: when it is replayed, too."""
     with masked_attention():
         return one_pass(*arguments)

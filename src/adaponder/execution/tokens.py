@@ -23,6 +23,7 @@ class Tokens:
         document: documents packed into one sequence do not see each other; ``None`` if each row is one document.
         plain: known without looking at the device to be unpadded, undivided and without a past.
         past: slots that a cache holds already.
+        per_token: slots that a token takes.
     """
 
     real: Tensor
@@ -32,6 +33,7 @@ class Tokens:
     document: Tensor | None = None
     plain: bool = False
     past: int = 0
+    per_token: int = 1
 
     @property
     def last_slot(self) -> int:
@@ -57,10 +59,13 @@ class Tokens:
             document=None if self.document is None else self.document.repeat_interleave(times, 1),
             plain=self.plain,
             past=self.past * times,
+            per_token=self.per_token * times,
         )
 
 
-def check_reads(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int) -> Tensor:
+def check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int
+) -> Tensor:
     """A ``[batch, time]`` tensor of what a forward reads, ids or (their values do not matter) embeddings.
 
     Values of ids are looked at on the CPU alone: on a GPU the host would wait for them in every forward, so there

@@ -1,7 +1,9 @@
 """The family: one short file per method, all on the same backbone wrapper."""
 
 from adaponder.config import AdaPonderConfig
-from adaponder.methods.base import Iteration, Method, Objective
+from adaponder.execution.base import Iteration
+from adaponder.methods.base import Method, State
+from adaponder.methods.objectives import Objective
 from adaponder.registry import method_class, method_names, register_method
 
 
@@ -12,4 +14,13 @@ def build_method(config: AdaPonderConfig) -> Method:
     return method
 
 
-__all__ = ["Iteration", "Method", "Objective", "build_method", "method_class", "method_names", "register_method"]
+__all__ = [
+    "Iteration",
+    "Method",
+    "Objective",
+    "State",
+    "build_method",
+    "method_class",
+    "method_names",
+    "register_method",
+]

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from adaponder.execution.runs import Run
-from adaponder.methods.base import Ask, Iteration, Method, Trajectory
+from adaponder.execution.base import Pass, Rows
+from adaponder.methods.base import Method, State
 
 
 class Loop(Method):
     """No input injection, no norm between loops: the final norm is applied once, to what the last loop left."""
 
-    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
-        hidden, stream = run.read(self.scaled(embedded))
-        ask.show(Iteration(0, hidden, None, run.active))
-        for i in range(1, ask.iterations):
-            hidden, stream = run.read(stream)
-            ask.show(Iteration(i, hidden, None, run.active))
-        return Trajectory(hidden)
+    def receive(self, rows: Rows, state: State, output: Pass) -> State:
+        return State(output.stream, output.hidden)
 
     def needs_stream(self, iterations: int) -> bool:
         return iterations > 1

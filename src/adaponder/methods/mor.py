@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions, expert choice: routers choose, recursion by recursion, who is read again."""
+"""Mixture-of-Recursions, expert choice: routers choose, recursion by recursion, which tokens are computed again."""
 
 from __future__ import annotations
 
@@ -9,26 +9,16 @@ from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
-from adaponder.execution.runs import Run
+from adaponder.execution.base import Pass, Rows
 from adaponder.halting import gate_probability
-from adaponder.methods.base import (
-    Ask,
-    Iteration,
-    Losses,
-    Method,
-    Objective,
-    Routing,
-    Scorer,
-    Trajectory,
-    plain_loss,
-    stack_gates,
-    with_term,
-)
+from adaponder.methods.base import Method, State
+from adaponder.methods.objectives import LossFunction, Objective
+from adaponder.methods.objectives.router import RouterLoss
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
 
 
 class Router(nn.Linear):
-    """How much a token wants to be read again, from the un-normed stream; no bias."""
+    """How much a token wants to be computed again, from the un-normed stream; no bias."""
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, bias=False)
@@ -43,7 +33,7 @@ class Router(nn.Linear):
 class MixtureOfRecursions(Method):
     """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; the others pass through and vanish from sight.
 
-    The first recursion reads every token, plainly, so it needs no router and K = 1 is vanilla (law 4). In training
+    The first recursion computes every token, plainly, so it needs no router and K = 1 is vanilla (law 4). In training
     the top share of each sequence is chosen, which looks at the future; evaluation and decoding choose by the sign of
     the router's logit, which the auxiliary loss trains to agree.
     """
@@ -52,21 +42,24 @@ class MixtureOfRecursions(Method):
         super().__init__(config)
         self.routers = nn.ModuleList(Router(config.hidden_size) for _ in range(config.gates()))
 
-    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
-        x = run.read(self.scaled(embedded)).stream
-        routing = []
-        for i in range(ask.iterations - 1):
-            logit = run.map(self.routers[i], x, everyone=ask.every_gate)
-            gate = gate_probability(logit)
-            hidden, eligible = run.backbone.final_norm(x), run.active
-            ask.show(Iteration(i, hidden, gate, eligible))
-            run.decide(ask.policy, gate, hidden, seed=ask.seed)
-            routing.append(Routing(logit, eligible, run.active))
-            update = (self.config.router_alpha * gate).to(x.dtype)[..., None] * run.read(x).stream
-            x = torch.where(run.active[..., None], x + update, x)
-        hidden = run.backbone.final_norm(x)
-        ask.show(Iteration(ask.iterations - 1, hidden, None, run.active))
-        return Trajectory(hidden, stack_gates([choice.logit for choice in routing]), routing)
+    def start(self, rows: Rows, embedded: Tensor) -> State:
+        gate = embedded.new_zeros(embedded.shape[:-1], dtype=torch.promote_types(embedded.dtype, torch.float32))
+        return State(self.scaled(embedded), carried=(gate,))
+
+    def receive(self, rows: Rows, state: State, output: Pass) -> State:
+        x, (gate,) = state.input, state.carried
+
+        def recursed() -> Tensor:
+            update = (self.config.router_alpha * gate).to(x.dtype)[..., None] * output.stream
+            return torch.where(rows.active[..., None], x + update, x)
+
+        x = rows.after_first(output.stream, recursed)
+        return State(x, rows.backbone.final_norm(x), (gate,))
+
+    def advance(self, rows: Rows, state: State) -> State:
+        gate = gate_probability(rows.gate(self.routers, state.input))
+        rows.decide(gate, state.hidden)
+        return State(state.input, state.hidden, (gate,))
 
     def needs_stream(self, iterations: int) -> bool:
         return True
@@ -84,13 +77,8 @@ class MixtureOfRecursions(Method):
         for router in self.routers:
             router.reset_parameters(std)
 
-    def loss(self, seen: Trajectory, score: Scorer, run: Run, objective: Objective) -> Losses:
-        losses = plain_loss(seen, score)
-        if not seen.routing:
-            return losses
-        router = torch.stack([_agreement(*routing) for routing in seen.routing]).sum()
-        weight = self.config.router_loss_weight
-        return with_term(losses, "router", router, weight=weight, score=score, objective=objective)
+    def objective(self, values: Objective) -> LossFunction:
+        return RouterLoss(weight=self.config.router_loss_weight, share=values.share)
 
     # --- facts --------------------------------------------------------------------------------------------------
 
@@ -128,10 +116,3 @@ class MixtureOfRecursions(Method):
         if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
             raise ConfigError(f"capacities={values}: shares in (0, 1], never growing")
         config.capacities = values
-
-
-def _agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
-    """Binary cross-entropy of each logit against having been chosen, over those who could be."""
-    logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
-    bce = nn.functional.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
-    return (bce * eligible).sum() / eligible.sum().clamp_min(1)

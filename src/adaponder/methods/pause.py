@@ -1,4 +1,4 @@
-"""Pause tokens: each token is followed by K-1 pauses at its own position, and read out at the last of them."""
+"""Pause tokens: each token is followed by K-1 pauses at its own position, and its prediction read at the last."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
-from adaponder.execution.runs import Run
+from adaponder.execution.base import Pass, Rows
 from adaponder.execution.tokens import Tokens
-from adaponder.methods.base import Ask, Iteration, Method, Trajectory
+from adaponder.methods.base import Method, State
 
 
 class Pause(Method):
@@ -19,19 +19,18 @@ class Pause(Method):
         own = config.pause_token_id is None
         self.vector = nn.Parameter(torch.empty(config.hidden_size)) if own else None
 
-    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
-        width = ask.iterations
-        pauses = self._pause(run, embedded).expand(*embedded.shape[:2], width - 1, -1)
-        spread = torch.cat([embedded.unsqueeze(2), pauses], dim=2).flatten(1, 2)
-        hidden = run.read(self.scaled(spread)).hidden
-        last = hidden[:, width - 1 :: width]
-        ask.show(Iteration(0, last, None, run.active[:, width - 1 :: width]))
-        return Trajectory(last)
+    def start(self, rows: Rows, embedded: Tensor) -> State:
+        pauses = self._pause(rows, embedded).expand(*embedded.shape[:2], rows.slots_per_token - 1, -1)
+        return State(self.scaled(torch.cat([embedded.unsqueeze(2), pauses], dim=2).flatten(1, 2)))
 
-    def _pause(self, run: Run, embedded: Tensor) -> Tensor:
+    def receive(self, rows: Rows, state: State, output: Pass) -> State:
+        width = rows.slots_per_token
+        return State(state.input, output.hidden[:, width - 1 :: width])
+
+    def _pause(self, rows: Rows, embedded: Tensor) -> Tensor:
         if self.vector is not None:
             return self.vector.to(embedded.dtype)
-        return run.backbone.embed(torch.tensor(self.config.pause_token_id, device=embedded.device))
+        return rows.backbone.embed(torch.tensor(self.config.pause_token_id, device=embedded.device))
 
     def reset_parameters(self, std: float) -> None:
         if self.vector is not None:

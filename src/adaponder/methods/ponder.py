@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from adaponder.backbones.wrapper import Backbone
-from adaponder.execution.runs import Run
-from adaponder.methods.base import Ask, Iteration, Method, Trajectory
-from adaponder.ops.vocab_expectation import vocab_expectation
-
-
-def expected_embedding(backbone: Backbone, hidden: Tensor, method: Method) -> Tensor:
-    """Equals ``softmax(head(h)) @ (scale * table)``: eq. 6 to 8 of AdaPonderLM, the table scaled like the input."""
-    weight, bias = backbone.head()
-    mixed = vocab_expectation(
-        hidden,
-        weight,
-        backbone.table(),
-        bias=bias,
-        top_k=method.config.expectation_top_k,
-        keep_logits=method.keep_logits,
-    )
-    return mixed * method.config.table_scale
+from adaponder.execution.base import Pass, Rows
+from adaponder.methods.base import Method, State
 
 
 class Ponder(Method):
@@ -29,13 +15,15 @@ class Ponder(Method):
 
     mixes_vocabulary = True
 
-    def forward(self, run: Run, embedded: Tensor, ask: Ask) -> Trajectory:
-        embedding = self.scaled(embedded)
-        hidden = run.read(embedding).hidden
-        ask.show(Iteration(0, hidden, None, run.active))
-        for i in range(1, ask.iterations):
-            expected = run.map(lambda h: expected_embedding(run.backbone, h, self), hidden)
-            embedding = embedding + expected.to(embedding.dtype)
-            hidden = run.read(embedding).hidden
-            ask.show(Iteration(i, hidden, None, run.active))
-        return Trajectory(hidden)
+    def receive(self, rows: Rows, state: State, output: Pass) -> State:
+        return State(state.input, output.hidden)
+
+    def advance(self, rows: Rows, state: State) -> State:
+        embedding, hidden = state.input, state.hidden
+        expected = self.expected_embedding(rows, hidden)
+        return State(embedding + expected.to(embedding.dtype), hidden)
+
+    def expected_embedding(self, rows: Rows, hidden: Tensor) -> Tensor:
+        """The mean of the embedding table under each active row's own prediction."""
+        options = {"top_k": self.config.expectation_top_k, "keep_logits": self.keep_logits}
+        return rows.map(partial(rows.backbone.expected_embedding, scale=self.config.table_scale, **options), hidden)

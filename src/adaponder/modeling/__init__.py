@@ -1,6 +1,14 @@
-"""The Hugging Face model: forward, generate, losses, save and load."""
+"""The Hugging Face model: forward, generate, losses, save and load; importing it registers the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from adaponder.config import AdaPonderConfig
-from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderModel, AdaPonderModelOutput, AdaPonderOutput
+from adaponder.modeling.headless import AdaPonderModel
+from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling.outputs import AdaPonderModelOutput, AdaPonderOutput
+
+AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
+AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)
+AutoModel.register(AdaPonderConfig, AdaPonderModel, exist_ok=True)
 
 __all__ = ["AdaPonderConfig", "AdaPonderForCausalLM", "AdaPonderModel", "AdaPonderModelOutput", "AdaPonderOutput"]

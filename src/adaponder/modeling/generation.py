@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import fields
 from functools import wraps
 from typing import Any
 
@@ -15,14 +16,21 @@ from transformers import GenerationConfig, GenerationMixin
 from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import check_ids
+from adaponder.modeling.arguments import RunTime
 
-# Run-time control that generate() keeps for the forwards of its own model. Hugging Face would pass it on to an
-# assistant, which may be a stock model or one of ours with a mind of its own, but not to the forwards of guidance.
-_RUN_TIME = ("policy", "max_iterations", "seed", "on_iteration", "allow_mismatch")
-ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 - never mutated
+# The model that generates and its run-time control. Hugging Face would pass the control on to an assistant, which may
+# be a stock model or one of ours with settings of its own, but not to the forwards of guidance.
+_GENERATING: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("generating", default=None)
+_RUN_TIME = tuple(item.name for item in fields(RunTime))
 
 
-class Asked:
+def generating(model: Any) -> RunTime | None:
+    """The run-time control of the ``generate`` that this model is in; ``None`` outside of one."""
+    current = _GENERATING.get()
+    return RunTime(**current[1]) if current is not None and current[0] is model else None
+
+
+class GenerationSettings:
     """The settings of one ``generate``: its keyword arguments over a generation config, as Hugging Face merges them."""
 
     def __init__(self, config: Any, kwargs: dict[str, Any]):
@@ -33,9 +41,11 @@ class Asked:
         return getattr(self._config, name, None) if value is None else value
 
 
-def check_generation(input_ids: Tensor | None, asked: Asked, *, vocabulary: int, positions: int | None) -> None:
+def check_generation(
+    input_ids: Tensor | None, settings: GenerationSettings, *, vocabulary: int, positions: int | None
+) -> None:
     """Raises on what cannot be generated from; ``positions`` is how far the backbone's positions reach."""
-    embedded = asked["inputs_embeds"]
+    embedded = settings["inputs_embeds"]
     if embedded is not None and (input_ids is not None or embedded.ndim != 3):
         raise InputError("inputs_embeds: [batch, time, hidden] is needed, and no input_ids beside it")
     if embedded is not None:
@@ -45,59 +55,59 @@ def check_generation(input_ids: Tensor | None, asked: Asked, *, vocabulary: int,
     if embedded is None:
         # The host waits for their values here, once, so that forwards need not.
         check_ids("input_ids", input_ids, vocabulary, wait=True)
-    real = _real_tokens(input_ids, asked)
+    real = _real_tokens(input_ids, settings)
     if (real == 0).any():
         raise InputError("attention_mask: a sequence is all padding; give at least one real token per sequence")
-    _number(asked, "temperature", "above 0", lambda x: x > 0)
-    _number(asked, "top_p", "in (0, 1]", lambda x: 0 < x <= 1)
-    _number(asked, "top_k", "0 (off) or a positive whole number", lambda x: x >= 0 and x == int(x))
-    _number(asked, "max_new_tokens", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
-    _number(asked, "num_beams", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
-    if isinstance(asked["custom_generate"], str):
+    _number(settings, "temperature", "above 0", lambda x: x > 0)
+    _number(settings, "top_p", "in (0, 1]", lambda x: 0 < x <= 1)
+    _number(settings, "top_k", "0 (off) or a positive whole number", lambda x: x >= 0 and x == int(x))
+    _number(settings, "max_new_tokens", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
+    _number(settings, "num_beams", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
+    if isinstance(settings["custom_generate"], str):
         raise InputError("custom_generate: runs code from a folder or the hub; pass a function of your own instead")
-    cache = asked["past_key_values"]
+    cache = settings["past_key_values"]
     if isinstance(cache, Ledger) and cache.get_seq_length() >= input_ids.shape[1]:
         raise CacheError(
             f"past_key_values holds {cache.get_seq_length()} tokens, input_ids {input_ids.shape[1]}: give the whole "
             "text so far, with at least one token that the cache does not hold"
         )
     if positions is not None:
-        _check_length(int(real.max()), asked, positions)
+        _check_length(int(real.max()), settings, positions)
 
 
-def _real_tokens(ids: Tensor, asked: Asked) -> Tensor:
+def _real_tokens(ids: Tensor, settings: GenerationSettings) -> Tensor:
     """How many tokens of each sequence are not padding, as Hugging Face will see it."""
-    mask = asked["attention_mask"]
+    mask = settings["attention_mask"]
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
             raise InputError(
                 f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must agree"
             )
         return (mask != 0).sum(1)
-    pad = asked["pad_token_id"]
-    end = asked["eos_token_id"]
+    pad = settings["pad_token_id"]
+    end = settings["eos_token_id"]
     ends = end if isinstance(end, (list, tuple)) else [end]
     if isinstance(pad, int) and pad not in ends:
         return (ids != pad).sum(1)
     return ids.new_full((ids.shape[0],), ids.shape[1])
 
 
-def _check_length(prompt: int, asked: Asked, positions: int) -> None:
+def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> None:
     if prompt > positions:
         raise InputError(
             f"input_ids: the prompt has {prompt} tokens, the backbone's positions end at {positions}; shorten it"
         )
     # The last new token is returned without being read, so it needs no position.
     room = positions - prompt + 1
-    new, total = asked["max_new_tokens"], asked["max_length"]
+    new, total = settings["max_new_tokens"], settings["max_length"]
     if new is not None and new > room:
         raise InputError(f"max_new_tokens={new}: {prompt} prompt tokens leave room for {room}")
     if new is None and total is not None and total > positions + 1:
         raise InputError(f"max_length={total}: the backbone's positions end at {positions}")
 
 
-def _number(asked: Asked, name: str, allowed: str, holds: Callable[[float], bool]) -> None:
-    value = asked[name]
+def _number(settings: GenerationSettings, name: str, allowed: str, holds: Callable[[float], bool]) -> None:
+    value = settings[name]
     if value is None:
         return
     if not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
@@ -105,7 +115,7 @@ def _number(asked: Asked, name: str, allowed: str, holds: Callable[[float], bool
 
 
 def check_cache(cache: Any, wanted: Ledger) -> Ledger:
-    """The cache itself, if it can be gone on from by a model that would have made ``wanted``."""
+    """The cache itself, if a model whose own cache would be ``wanted`` can go on from it; raises otherwise."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
@@ -144,28 +154,28 @@ class LedgerGenerationMixin(GenerationMixin):
         ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
         check_generation(
             inputs if inputs is not None else kwargs.get("input_ids"),
-            Asked(generation_config or self.generation_config, kwargs),
+            GenerationSettings(generation_config or self.generation_config, kwargs),
             vocabulary=self.config.vocab_size,
             positions=self.config.max_position_embeddings,
         )
-        asked = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
-        self._policy(asked.get("policy"), generates=True)
-        token = ASKED.set({"model": self} | asked)
+        run_time = {name: kwargs.pop(name) for name in _RUN_TIME if name in kwargs}
+        self._policy(run_time.get("policy"), generates=True)
+        token = _GENERATING.set((self, run_time))
         try:
             return super().generate(inputs, generation_config=generation_config, **kwargs)
         finally:
-            ASKED.reset(token)
+            _GENERATING.reset(token)
 
     @wraps(GenerationMixin._get_logits_processor)
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._get_logits_processor(*args, **kwargs)
-        found.insert(0, _require_numbers)
-        return found
+        processors = super()._get_logits_processor(*args, **kwargs)
+        processors.insert(0, _require_numbers)
+        return processors
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # Hugging Face reads its signature
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        asked = {name: value for name, value in ASKED.get().items() if name != "model"}
-        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | asked
+        _, run_time = _GENERATING.get() or (None, {})
+        return super().prepare_inputs_for_generation(*args, **kwargs) | {"output_gates": False} | run_time
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -178,7 +188,8 @@ class LedgerGenerationMixin(GenerationMixin):
                 "iteration too: leave it out to use the ledger"
             )
         cache = model_kwargs.get("past_key_values")
-        fresh = self.new_ledger(ASKED.get().get("max_iterations"))
+        _, run_time = _GENERATING.get() or (None, {})
+        fresh = self.new_ledger(run_time.get("max_iterations"))
         if cache is not None:
             check_cache(cache, fresh)._is_user_defined = True
         elif generation_config.use_cache is not False:

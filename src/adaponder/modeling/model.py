@@ -1,101 +1,41 @@
-"""The Hugging Face face of the family: forward, generate, save, load, and nothing else."""
+"""The Hugging Face model: one forward, in the order in which it happens."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from adaponder.backbones.attention import refuse_attention
 from adaponder.backbones.families import refuse_halting
 from adaponder.backbones.wrapper import Backbone
-from adaponder.checkpoints.loading import (
-    NEEDED,
-    NOT_NEEDED,
-    fetch,
-    in_our_words,
-    model_card,
-    refuse_unsafe,
-    require_exact_keys,
-    require_finite,
-    require_room,
-)
-from adaponder.checkpoints.manifest import verify_files, write_manifest
-from adaponder.checkpoints.special_tokens import require_agreement
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import BackboneError, CheckpointError, InputError
+from adaponder.errors import BackboneError, InputError
+from adaponder.execution.base import Control, Execution, Iteration
+from adaponder.execution.cached import Cached
+from adaponder.execution.compact import Packed
+from adaponder.execution.dense import Dense
 from adaponder.execution.ledger import Ledger
-from adaponder.execution.runs import CompactRun, DenseRun, PackedRun, Run
-from adaponder.execution.tokens import Tokens, arrange_tokens, check_reads, require_whole
-from adaponder.files import checksums_wanted
+from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs
 from adaponder.halting import gate_probability
-from adaponder.methods import Iteration, Method, Objective, build_method
-from adaponder.methods.base import Ask, Trajectory, plain_loss
-from adaponder.modeling.generation import ASKED, LedgerGenerationMixin, check_cache
-from adaponder.modeling.losses import as_targets, scorer, within_documents
-from adaponder.policies import Policy, PolicyInput, as_policy
-
-PolicyLike = Policy | Callable[[PolicyInput], Tensor]
+from adaponder.methods import Method, Objective, build_method
+from adaponder.methods.objectives import CrossEntropy, LossFunction, Trajectory
+from adaponder.methods.objectives.scoring import as_targets, scorer
+from adaponder.modeling.arguments import PolicyLike, RunTime, Wanted, kept_positions, refuse_foreign
+from adaponder.modeling.generation import LedgerGenerationMixin, check_cache, generating
+from adaponder.modeling.outputs import AdaPonderOutput
+from adaponder.modeling.saving import StrictCheckpointMixin
+from adaponder.policies import Policy, as_policy
 
 # Cross-entropy and the method's own terms; made once, so that no compiler traces its checks.
 _PLAIN = Objective()
 
-# Hugging Face callers hand these to every model; none asks for anything this model has.
-_HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
 
-_NEVER = {
-    "trust_remote_code": "loading weights never executes code here",
-    "use_safetensors": "weights are read from safetensors only, a pickle could execute code",
-    "ignore_mismatched_sizes": "a tensor of another shape is an error here",
-    "subfolder": "name the folder itself",
-}
-
-
-@dataclass
-class AdaPonderOutput(ModelOutput):
-    """What a forward returns; absent parts are ``None``.
-
-    Attributes:
-        loss: cross-entropy, plus the method's own terms in training or where an ``objective`` was given.
-        logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
-        past_key_values: the ledger, where one was asked for.
-        hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of
-            which the head reads (Hugging Face's own models give one per layer).
-        depth: ``[batch, time]``, how often each token was read; 0 for padding.
-        gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
-        iteration_logits: ``[passes, batch, kept, vocabulary]``, on request (pause makes one pass).
-        terms: the loss by name, e.g. ``cross_entropy`` and ``ponder``.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: Ledger | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    depth: Tensor | None = None
-    gates: Tensor | None = None
-    iteration_logits: Tensor | None = None
-    terms: dict[str, Tensor] | None = None
-
-
-@dataclass
-class AdaPonderModelOutput(ModelOutput):
-    """What ``AutoModel``'s forward returns; ``last_hidden_state`` is each token's last, as the head reads it."""
-
-    last_hidden_state: Tensor | None = None
-    past_key_values: Ledger | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    depth: Tensor | None = None
-    gates: Tensor | None = None
-
-
-class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
+class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrainedModel):
     """A stock Hugging Face decoder, read again and again by one method of the family.
 
     ``model.backbone`` is the unmodified stock model; ``model.method`` holds what the method adds (gates, routers).
@@ -129,7 +69,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         self._wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
         # What a forward in training takes where its caller names none: adaponder.integrations sets them step by step.
-        self.training_objective: Objective | None = None
+        self.training_objective: Objective | LossFunction | None = None
         self.training_policy: PolicyLike | None = None
         self._told_of_objective = False
         self.post_init()
@@ -196,7 +136,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
         max_iterations: int | None = None,
         execution: str | None = None,
         allow_mismatch: bool = False,
-        objective: Objective | None = None,
+        objective: Objective | LossFunction | None = None,
         output_logits: bool = True,
         output_gates: bool = True,
         output_iteration_logits: bool = False,
@@ -232,84 +172,109 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             on_iteration: called with an :class:`Iteration` after each pass.
             seed: for policies that draw.
         """
-        _refuse_foreign(kwargs)
+        refuse_foreign(kwargs)
         sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
-        grid = check_reads(input_ids, inputs_embeds, **sizes)
-        if not isinstance(seed, int):
-            raise InputError(f"seed={seed!r}: a whole number is needed")
-        # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
-        during = {} if torch.compiler.is_compiling() else ASKED.get()
-        if during.get("model") is self:
-            policy, max_iterations = policy or during.get("policy"), max_iterations or during.get("max_iterations")
-            seed, on_iteration = seed or during.get("seed", 0), on_iteration or during.get("on_iteration")
-            allow_mismatch = allow_mismatch or during.get("allow_mismatch", False)
-        if self.training:
-            objective = self.training_objective if objective is None else objective
-            policy = self.training_policy if policy is None else policy
-        iterations = self._iterations(max_iterations)
-        ledger = self.new_ledger(iterations) if use_cache or past_key_values is not None else None
-        if ledger is not None and past_key_values is not None:
-            ledger = check_cache(past_key_values, ledger)
-        targets = as_targets(grid, labels, targets, self.config.vocab_size)
-        kept = _kept(logits_to_keep)
-        states: list[Iteration] = []
-        trains = targets is not None and (self.training or objective is not None)
-        if trains and objective is None:
-            self._tell_of_objective()
-        shows_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        collects = output_iteration_logits or shows_states or (trains and self.method.loss_needs_states)
-        ask = Ask(
-            iterations=iterations,
-            policy=self._policy(policy, generates=ledger is not None),
-            seed=seed,
-            every_gate=output_gates or targets is not None,
-            show=_hooks(on_iteration, states.append if collects else None),
-        )
-        tokens = arrange_tokens(
-            grid,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            ledger=ledger,
-        )
+        grid = check_inputs(input_ids, inputs_embeds, **sizes)
+        run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch))
+        iterations = self._iterations(run_time.max_iterations)
+        ledger = self._ledger(past_key_values, use_cache=use_cache, iterations=iterations)
+        masks = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
+        tokens = arrange_tokens(grid, **masks, ledger=ledger)
         self._check_positions(tokens, given=position_ids is not None)
-        if labels is not None and targets is not None and tokens.document is not None:
-            targets = within_documents(targets, tokens.document)
-        past = 0 if ledger is None else ledger.slots
+        targets = as_targets(grid, labels, targets, self.config.vocab_size, document=tokens.document)
+        loss = None if targets is None else self._loss_function(objective)
+        wanted = Wanted(
+            positions=kept_positions(logits_to_keep),
+            logits=output_logits,
+            gates=output_gates,
+            iteration_logits=output_iteration_logits,
+            hidden_states=bool(
+                self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+            ),
+        )
+        states: list[Iteration] = []
+        collects = wanted.iteration_logits or wanted.hidden_states or getattr(loss, "needs_states", False)
+        control = Control(
+            iterations=iterations,
+            policy=self._policy(run_time.policy, generates=ledger is not None),
+            seed=run_time.seed,
+            every_gate=output_gates or targets is not None,
+            hooks=tuple(hook for hook in (run_time.on_iteration, states.append if collects else None) if hook),
+        )
+        control.policy.check_batch(grid.shape[0], tokens.last_slot + 1)
+        rows = self._execution(execution, tokens, control, ledger, run_time.allow_mismatch)
+        trajectory = self._recur(rows, grid if inputs_embeds is None else inputs_embeds, ledger)
+        trajectory.states = [iteration.hidden for iteration in states]
+        parts = self._output(trajectory, rows, wanted, targets, loss, kwargs.get("num_items_in_batch"))
+        output = AdaPonderOutput(**parts, past_key_values=ledger)
+        return output.to_tuple() if return_dict is False else output
+
+    def _recur(self, rows: Execution, inputs: Tensor, ledger: Ledger | None) -> Trajectory:
+        """The method's recurrence over these ids or embeddings."""
+        past = 0 if ledger is None else ledger.slots - rows.tokens.slot.shape[1]
         try:
-            run = self._run(tokens, iterations, ledger, execution, allow_mismatch)
-            ask.policy.check_batch(run.tokens.slot.shape[0], run.tokens.last_slot + 1)
-            embedded = self.wrapped.embed(grid) if inputs_embeds is None else inputs_embeds
-            seen: Trajectory = self.method(run, embedded, ask)
+            embedded = inputs if inputs.is_floating_point() else self.wrapped.embed(inputs)
+            return self.method(rows, embedded)
         except BaseException:
-            # A policy or hook that raises, or Ctrl-C, must not leave half-read tokens in the caller's cache.
+            # A policy or hook that raises, or Ctrl-C, must not leave half-computed tokens in the caller's cache.
             if ledger is not None:
                 ledger.forget(past)
             raise
-        seen.states = [iteration.hidden for iteration in states]
 
-        logits = None
-        if output_logits:
+    def _output(
+        self,
+        trajectory: Trajectory,
+        rows: Execution,
+        wanted: Wanted,
+        targets: Tensor | None,
+        loss: LossFunction | None,
+        items: Tensor | int | None,
+    ) -> dict[str, Any]:
+        """Logits, losses and depths of a recurrence, as far as they are wanted; no ledger."""
+        parts: dict[str, Any] = {"depth": rows.depth.unflatten(1, (trajectory.hidden.shape[1], -1)).sum(-1)}
+        logits, positions = None, wanted.positions
+        if wanted.logits:
             # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
-            logits = self.wrapped.logits(seen.hidden if targets is not None else seen.hidden[:, kept])
-        losses = None
-        if targets is not None:
-            score = scorer(seen, logits, targets, tokens.real, self.wrapped.head(), kwargs.get("num_items_in_batch"))
-            losses = self.method.loss(seen, score, run, objective or _PLAIN) if trains else plain_loss(seen, score)
-        by_iteration = None
-        if output_iteration_logits:
-            by_iteration = torch.stack([self.wrapped.logits(state[:, kept]) for state in seen.states])
-        output = AdaPonderOutput(
-            loss=None if losses is None else losses.total,
-            logits=logits if losses is None or logits is None else logits[:, kept],
-            past_key_values=ledger,
-            hidden_states=tuple(seen.states) if shows_states else None,
-            depth=run.depth.unflatten(1, (grid.shape[1], -1)).sum(-1),
-            gates=gate_probability(seen.gates) if output_gates and seen.gates is not None else None,
-            iteration_logits=by_iteration,
-            terms=None if losses is None else losses.terms,
-        )
-        return output.to_tuple() if return_dict is False else output
+            logits = self.wrapped.logits(trajectory.hidden if targets is not None else trajectory.hidden[:, positions])
+        if targets is not None and loss is not None:
+            real = rows.tokens.real[:, :: rows.slots_per_token]
+            score = scorer(trajectory, logits, targets, real, self.wrapped.head(), items)
+            losses = loss(trajectory, score, rows)
+            parts |= {"loss": losses.total, "terms": losses.terms}
+            logits = logits if logits is None else logits[:, positions]
+        if wanted.hidden_states:
+            parts["hidden_states"] = tuple(trajectory.states)
+        if wanted.gates and trajectory.gates is not None:
+            parts["gates"] = gate_probability(trajectory.gates)
+        if wanted.iteration_logits:
+            each = [self.wrapped.logits(state[:, positions]) for state in trajectory.states]
+            parts["iteration_logits"] = torch.stack(each)
+        return parts | {"logits": logits}
+
+    # --- what the arguments of a forward mean -------------------------------------------------------------------
+
+    def _run_time(self, own: RunTime) -> RunTime:
+        """The caller's run-time control; where it says nothing, that of the ``generate`` around it, or of training."""
+        # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
+        run_time = own if torch.compiler.is_compiling() else own.over(generating(self))
+        if self.training and run_time.policy is None:
+            run_time = run_time.over(RunTime(policy=self.training_policy))
+        return run_time
+
+    def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:
+        """Cross-entropy in evaluation; in training, or where an objective is given, the method's or the caller's."""
+        if self.training and objective is None:
+            objective = self.training_objective
+        if objective is None and not self.training:
+            return CrossEntropy()
+        if objective is None:
+            self._tell_of_objective()
+            objective = _PLAIN
+        if isinstance(objective, Objective):
+            return self.method.objective(objective)
+        if not callable(objective):
+            raise InputError(f"objective={objective!r}: an Objective, or a callable(trajectory, score, execution)")
+        return objective
 
     def _iterations(self, asked: int | None) -> int:
         if asked is None:
@@ -340,6 +305,12 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             )
         return policy
 
+    def _ledger(self, past: Any, *, use_cache: bool | None, iterations: int) -> Ledger | None:
+        """The ledger to go on from, or a new one where one is to be returned; ``None`` where none is."""
+        if past is None:
+            return self.new_ledger(iterations) if use_cache else None
+        return check_cache(past, self.new_ledger(iterations))
+
     def new_ledger(self, max_iterations: int | None = None) -> Ledger:
         """An empty cache for this model, to be filled by forwards with the same ``max_iterations``."""
         iterations, backbone = self._iterations(max_iterations), self.config.backbone_config
@@ -353,14 +324,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             dtype=self.dtype,
         )
 
-    def _run(
-        self, tokens: Tokens, iterations: int, ledger: Ledger | None, execution: str | None, allow_mismatch: bool
-    ) -> Run:
-        if execution not in (None, "dense", "compact"):
-            raise InputError(f"execution={execution!r}: dense or compact")
-        if execution == "dense" and ledger is not None:
+    def _execution(
+        self, name: str | None, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
+    ) -> Execution:
+        """How this forward computes its rows: as named, else dense in training and compact where work is skipped."""
+        if name not in (None, "dense", "compact"):
+            raise InputError(f"execution={name!r}: dense or compact")
+        if name == "dense" and ledger is not None:
             raise InputError("execution='dense' keeps no ledger: leave out use_cache and past_key_values")
-        reuse = self.method.reuse()
+        reuse, iterations = self.method.reuse(), control.iterations
         if allow_mismatch and reuse == "kv":
             warnings.warn(
                 "allow_mismatch: halted tokens are skipped although reuse='kv' would move their hidden state on; "
@@ -369,15 +341,17 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
             )
             reuse = "state"
         skips = self.method.halts and reuse in ("state", "absent") and not self.training
-        replay = self.gradient_checkpointing and self.training
-        stream = self.method.needs_stream(iterations)
-        arranged = self.method.arrange(tokens, iterations)
-        if execution == "compact" or ledger is not None or (execution is None and skips):
-            if ledger is None and self.wrapped.packs():
-                return PackedRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
-            ledger = self.new_ledger(iterations) if ledger is None else ledger
-            return CompactRun(self.wrapped, arranged, reuse=reuse, ledger=ledger, replay=replay, stream=stream)
-        return DenseRun(self.wrapped, arranged, reuse=reuse, replay=replay, stream=stream)
+        options = {
+            "reuse": reuse,
+            "replay": self.gradient_checkpointing and self.training,
+            "stream": self.method.needs_stream(iterations),
+        }
+        batch = (self.wrapped, self.method.arrange(tokens, iterations), control)
+        if name != "compact" and ledger is None and not (name is None and skips):
+            return Dense(*batch, **options)
+        if ledger is None and self.wrapped.packs():
+            return Packed(*batch, **options)
+        return Cached(*batch, **options, ledger=self.new_ledger(iterations) if ledger is None else ledger)
 
     def _tell_of_objective(self) -> None:
         """Warns, once, that gates are being trained without the term that teaches them to close."""
@@ -431,142 +405,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, PreTrainedModel):
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = False
 
-    # --- save and load ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *args: Any, verify: bool | None = None, **kwargs: Any
-    ) -> Any:
-        """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error.
-
-        Where the folder has a manifest, every file in it is read once more and its checksum compared (a second or two
-        for each gigabyte); config, generation config and tokenizer must name the same end and padding tokens.
-        ``verify=False`` leaves both out, and so does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
-        """
-        for name, reason in _NEVER.items():
-            # lm-eval passes subfolder="" and trust_remote_code=False: what is empty or off asks for nothing.
-            if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
-                raise InputError(f"{name}: {reason}")
-        hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
-        where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
-        refuse_unsafe(where)
-        if checksums_wanted() if verify is None else verify:
-            verify_files(where, may_be_missing=NOT_NEEDED)
-            require_agreement(where)
-        wants_info = kwargs.pop("output_loading_info", False)
-        with in_our_words(where):
-            require_room(where, AdaPonderConfig.from_pretrained(where))
-            # Mismatched sizes are let through here so that all of them can be listed below.
-            loaded: Any = super().from_pretrained(
-                where,
-                *args,
-                **kwargs,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-        model, info = loaded
-        require_exact_keys(str(where), info)
-        require_finite(str(where), model.state_dict().items())
-        model.wrapped.verify()
-        return (model, info) if wants_info else model
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """torch's, but weights that would be thrown away are an error with ``strict=False`` too.
-
-        ``transformers.Trainer`` resumes so, and a head under another name would stay as it was.
-        """
-        unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
-        if unknown:
-            raise CheckpointError(
-                f"load_state_dict: the model has no {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}, whose "
-                "values would be lost; open the folder with from_pretrained, which knows other names, and save it again"
-            )
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def save_pretrained(
-        self, save_directory: str | Path, *args: Any, manifest: bool = True, is_main_process: bool = True, **kwargs: Any
-    ) -> None:
-        """Hugging Face's, with a model card and a manifest of checksums that loading verifies.
-
-        A tokenizer that lies in the folder already must name the same end and padding tokens as the model.
-        """
-        folder = Path(save_directory)
-        if folder.is_dir():
-            require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())
-        # Weights are named as the model names them. Hugging Face would write older names (GPT-NeoX: embed_out), under
-        # which its Trainer does not find them again.
-        kwargs.setdefault("save_original_format", False)
-        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
-        if not is_main_process:
-            return
-        card = folder / "README.md"
-        if not card.exists():
-            added = sum(parameter.numel() for parameter in self.method.parameters())
-            card.write_text(model_card(self.config, self.num_parameters(), added))
-        if manifest:
-            # Tokenizers and cards are often written or edited afterwards: they are not vouched for here.
-            patterns = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
-            write_manifest(folder, [path.name for pattern in patterns for path in folder.glob(pattern)])
-
-
-def _hooks(*hooks: Callable[[Iteration], None] | None) -> Callable[[Iteration], None]:
-    wanted = [hook for hook in hooks if hook is not None]
-
-    def show(iteration: Iteration) -> None:
-        for hook in wanted:
-            hook(iteration)
-
-    return show
-
-
-def _refuse_foreign(kwargs: dict[str, Any]) -> None:
-    """Raises on arguments of ``forward`` that ask for something this model does not have."""
-    asked_for = {key for key, value in kwargs.items() if value is not None and value is not False}
-    if "output_attentions" in asked_for:
-        raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
-    if foreign := asked_for - _HARMLESS:
-        raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
-
-
-def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Which positions have logits."""
-    if isinstance(logits_to_keep, Tensor):
-        require_whole("logits_to_keep", logits_to_keep)
-        return logits_to_keep
-    if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-        raise InputError(f"logits_to_keep={logits_to_keep}: 0 (all), so many of the last positions, or their indices")
-    return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-
-
-class AdaPonderModel(AdaPonderForCausalLM):
-    """What ``AutoModel`` opens: the same weights, asked for hidden states.
-
-    The head stays: the recurrence mixes embeddings by the distribution that it predicts.
-    """
-
-    def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> AdaPonderModelOutput | tuple:
-        """Reads as :meth:`AdaPonderForCausalLM.forward` does, and predicts nothing."""
-        for name in ("labels", "targets", "objective", "output_logits", "output_iteration_logits"):
-            asked = kwargs.pop(name, None)
-            if asked is not None and asked is not False:
-                raise InputError(f"{name}: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
-        every = kwargs.pop("output_hidden_states", None)
-        every = self.config.output_hidden_states if every is None else every
-        read: Any = super().forward(*args, **kwargs, output_logits=False, output_hidden_states=True)
-        output = AdaPonderModelOutput(
-            last_hidden_state=read.hidden_states[-1],
-            past_key_values=read.past_key_values,
-            hidden_states=read.hidden_states if every else None,
-            depth=read.depth,
-            gates=read.gates,
-        )
-        return output.to_tuple() if return_dict is False else output
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        raise InputError("generate: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
-
 
 def _train_padding(stock: PreTrainedModel) -> None:
     """Lets the token that pads be trained like any other, where texts hold it.
@@ -577,8 +415,3 @@ def _train_padding(stock: PreTrainedModel) -> None:
     embedding = cast(Any, stock.get_input_embeddings())
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = None
-
-
-AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
-AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)
-AutoModel.register(AdaPonderConfig, AdaPonderModel, exist_ok=True)

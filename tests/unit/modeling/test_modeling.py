@@ -19,8 +19,10 @@ from adaponder import (
     Random,
 )
 from adaponder.errors import ConfigError
-from adaponder.execution import runs
-from adaponder.methods.ouro import improvement_loss
+from adaponder.execution.cached import Cached
+from adaponder.execution.compact import Packed
+from adaponder.execution.dense import Dense
+from adaponder.methods.objectives.exits import improvement_loss
 from adaponder.modeling import model as modeling
 from packed_support import PADDED, packed_results
 from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
@@ -193,7 +195,7 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
 
         return build
 
-    for kind in (runs.DenseRun, runs.CompactRun, runs.PackedRun):
+    for kind in (Dense, Cached, Packed):
         monkeypatch.setattr(modeling, kind.__name__, watched(kind))
     model = tiny()
     model(ids())
@@ -204,7 +206,7 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     eager = tiny()
     eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
     eager(ids())
-    assert kinds == ["PackedRun", "DenseRun", "DenseRun", "CompactRun", "DenseRun", "CompactRun"]
+    assert kinds == ["Packed", "Dense", "Dense", "Cached", "Dense", "Cached"]
 
 
 def test_shared_and_linear_gates_have_the_parameters_they_say():

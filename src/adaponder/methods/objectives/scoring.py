@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from adaponder.errors import InputError
 from adaponder.execution.tokens import check_ids
-from adaponder.methods.base import Scorer, Trajectory
+from adaponder.methods.objectives.base import Scorer, Trajectory
 from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
 
 
-def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int) -> Tensor | None:
-    """What each token should predict: the given targets, or labels moved one to the left."""
+def as_targets(
+    ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
+) -> Tensor | None:
+    """What each token should predict: the given targets, or labels moved one to the left within each document."""
     for name, given in (("labels", labels), ("targets", targets)):
         if given is not None and given.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
@@ -22,7 +24,8 @@ def as_targets(ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocab
         return None if targets is None else targets.to(ids.device, torch.long)
     if targets is not None:
         raise InputError("labels and targets: give one")
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device, torch.long)
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device, torch.long)
+    return shifted if document is None else within_documents(shifted, document)
 
 
 def within_documents(targets: Tensor, document: Tensor) -> Tensor:
@@ -37,7 +40,7 @@ def _finely(count: Tensor) -> Tensor:
 
 
 def scorer(
-    seen: Trajectory,
+    trajectory: Trajectory,
     logits: Tensor | None,
     targets: Tensor,
     real: Tensor,
@@ -62,7 +65,7 @@ def scorer(
         return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)
 
     def nll(hidden: Tensor) -> Tensor:
-        if logits is None or hidden is not seen.hidden:
+        if logits is None or hidden is not trajectory.hidden:
             return linear_cross_entropy(hidden, head[0], targets, bias=head[1])
         scores = logits if logits.dtype == torch.float64 else logits.float()
         flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
@@ -72,7 +75,7 @@ def scorer(
         return per_item((values * counted).sum())
 
     def mean_nll(hidden: Tensor) -> Tensor:
-        if logits is None or hidden is not seen.hidden:
+        if logits is None or hidden is not trajectory.hidden:
             return per_item(linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]))
         return mean(nll(hidden))
 

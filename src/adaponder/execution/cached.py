@@ -1,0 +1,112 @@
+"""Active rows only, over a ledger: prefill with a cache, and decoding token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adaponder.backbones.views import RowPlan, RowView
+from adaponder.backbones.wrapper import PassOutput
+from adaponder.execution.base import Pass
+from adaponder.execution.compact import Sparse
+from adaponder.execution.ledger import Ledger
+from adaponder.ops.masks import Places
+
+
+class Cached(Sparse):
+    """A pass computes exactly the rows it must: as many as the tokens' depths add up to, over all passes.
+
+    Sequences with equally many rows to compute are lanes of one rectangle; otherwise the rows are packed into one lane,
+    or, where the attention is not ours, there is a rectangle for each count. No row is padding.
+    """
+
+    def __init__(self, *args: Any, ledger: Ledger, **options: Any):
+        super().__init__(*args, **options)
+        self.ledger = ledger
+        self.past = ledger.slots
+        ledger.extend(*self.tokens.slot.shape, self.tokens.slot.device)
+
+    def read(self, x: Tensor) -> Pass:
+        output = super().read(x)
+        self.ledger.record_depth(self.past, self.depth)
+        return output
+
+    def _pass(self, x: Tensor) -> Pass:
+        computed, stored = self.computed(), self.stored()
+        if self.passes and self.reuse != "absent":
+            self.ledger.carry_over(self.past, self.passes)
+        batch, time, size = x.shape
+        indices, hidden, stream = [], [], []
+        for index, output in self._outputs(x, computed, stored):
+            indices.append(index)
+            hidden.append(output.hidden.flatten(0, 1))
+            stream.append(output.stream.flatten(0, 1))
+        if not indices:
+            return Pass(torch.zeros_like(x), torch.zeros_like(x))
+
+        def grid(parts: list[Tensor]) -> Tensor:
+            rows = torch.cat(parts)
+            return rows.new_zeros(batch * time, size).index_copy(0, torch.cat(indices), rows).view(x.shape)
+
+        return Pass(grid(hidden), grid(stream))
+
+    def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
+        """(row indices, the pass over them): one rectangle or lane, if the attention can do it."""
+        counts = computed.sum(1)
+        lengths = [count for count in counts.unique().tolist() if count]
+        if len(lengths) > 1 and self.backbone.packs():
+            index = self.index_of(computed)
+            yield index, self._read_packed(x, index, counts.nonzero().squeeze(1), stored.flatten()[index])
+            return
+        for count in lengths:
+            lanes = (counts == count).nonzero().squeeze(1)
+            when = computed[lanes].nonzero()[:, 1].view(-1, count)
+            at = (lanes[:, None], when)
+            yield (lanes[:, None] * x.shape[1] + when).flatten(), self._read_lanes(x[at], lanes, when, stored[at])
+
+    def _read_packed(self, x: Tensor, index: Tensor, lanes: Tensor, stored: Tensor) -> PassOutput:
+        """One pass over the rows at ``index``, of the sequences ``lanes``, of which those ``stored`` leave a row."""
+        ledger, time = self.ledger, x.shape[1]
+        kept = stored.nonzero().squeeze(1)
+        sequence, slot = index[kept] // time, self.past + index[kept] % time
+        read = ledger.write(sequence, slot, lanes, self.passes)
+        plan = RowPlan(read=read, stored=kept, place=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
+        key = Places(*ledger.places(lanes), present=read >= 0)  # a ledger never holds packed documents
+        holding = {"stores": ledger.snapshot(), "plan": plan}
+        own = torch.searchsorted(lanes, index // time)
+        output = self._read_lane(x, index, sequence=own, key=key, view=RowView, holding=holding)
+        ledger.append(output.rows)
+        return output
+
+    def _read_lanes(self, x: Tensor, lanes: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
+        """One pass over a rectangle: the tokens ``when [lanes, count]`` of the sequences ``lanes``."""
+        tokens, ledger = self.tokens, self.ledger
+        at = (lanes[:, None], when)
+        lane = torch.arange(len(lanes), device=x.device)[:, None].expand_as(when)[stored]
+        slot = self.past + when[stored]
+        read = ledger.write(lanes[lane], slot, lanes, self.passes)
+        # The first pass over an empty ledger and unpadded lanes reads just what it computes.
+        fresh = self.passes == 0 and self.past == 0 and when.shape[1] == ledger.slots
+        kept = stored.flatten().nonzero().squeeze(1)
+        plan = RowPlan(read=read, stored=kept, place=lane * ledger.slots + slot, fresh=fresh)
+        mask = None
+        if not fresh or tokens.document is not None:
+            document = tokens.document
+            key_document, query_document = (None, None) if document is None else (document[lanes], document[at])
+            key = Places(*ledger.places(lanes), document=key_document, present=read >= 0)
+            query = Places(tokens.slot[at], tokens.order[at], query_document)
+            mask = self.backbone.mask(query, key, x.dtype)
+        output = self.backbone.read(
+            x,
+            position=tokens.position[at],
+            mask=mask,
+            view=RowView,
+            holding={"stores": ledger.snapshot(), "plan": plan},
+            replay=self.replay,
+            stream=self.stream,
+        )
+        ledger.append(output.rows)
+        return output

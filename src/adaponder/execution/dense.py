@@ -1,0 +1,53 @@
+"""Every pass computes every token, and ``where`` keeps what halted tokens had: Algorithm 2 as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from adaponder.backbones.views import DenseView, KeysValues
+from adaponder.execution.base import Execution, Pass
+from adaponder.ops.masks import Places
+
+
+class Dense(Execution):
+    """No shape depends on the data: for training, and what the other executions are compared with."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.previous: list[KeysValues] | None = None
+        self.mask: Tensor | dict[str, Tensor] | None = None
+
+    def _pass(self, x: Tensor) -> Pass:
+        tokens, vanishing = self.tokens, self.reuse == "absent"
+        # Who sees whom changes between iterations only where halted tokens vanish.
+        if (vanishing and self.passes > 0) or (self.passes == 0 and not tokens.plain):
+            places = Places(tokens.slot, tokens.order, tokens.document, self.active if vanishing else tokens.real)
+            self.mask = self.backbone.mask(places, places, x.dtype)
+        previous = self.previous if self.reuse in ("state", "kv") else None
+        output = self.backbone.read(
+            x,
+            position=tokens.position,
+            mask=self.mask,
+            view=DenseView,
+            # A first pass reuses nothing, so it asks for no mask: one graph less to tell apart when compiled.
+            holding={"previous": previous, "active": None if previous is None else self.active},
+            replay=self.replay,
+            stream=self.stream,
+        )
+        self.previous = output.rows
+        return Pass(output.hidden, output.stream)
+
+    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool) -> Tensor:
+        return function(grid)
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self.backbone.compiled(function)
+
+    def _rows(self, grid: Tensor) -> Tensor:
+        return grid
+
+    def _grid(self, rows: Tensor) -> Tensor:
+        return rows

@@ -1,0 +1,73 @@
+"""The arguments of a forward that are neither tokens nor labels, checked and put in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from adaponder.errors import InputError
+from adaponder.execution.base import Iteration
+from adaponder.execution.tokens import require_whole
+from adaponder.policies import Policy, PolicyInput
+
+PolicyLike = Policy | Callable[[PolicyInput], Tensor]
+
+# Hugging Face callers hand these to every model; none asks for anything this model has.
+_HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Run-time control as a caller gives it: what is left out stays at its default."""
+
+    policy: PolicyLike | None = None
+    max_iterations: int | None = None
+    seed: int = 0
+    on_iteration: Callable[[Iteration], None] | None = None
+    allow_mismatch: bool = False
+
+    def over(self, below: RunTime | None) -> RunTime:
+        """This control, and ``below`` where this one says nothing."""
+        if not isinstance(self.seed, int):
+            raise InputError(f"seed={self.seed!r}: a whole number is needed")
+        if below is None:
+            return self
+        return RunTime(
+            policy=below.policy if self.policy is None else self.policy,
+            max_iterations=below.max_iterations if self.max_iterations is None else self.max_iterations,
+            seed=self.seed or below.seed,
+            on_iteration=self.on_iteration or below.on_iteration,
+            allow_mismatch=self.allow_mismatch or below.allow_mismatch,
+        )
+
+
+class Wanted(NamedTuple):
+    """What a forward is to return beside hidden states, and for which positions."""
+
+    positions: slice | Tensor
+    logits: bool
+    gates: bool
+    iteration_logits: bool
+    hidden_states: bool
+
+
+def refuse_foreign(kwargs: dict[str, Any]) -> None:
+    """Raises on arguments of ``forward`` that ask for something this model does not have."""
+    wished = {key for key, value in kwargs.items() if value is not None and value is not False}
+    if "output_attentions" in wished:
+        raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
+    if foreign := wished - _HARMLESS:
+        raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
+
+
+def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """The positions whose logits are returned."""
+    if isinstance(logits_to_keep, Tensor):
+        require_whole("logits_to_keep", logits_to_keep)
+        return logits_to_keep
+    if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise InputError(f"logits_to_keep={logits_to_keep}: 0 (all), so many of the last positions, or their indices")
+    return slice(-logits_to_keep, None) if logits_to_keep else slice(None)

@@ -1,0 +1,112 @@
+"""Saving and loading through Hugging Face's own methods, strictly: no code is run, every key must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adaponder.checkpoints.loading import (
+    NEEDED,
+    NOT_NEEDED,
+    fetch,
+    in_our_words,
+    model_card,
+    refuse_unsafe,
+    require_exact_keys,
+    require_finite,
+    require_room,
+)
+from adaponder.checkpoints.manifest import verify_files, write_manifest
+from adaponder.checkpoints.special_tokens import require_agreement
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import CheckpointError, InputError
+from adaponder.files import checksums_wanted
+
+_NEVER = {
+    "trust_remote_code": "loading weights never executes code here",
+    "use_safetensors": "weights are read from safetensors only, a pickle could execute code",
+    "ignore_mismatched_sizes": "a tensor of another shape is an error here",
+    "subfolder": "name the folder itself",
+}
+
+
+class StrictCheckpointMixin:
+    """``from_pretrained``, ``load_state_dict`` and ``save_pretrained`` of the model it is mixed into."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *args: Any, verify: bool | None = None, **kwargs: Any
+    ) -> Any:
+        """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error.
+
+        Where the folder has a manifest, every file in it is read once more and its checksum compared (a second or two
+        for each gigabyte); config, generation config and tokenizer must name the same end and padding tokens.
+        ``verify=False`` leaves both out, and so does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
+        """
+        for name, reason in _NEVER.items():
+            # lm-eval passes subfolder="" and trust_remote_code=False: what is empty or off asks for nothing.
+            if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
+                raise InputError(f"{name}: {reason}")
+        hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
+        where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
+        refuse_unsafe(where)
+        if checksums_wanted() if verify is None else verify:
+            verify_files(where, may_be_missing=NOT_NEEDED)
+            require_agreement(where)
+        wants_info = kwargs.pop("output_loading_info", False)
+        with in_our_words(where):
+            require_room(where, AdaPonderConfig.from_pretrained(where))
+            # Mismatched sizes are let through here so that all of them can be listed below.
+            loaded: Any = super().from_pretrained(
+                where,
+                *args,
+                **kwargs,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        model, info = loaded
+        require_exact_keys(str(where), info)
+        require_finite(str(where), model.state_dict().items())
+        model.wrapped.verify()
+        return (model, info) if wants_info else model
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """torch's, but weights that would be thrown away are an error with ``strict=False`` too.
+
+        ``transformers.Trainer`` resumes so, and a head under another name would stay as it was.
+        """
+        unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
+        if unknown:
+            raise CheckpointError(
+                f"load_state_dict: the model has no {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}, whose "
+                "values would be lost; open the folder with from_pretrained, which knows other names, and save it again"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def save_pretrained(
+        self, save_directory: str | Path, *args: Any, manifest: bool = True, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Hugging Face's, with a model card and a manifest of checksums that loading verifies.
+
+        A tokenizer that lies in the folder already must name the same end and padding tokens as the model.
+        """
+        folder = Path(save_directory)
+        if folder.is_dir():
+            require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())
+        # Weights are named as the model names them. Hugging Face would write older names (GPT-NeoX: embed_out), under
+        # which its Trainer does not find them again.
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
+        if not is_main_process:
+            return
+        card = folder / "README.md"
+        if not card.exists():
+            added = sum(parameter.numel() for parameter in self.method.parameters())
+            card.write_text(model_card(self.config, self.num_parameters(), added))
+        if manifest:
+            # Tokenizers and cards are often written or edited afterwards: they are not vouched for here.
+            patterns = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
+            write_manifest(folder, [path.name for pattern in patterns for path in folder.glob(pattern)])
