@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adaponder.errors import InputError
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import TrainRecipe
 from adaponder.training.schedule import objective_at, policy_at
 

@@ -15,7 +15,7 @@ from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.methods.cost import Cost
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 
 # Batches per portion: enough that saving costs little beside scoring.
 BATCHES = 32

@@ -26,7 +26,7 @@ from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.files import open_plain, parse_json, replacing
 from adaponder.methods.cost import cost_of
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
 
 NAME = "trace.parquet"

@@ -15,7 +15,7 @@ from adaponder.bench.record import checkout
 from adaponder.config import AdaPonderConfig
 from adaponder.data.tokenizers import TRAIN
 from adaponder.errors import InputError
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.training.build import build_model
 

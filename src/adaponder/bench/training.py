@@ -15,7 +15,7 @@ from adaponder.bench.timing import Timing, forget, measure, out_of_memory
 from adaponder.devices import autocast
 from adaponder.methods import Objective
 from adaponder.methods.cost import cost_of
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe
 from adaponder.training.optim import build_optimizer

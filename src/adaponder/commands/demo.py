@@ -13,7 +13,7 @@ from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
 from adaponder.files import replace_file
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line, table, write_json

@@ -15,7 +15,7 @@ from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 from adaponder.terminal import by_depth, console, legend, table, write_json
 

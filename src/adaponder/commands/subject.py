@@ -14,7 +14,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions, default_length
 from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate, Policy
 from adaponder.terminal import console
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
 from adaponder.methods.adaponder import AdaPonder
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from adaponder.conversion.open import OpenedCheckpoint, is_ours, open_checkpoint
 from adaponder.errors import CheckpointError, InputError
 from adaponder.files import replacing_folder
 from adaponder.methods.adaponder import AdaPonder
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 from adaponder.registry import DEFAULT_METHOD
 

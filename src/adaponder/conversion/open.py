@@ -25,7 +25,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.devices import as_device, as_dtype
 from adaponder.errors import CheckpointError
 from adaponder.files import checksums_wanted, read_json
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.registry import PLAIN_METHOD
 
 _PONDERLM_FLAGS = ("ponderinglm", "pondering_steps", "scale_embeds", "mutiply_pondering_steps")

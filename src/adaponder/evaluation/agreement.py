@@ -15,7 +15,7 @@ import torch
 from adaponder.evaluation.scoring import OWN, ScoringOptions, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
 
 # Allowed difference of mean losses by precision; in lower precisions flips decide.

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adaponder.config import AdaPonderConfig
 from adaponder.methods.cost import cost_of
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from adaponder.registry import method_names
 

@@ -19,7 +19,7 @@ from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 
 _ENOUGH_DOCUMENTS = 2 * FEW
 _UNEQUAL = 0.1

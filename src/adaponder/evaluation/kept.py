@@ -17,7 +17,7 @@ import torch
 from adaponder.errors import InputError
 from adaponder.evaluation.text import Text
 from adaponder.files import read_json, write_whole
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.version import __version__
 
 FOLDER = "unfinished"

@@ -14,7 +14,7 @@ from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.methods import method_class
 from adaponder.methods.cost import Cost, cost_of
-from adaponder.modeling.model import PolicyLike
+from adaponder.modeling import PolicyLike
 from adaponder.policies import as_policy
 
 COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s")

@@ -16,7 +16,7 @@ from adaponder.evaluation.meter import Meter, Spent
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import WindowBatch, Windows
 from adaponder.methods import Iteration
-from adaponder.modeling.model import AdaPonderForCausalLM, PolicyLike
+from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
 from adaponder.policies import ForcedDepths
 
 # Bounds the float32 copy of logits: about 200 MB.

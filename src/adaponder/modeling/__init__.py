@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from adaponder.config import AdaPonderConfig
+from adaponder.modeling.arguments import PolicyLike
 from adaponder.modeling.headless import AdaPonderModel
 from adaponder.modeling.model import AdaPonderForCausalLM
 from adaponder.modeling.outputs import AdaPonderModelOutput, AdaPonderOutput
@@ -11,4 +12,11 @@ AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
 AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)
 AutoModel.register(AdaPonderConfig, AdaPonderModel, exist_ok=True)
 
-__all__ = ["AdaPonderConfig", "AdaPonderForCausalLM", "AdaPonderModel", "AdaPonderModelOutput", "AdaPonderOutput"]
+__all__ = [
+    "AdaPonderConfig",
+    "AdaPonderForCausalLM",
+    "AdaPonderModel",
+    "AdaPonderModelOutput",
+    "AdaPonderOutput",
+    "PolicyLike",
+]

@@ -14,7 +14,7 @@ from adaponder.backbones.initialisation import depth_scaled_
 from adaponder.config import AdaPonderConfig
 from adaponder.conversion.open import open_checkpoint
 from adaponder.errors import ConfigError
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.settings import Recurrence
 

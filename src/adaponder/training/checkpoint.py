@@ -19,7 +19,7 @@ from torch import Tensor
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from adaponder.errors import CheckpointError
 from adaponder.files import read_json, replacing_folder
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 _PARTIAL = ".partial-"

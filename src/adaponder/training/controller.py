@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adaponder.errors import TrainingError
 from adaponder.methods import Objective, method_class, method_names
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 

@@ -16,7 +16,7 @@ from adaponder.backbones.families import decoder_layers
 from adaponder.devices import as_device
 from adaponder.errors import ConfigError
 from adaponder.halting import bottom_k_mean, pool_count
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 
 
 @dataclass(frozen=True)

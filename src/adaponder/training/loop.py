@@ -18,7 +18,7 @@ from adaponder.devices import autocast
 from adaponder.errors import TrainingError
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
-from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderOutput
+from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import load_optimizer
 from adaponder.training.controller import DepthController, controller_of

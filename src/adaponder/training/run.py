@@ -11,7 +11,7 @@ from adaponder.checkpoints.special_tokens import align
 from adaponder.data import Shards
 from adaponder.errors import CheckpointError, TrainingError
 from adaponder.files import write_whole
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model, config_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from adaponder.checkpoints.special_tokens import with_padding
 from adaponder.data import Shards
 from adaponder.errors import TrainingError
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.finite import first_not_finite
 from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import optimizer_state, prune, save_checkpoint, step_folder, weights_of

@@ -10,7 +10,7 @@ from torch import Tensor
 from adaponder.data import Shards
 from adaponder.devices import autocast
 from adaponder.evaluation.scoring import score_sum
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.distributed import World
 
 

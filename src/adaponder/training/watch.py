@@ -12,7 +12,7 @@ from torch import Tensor
 from adaponder.backbones.shape import Shape
 from adaponder.config import AdaPonderConfig
 from adaponder.methods.cost import cost_of
-from adaponder.modeling.model import AdaPonderOutput
+from adaponder.modeling import AdaPonderOutput
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 

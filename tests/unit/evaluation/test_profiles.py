@@ -13,7 +13,7 @@ from adaponder import AdaPonderError, LearnedGate, Uniform
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.evaluation.lab.profiles import FILE, identity, policy_of, store, stored
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.checkpoint import save_checkpoint, verify_checkpoint
 
 PROFILE = {"policy": "gate:0.1,0.2", "budget": 2.5, "depth": 2.4983}

@@ -6,7 +6,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from adaponder import AdaPonderError, AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
 from adaponder.execution.tokens import check_ids
-from adaponder.modeling.model import AdaPonderModel
+from adaponder.modeling import AdaPonderModel
 from support import METHODS, VOCABULARY, ids, stock, tiny
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

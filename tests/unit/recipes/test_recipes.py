@@ -12,7 +12,7 @@ from adaponder import halting
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.methods.cost import parameters_of
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
 from adaponder.settings import SCALES, scale_of
 from adaponder.training.build import config_of, scratch_config

@@ -19,7 +19,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.data import prepare as preparing
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.methods.cost import parameters_of
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import load_recipe, recipe_names
 from adaponder.training.build import config_of
 from adaponder.training.run import train

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adaponder.evaluation.halves import Half
 from adaponder.evaluation.scoring import ScoringOptions
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import (
     Change,
     Divergence,

@@ -18,7 +18,7 @@ from adaponder.evaluation.lab.tuning import Tuned, tune
 from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Scores, ScoringOptions
 from adaponder.evaluation.summary import Difference, Interval, paired_difference
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy, spec_of
 
 RATES = (0.9, 0.5)

@@ -28,7 +28,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.meter import Meter
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.stopping import GenerationSettings, Until, generation_settings
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 
 Answer = tuple[float, bool]
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]

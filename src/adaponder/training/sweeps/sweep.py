@@ -15,7 +15,7 @@ import torch
 from adaponder.data import Shards
 from adaponder.devices import as_device
 from adaponder.errors import AdaPonderError, InputError
-from adaponder.modeling.model import AdaPonderForCausalLM
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.build import config_of
 from adaponder.training.checkpoint import STATE, newest_complete, verify_checkpoint
 from adaponder.training.data import sampler_of, shards_folder
