@@ -1,8 +1,12 @@
 """What the documents show is run: Python as written, commands as far as parsing, tables against records."""
 
+import importlib
 import json
+import operator
 import re
 import shlex
+import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -82,6 +86,42 @@ def test_links_and_pictures_of_the_documents_lead_somewhere():
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_files_that_the_documents_name_are_there():
+    """Sources and tests by the end of their path; records by their name (``*`` stands for any)."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    documents += [ROOT / "benchmarks" / "README.md", ROOT / "experiments" / "README.md"]
+    for document in documents:
+        text = document.read_text()
+        for name in re.findall(r"`([\w/.-]+\.py)`", text) + re.findall(r"`(?:[\w/]*records/)?([\w*.-]+\.json)`", text):
+            if name.endswith(".json") and not re.search(r"-(h200|cpu)\.json$|^(mini|cpu|first|two)-", name):
+                continue  # what a command writes
+            assert any(fnmatch(path, f"*/{name}") or path == name for path in tracked), f"{document.name}: {name}"
+
+
+WHERE = re.findall(
+    r"^\| (.+?) \| `([\w/]+)\.py` \| (.+?) \|$", README[README.index("## Where is") :], flags=re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("what", "file", "names"), WHERE, ids=[what for what, *_ in WHERE])
+def test_what_the_readme_says_where_it_is_is_there(what, file, names):
+    module = importlib.import_module(f"adaponder.{file.replace('/', '.')}")
+    assert (ROOT / "src" / "adaponder" / f"{file}.py").samefile(module.__file__)
+    for name in re.findall(r"`([\w.]+)`", names):
+        value = operator.attrgetter(name)(module)
+        # Defined there, not merely imported.
+        assert value.__module__ == module.__name__, name
+
+
+def test_the_readme_says_where_everything_is_that_a_newcomer_looks_for():
+    looked_for = " ".join(what for what, *_ in WHERE)
+    for word in ("gate", "halting mask", "attention mask", "K/V reuse", "vocabulary expectation", "ponder loss"):
+        assert word in looked_for
+    for word in ("skipping", "a method", "a policy", "an objective", "family"):
+        assert word in looked_for
 
 
 VARIANTS = {

@@ -36,7 +36,7 @@ ON_CPU = (Size(1024, 128, 4096),)
 
 
 class Work(NamedTuple):
-    """What nobody can avoid: FLOPs of the matrix products, bytes of operands and results."""
+    """The least work of an operation: FLOPs of its matrix products, bytes of operands and results."""
 
     flops: int
     bytes: int
