@@ -197,7 +197,7 @@ def _check_recurrence(config: AdaPonderConfig) -> None:
         # A recipe may leave a setting open; a config whose default is a value needs one.
         if getattr(config, item.name) is None and item.default is not None:
             raise ConfigError(f"{item.name}=None: a value is needed, as {item.default!r}")
-    check_against(OpenRecurrence, lambda name: getattr(config, name))
+    check_against(OpenRecurrence, config)
     if not fits(config.ponder_on, PonderOn, None):
         raise ConfigError(f"ponder_on={shown(config.ponder_on)}: {needed(config.ponder_on, PonderOn, None)}")
     if config.ponder_pool == "closed" and config.ponder_on == "logits":

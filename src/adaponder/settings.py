@@ -72,13 +72,13 @@ def limited(
 
 def check_fields(values: Any, prefix: str = "") -> None:
     """Raises an error that names the first field of a dataclass whose value has not its type or leaves its span."""
-    check_against(type(values), lambda name: getattr(values, name), prefix)
+    check_against(type(values), values, prefix)
 
 
-def check_against(kind: type, value_of: Callable[[str], Any], prefix: str = "") -> None:
-    """As :func:`check_fields` for values that stand elsewhere: ``value_of(name)`` for every field of ``kind``."""
+def check_against(kind: type, values: Any, prefix: str = "") -> None:
+    """As :func:`check_fields`, by the fields of ``kind``, for any object with these attributes."""
     for name, hint, limit in _declared(kind):
-        value = value_of(name)
+        value = getattr(values, name)
         if not fits(value, hint, limit):
             raise ConfigError(f"{prefix}{name}={shown(value)}: {needed(value, hint, limit)}")
 
@@ -102,16 +102,17 @@ def fits(value: Any, hint: Any, span: Limit) -> bool:
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in arguments)
     if origin is tuple:
-        parts = [arguments[0]] * len(value) if isinstance(value, (list, tuple)) and ... in arguments else arguments
-        return (
-            isinstance(value, (list, tuple))
-            and len(value) == len(parts)
-            and all(fits(part, each, span) for part, each in zip(value, parts, strict=True))
-        )
+        return isinstance(value, (list, tuple)) and _parts_fit(value, arguments, span)
     if hint in (int, float):
         number = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
         return number and math.isfinite(_as_float(value)) and (span is None or value in span)
     return hint is Any or isinstance(value, origin or hint)
+
+
+def _parts_fit(values: Sequence[Any], hints: Sequence[Any], span: Limit) -> bool:
+    """:func:`fits` for each value of a tuple; ``hints`` end with ``...`` where all values have the first type."""
+    hints = [hints[0]] * len(values) if ... in hints else hints
+    return len(values) == len(hints) and all(fits(value, hint, span) for value, hint in zip(values, hints, strict=True))
 
 
 def needed(value: Any, hint: Any, span: Limit) -> str:

@@ -14,47 +14,66 @@ READ_WHOLE = ("bloom", "gpt_neo")
 
 def refuse_by_name(stock: PreTrainedModel) -> None:
     """Raises with the reason if this family cannot be a backbone."""
-    config, family = stock.config, stock.config.model_type
+    config = stock.config
+    reason = _in_its_attention(config) or _in_its_logits(config) or _in_its_body(config) or _in_its_ends(stock)
+    if reason is not None:
+        raise BackboneError(f"{config.model_type} cannot be a backbone: {reason}")
 
-    def refuse(reason: str) -> None:
-        raise BackboneError(f"{family} cannot be a backbone: {reason}")
 
+def _in_its_attention(config: PreTrainedConfig) -> str | None:
+    """Why its way to attend cannot be used, if so."""
     if config.is_encoder_decoder:
-        refuse("it is an encoder-decoder; a decoder that reads its own embeddings is needed")
+        return "it is an encoder-decoder; a decoder that reads its own embeddings is needed"
     kinds = set(getattr(config, "layer_types", None) or [])
     if any("linear" in kind or kind in ("conv", "mamba", "recurrent") for kind in kinds):
-        refuse(
+        return (
             "linear-attention and convolution layers keep one running state, not a row per token that could be reused"
         )
     if unknown := kinds - {"full_attention", "sliding_attention"}:
-        refuse(f"attention of kind {', '.join(sorted(unknown))} is not modelled")
+        return f"attention of kind {', '.join(sorted(unknown))} is not modelled"
     rope = getattr(config, "rope_parameters", None) or {}
     if "longrope" in (
         rope.get("rope_type"),
         *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)),
     ):
-        refuse("longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones")
+        return "longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones"
+    return None
+
+
+def _in_its_logits(config: PreTrainedConfig) -> str | None:
+    """Why its logits are not a linear map of the hidden state, if so."""
     if getattr(config, "final_logit_softcapping", None):
-        refuse("final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head")
+        return "final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head"
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
-            refuse(f"{name} scales its logits, and the expectation over the vocabulary is of a linear head")
+            return f"{name} scales its logits, and the expectation over the vocabulary is of a linear head"
+    return None
+
+
+def _in_its_body(config: PreTrainedConfig) -> str | None:
+    """Which option of its layers cannot be used, if one is set."""
     if getattr(config, "use_bidirectional_attention", False) not in (False, None):
-        refuse("use_bidirectional_attention lets a token see the future")
+        return "use_bidirectional_attention lets a token see the future"
     if getattr(config, "add_cross_attention", False):
-        refuse("add_cross_attention needs an encoder")
+        return "add_cross_attention needs an encoder"
     if getattr(config, "layerdrop", 0):
-        refuse(f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0")
+        return f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0"
     projection = getattr(config, "word_embed_proj_dim", None)
     if projection not in (None, config.hidden_size):
-        refuse(f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place to go in")
+        return f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place to go in"
     if getattr(config, "num_kv_shared_layers", 0):
-        refuse("num_kv_shared_layers makes layers read other layers' keys and values")
-    head = stock.get_output_embeddings()
+        return "num_kv_shared_layers makes layers read other layers' keys and values"
+    return None
+
+
+def _in_its_ends(stock: PreTrainedModel) -> str | None:
+    """Why its embedding or head cannot be used, if so."""
+    head, embedding = stock.get_output_embeddings(), stock.get_input_embeddings()
     if not isinstance(head, nn.Linear):
-        refuse(f"its head is a {type(head).__name__}, not a linear map of the hidden state")
-    if not isinstance(stock.get_input_embeddings(), nn.Embedding):
-        refuse(f"its embedding is a {type(stock.get_input_embeddings()).__name__}, not a table")
+        return f"its head is a {type(head).__name__}, not a linear map of the hidden state"
+    if not isinstance(embedding, nn.Embedding):
+        return f"its embedding is a {type(embedding).__name__}, not a table"
+    return None
 
 
 def refuse_halting(stock: PreTrainedModel, method: str) -> None:

@@ -297,7 +297,7 @@ def test_a_method_that_is_none_is_found_when_the_recipe_is_read(tiny, method):
     ],
 )
 def test_what_no_model_can_be_built_from_is_found_before_data_is_prepared(tmp_path, monkeypatch, override, says):
-    monkeypatch.setattr(run, "shards_folder", lambda *a, **k: pytest.fail("data was prepared"))
+    monkeypatch.setattr("adaponder.training.data.shards_folder", lambda *a, **k: pytest.fail("data was prepared"))
     recipe = load_recipe("cpu/demo", ["model.method=mor", override])
     with pytest.raises(ConfigError, match=says.replace("[", r"\[")):
         run.train(recipe, out=tmp_path / "out")
