@@ -870,7 +870,7 @@ def test_the_line_loses_no_digit():
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("fast:1", "name one of .*gate.*ranked-shares, then a colon"),
+        ("fast:1", "name one of .*gate.*ranked-shares.*, then a colon"),
         ("gate", "not a number"),
         ("gate:x", "not a number"),
         ("gate:0.1@0.2", "name one of"),
