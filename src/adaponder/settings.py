@@ -155,13 +155,20 @@ def _brief(number: float) -> str:
 
 
 def setting(
-    default: Any, meaning: str, limit: Limit = None, *, always: bool = False, elsewhere: str | None = None
+    default: Any,
+    meaning: str,
+    limit: Limit = None,
+    *,
+    always: bool = False,
+    elsewhere: str | None = None,
+    option: str | None = None,
 ) -> Any:
     """A field of :class:`Recurrence`: its default in a config, what it means, and the values it may have.
 
     ``always``: a recipe cannot leave it open. ``elsewhere``: where a recipe has it, if not in its section ``model``.
+    ``option``: it is an option of ``adaponder convert`` too, with this help.
     """
-    metadata = {"span": limit, "meaning": meaning, "always": always, "elsewhere": elsewhere}
+    metadata = {"span": limit, "meaning": meaning, "always": always, "elsewhere": elsewhere, "option": option}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -178,18 +185,26 @@ class Recurrence:
         4,
         "K, the most times a token is read (PonderLM's pondering_steps + 1; pause: 1 + pauses)",
         Span(1, 1024, because="a token must be read at least once"),
+        option="K; default 4, or what the source was trained with.",
     )
     tau: float = setting(
         1e-4,
         "a token halts once its gate s < tau (eq. 4)",
         Span(0, 1, above=True, below=True, because="it is a threshold on a probability"),
+        option="A token halts below this, 0 to 1; default 1e-4.",
     )
     gate_width: int = setting(
         4,
         "hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear",
         Span(0, 1024, because="0 is a linear gate, else a multiple of the hidden size"),
+        option="Gate width in hidden sizes; 0 is linear; default 4.",
     )
-    gate_bias: float = setting(4.0, "where gates start: s = sigmoid(gate_bias)", Span(-1000, 1000))
+    gate_bias: float = setting(
+        4.0,
+        "where gates start: s = sigmoid(gate_bias)",
+        Span(-1000, 1000),
+        option="Gates start at sigmoid of this; default 4.",
+    )
     shared_gate: bool = setting(False, "one gate for all iterations (the paper's ablation) instead of one each")
     embedding_scale: float | Scale | None = setting(
         None,
@@ -197,6 +212,7 @@ class Recurrence:
         "number. None is what training from scratch uses: sqrt(d), for loop sqrt(2.5 d). Conversions of stock models "
         "have 1, so that vanilla is the stock model",
         Span(0, 1_000_000, above=True),
+        option="Default: as the source was trained.",
     )
     initial_multiplier: float = setting(
         1.0,

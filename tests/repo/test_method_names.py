@@ -23,9 +23,9 @@ ALLOWED = {
     ("conversion/checks.py", "ponder"): "which methods equal PonderLM at full depth",
     ("conversion/checks.py", "adaponder.methods.adaponder"): "its gates are opened to equal PonderLM",
     ("conversion/convert.py", "adaponder.methods.adaponder"): "tells how far gates are open in the beginning",
-    ("training/finished.py", "adaponder"): "records from before they named the embedding scale: only these scaled",
-    ("training/finished.py", "ponder"): "records from before they named the embedding scale: only these scaled",
-    ("training/finished.py", "loop"): "records from before they named the embedding scale: only these scaled",
+    ("training/resume.py", "adaponder"): "records from before they named the embedding scale: only these scaled",
+    ("training/resume.py", "ponder"): "records from before they named the embedding scale: only these scaled",
+    ("training/resume.py", "loop"): "records from before they named the embedding scale: only these scaled",
     ("training/telemetry.py", "ponder"): "a term of the loss has that name too",
 }
 

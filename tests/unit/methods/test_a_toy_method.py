@@ -1,0 +1,126 @@
+"""A method is one file and one line of registration: a toy of one's own does all that the family does."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from adaponder import AdaPonderForCausalLM, registry
+from adaponder.analysis.figures import PLATES, gates, grid
+from adaponder.analysis.report import write_report
+from adaponder.analysis.trace import Trace, make_trace
+from adaponder.evaluation.flops import check_flops
+from adaponder.evaluation.scoring import score
+from adaponder.evaluation.text import Text, open_text, open_vocabulary
+from adaponder.evaluation.windows import Windows
+from adaponder.methods import register_method
+from adaponder.methods.cost import cost_of, parameters_of
+from adaponder.training.build import config_of
+from adaponder.training.run import train
+from adaponder.training.sweeps.plan import PlannedRun
+from adaponder.training.sweeps.summary import pending
+from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
+from support import ids, stock, tiny
+from toy_method import NAME, Echo
+from training_support import corpus, small
+
+WINDOWS = Windows(24)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_FAMILY", dict(registry._FAMILY))
+        register_method(NAME, Echo)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run folder of a toy that was trained for eight steps on made-up text."""
+    folder = tmp_path_factory.mktemp("toy")
+    recipe = small(corpus(folder), "model.tau=0.5", "model.gate_bias=0.3", "train.halt_before_ponder=true", method=NAME)
+    assert train(recipe, out=folder / "run", quiet=True).final == folder / "run" / "final"
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(run) -> AdaPonderForCausalLM:
+    return AdaPonderForCausalLM.from_pretrained(run / "final").eval()
+
+
+@pytest.fixture(scope="module")
+def text(run) -> Text:
+    return open_text(str(run.parent / "shards"), open_vocabulary(str(run / "final")), whose="toy", max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def trace(model, text) -> Trace:
+    return make_trace(model, text, WINDOWS, checkpoint="toy", data="made up")
+
+
+def test_it_trains_what_it_owns_with_its_own_term(run, model):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "listening" in line]
+    assert len(steps) == 8
+    for line in steps:
+        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line["listening"], rel=1e-5)
+    assert steps[-1]["cross_entropy"] < steps[0]["cross_entropy"]
+    assert lines[-1]["validation_depth"] > 1
+    assert not torch.equal(model.method.loudness, torch.full_like(model.method.loudness, 0.1))
+    assert not torch.equal(model.method.ear.bias, torch.tensor([0.3]))
+
+
+def test_it_keeps_the_laws():
+    toy = tiny(NAME)
+    for padding in ("none", "left"):
+        assert_one_function(toy, make_case(2, 7, 3, "random", padding, 0))
+    assert_static_after_halting(toy, make_case(2, 7, 3, "random", "none", 1), "compact")
+    assert_causal_everywhere(toy, 5)
+    plain = AdaPonderForCausalLM.from_backbone(stock(), method=NAME, iterations=1, embedding_scale=1.0)
+    torch.testing.assert_close(plain(ids()).logits, stock()(ids()).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_evaluated_and_metered(model, text):
+    scores = score(model, text, WINDOWS)
+    assert np.isfinite(scores.loss)
+    assert set(np.unique(scores.depth)) <= {1, 2, 3}
+    assert len(np.unique(scores.depth)) > 1
+    assert scores.spent.halts
+    assert scores.spent.iterations == pytest.approx(float(scores.depth.mean()), abs=0.05)
+    assert parameters_of(model.config).added == sum(parameter.numel() for parameter in model.method.parameters())
+    assert check_flops(NAME).ratio == 1.0
+    halted, full = (cost_of(torch.tensor([depths]), model.config) for depths in ([1, 2, 3], [3, 3, 3]))
+    assert (halted.reads, halted.gates) == (6, (3 + 2) * 2 * model.config.hidden_size)
+    assert halted.flops < full.flops
+    assert halted.expectation == full.expectation == 0
+
+
+def test_it_is_drawn_in_its_own_words(trace, tmp_path):
+    for plate in PLATES:
+        assert plate.missing(trace.about) is None
+        measured = plate.measure(trace)
+        assert plate.caption(measured)
+        assert len(plate.table(measured))
+    write_report(trace, tmp_path, only=("gates", "grid"))
+    assert Echo.gate_meaning in (tmp_path / "figures" / "gates.svg").read_text()
+    assert Echo.after_halting in (tmp_path / "figures" / "grid.svg").read_text()
+    assert gates.measure(trace).meaning == Echo.gate_meaning
+    assert gates.measure(trace).lines == (0.5, 0.5)
+    assert grid.measure(trace).after == Echo.after_halting
+
+
+def test_it_decodes_what_a_full_forward_says(model):
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    written = model.generate(prompt, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    whole = model(written.sequences[:, :-1])
+    assert torch.equal(whole.logits[:, 3:].argmax(-1), written.sequences[:, 4:])
+    assert torch.equal(whole.depth, written.past_key_values.depth)
+    assert len(whole.depth.unique()) > 1
+
+
+def test_a_sweep_lists_it_without_a_depth_that_it_asks_for(run):
+    recipe = small(run.parent / "shards", method=NAME)
+    line = pending(PlannedRun("base", recipe, {}, ()), config_of(recipe))
+    assert (line.method, line.requested_depth) == (NAME, None)
