@@ -28,7 +28,7 @@ def portions(windows: Windows, predictions: int, batch_size: int) -> list[Window
     return [replace(windows, every=count, offset=offset) for offset in range(count)]
 
 
-def read(
+def score_portions(
     model: AdaPonderForCausalLM,
     text: Text,
     windows: Windows,

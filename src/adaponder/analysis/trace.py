@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from adaponder.analysis.portions import read
+from adaponder.analysis.portions import score_portions
 from adaponder.analysis.spelling import token_texts
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
@@ -164,7 +164,7 @@ def make_trace(
     how = how or ScoringOptions()
     planned = planned_scorings(model, how)
     runs = [
-        read(
+        score_portions(
             model,
             text,
             windows,

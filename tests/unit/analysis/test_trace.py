@@ -59,7 +59,7 @@ def test_a_text_read_in_portions_is_the_text_read_at_once(windows, monkeypatch):
     alone = score(model, whole, windows, detail=True)
     monkeypatch.setattr(portions, "BATCHES", 1)
     assert len(portions.portions(windows, whole.predictions, 2)) > 1
-    found = portions.read(model, whole, windows, how=ScoringOptions(), name="all", batch_size=2)
+    found = portions.score_portions(model, whole, windows, how=ScoringOptions(), name="all", batch_size=2)
     np.testing.assert_array_equal(found.depth, alone.depth)
     for name in ("nll", "gates", "nll_by_iteration", "entropy"):
         np.testing.assert_allclose(getattr(found, name), getattr(alone, name), rtol=0, atol=1e-5)
