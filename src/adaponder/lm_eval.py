@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from adaponder.errors import AdaPonderError, ConfigError, InputError
-from adaponder.terminal import errors
+from adaponder.cli.ending import code_of
+from adaponder.errors import AdaPonderError, InputError
 
 if find_spec("lm_eval") is not None:
     from adaponder.commands import lm_eval_model  # noqa: F401  (registers it)
@@ -32,8 +32,7 @@ def main() -> None:
             refuse_code(folder)  # lm-eval's own models would refuse code too, in a page of traceback
         cli_evaluate()
     except AdaPonderError as error:
-        errors.print(f"error: {error}", soft_wrap=True)
-        sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
+        sys.exit(code_of(error))
 
 
 def _folders(words: Sequence[str]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Any
 
@@ -10,8 +9,9 @@ import typer
 
 from adaponder.cli import bench, evaluation, experiments, model, training  # noqa: F401  (registers their commands)
 from adaponder.cli.app import app
-from adaponder.errors import AdaPonderError, ConfigError, InputError
-from adaponder.terminal import errors, line
+from adaponder.cli.ending import FAILED, INTERRUPTED, MISUSED, code_of, fail
+from adaponder.errors import AdaPonderError
+from adaponder.terminal import errors
 
 __all__ = ["app", "main"]
 
@@ -24,27 +24,21 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except AdaPonderError as error:
-        code = _fail(str(error), 2 if isinstance(error, (InputError, ConfigError)) else 1)
+        code = code_of(error)
     except _ParserError as error:
         code = _misused(error)
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = INTERRUPTED
     except OSError as error:  # a disk that is full, a file that may not be read
-        code = _fail(str(error), 1)
+        code = fail(str(error), FAILED)
     except (MemoryError, RuntimeError) as error:
         # torch is not imported to ask whether this is its error.
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
             raise
-        code = _fail(f"memory does not suffice: {error}", 1)
-    if code == 130:
+        code = fail(f"memory does not suffice: {error}", FAILED)
+    if code == INTERRUPTED:
         errors.print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int) -> int:
-    """Says in one line what went wrong."""
-    errors.print(line(("error:", "bold red"), " ", re.sub(r"\s*\n\s*", " ", message.strip())), soft_wrap=True)
-    return code
 
 
 def _misused(error: Exception) -> int:
@@ -53,5 +47,5 @@ def _misused(error: Exception) -> int:
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":
         more = "" if context is None else f"; {context.command_path} --help says more"
-        _fail((message + more).replace("?;", "?"), 2)
-    return 2
+        fail((message + more).replace("?;", "?"), MISUSED)
+    return MISUSED

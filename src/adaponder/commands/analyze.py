@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,78 +10,69 @@ from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.report import Report, facts, write_report
 from adaponder.analysis.trace import NAME, Trace, kind_of, make_trace, planned_scorings, read_trace, write_trace
 from adaponder.commands.keeping import keeping, saying_if_interrupted
+from adaponder.commands.options import AnalyzeOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.data.manifest import MANIFEST
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.text import Text
-from adaponder.policies import Policy
 from adaponder.terminal import console, counting, legend, line, table, write_json
 
+# What decides a trace, and means nothing where it is made already.
+_TRACING = ("data", "window", "stride", "max_tokens", "policy", "tau", "profile", "max_iterations", "tokenizer")
 
-def run(
-    checkpoint: str,
-    *,
-    data: str | None = None,
-    out: Path | None = None,
-    split: str = "validation",
-    window: int | None = None,
-    stride: int | None = None,
-    across_documents: bool = True,
-    max_tokens: int | None = None,
-    policy: Policy | None = None,
-    tau: float | None = None,
-    profile: str | None = None,
-    max_iterations: int | None = None,
-    only: Sequence[str] = (),
-    tokenizer: str | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> Report:
+
+def run(options: AnalyzeOptions) -> Report:
     """Traces a checkpoint on ``data`` and reports; a trace, or a folder with one and no ``data``, is reported again.
 
     Interrupted, it keeps what it has read in ``out``, and the same call goes on from there.
     """
-    found, kept = _trace_of(checkpoint, data), None
+    found, kept = _trace_of(options.checkpoint, options.data), None
     if found is not None:
-        options = {"data": data, "window": window, "stride": stride, "max-tokens": max_tokens, "policy": policy}
-        options |= {"tau": tau, "profile": profile, "max-iterations": max_iterations, "tokenizer": tokenizer}
-        if given := [name for name, value in options.items() if value is not None]:
-            raise InputError(f"--{given[0]}: {found} is a trace, made already; leave it out, or name a checkpoint")
-        trace, out = read_trace(found), out or found.parent
+        if named := [name for name in _TRACING if getattr(options, name) is not None]:
+            raise InputError(
+                f"--{named[0].replace('_', '-')}: {found} is a trace, made already; leave it out, or name a checkpoint"
+            )
+        trace, out = read_trace(found), options.out or found.parent
     else:
+        data, out = options.data, options.out
         if data is None or out is None:
             raise InputError(f"{'--data' if data is None else '--out'} is needed to trace a checkpoint")
         if out.exists() and not out.is_dir():
             raise InputError(f"--out {out}: a file is in the way")
-        subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
-        how = subject.reading(policy=policy, tau=tau, profile=profile, max_iterations=max_iterations, seed=seed)
+        subject = open_subject(options)
+        how = subject.scoring(options, seed=options.seed)
         # What was asked for by name and cannot be drawn is said before anything is read.
-        choose(kind_of(subject.model, how), only)
-        text = subject.text(data, split=split, max_tokens=max_tokens)
-        windows = subject.windows(window, stride, across_documents=across_documents)
-        named = {"checkpoint": checkpoint, "data": f"{data} ({split})" if (Path(data) / MANIFEST).is_file() else data}
+        choose(kind_of(subject.model, how), options.only)
+        text = subject.text(data, options)
+        windows = subject.windows(options)
+        whence = f"{data} ({options.split})" if (Path(data) / MANIFEST).is_file() else data
+        named = {"checkpoint": options.checkpoint, "data": whence}
         kept = Kept(
-            out / FOLDER, _settings(subject, text, how) | named | {"batch": batch_size, "windows": str(windows)}
+            out / FOLDER, _settings(subject, text, how) | named | {"batch": options.batch_size, "windows": str(windows)}
         )
         total = text.predictions * len(planned_scorings(subject.model, how))
-        with keeping(kept, "portion"), counting(f"tracing {checkpoint}", total) as advance:
+        with keeping(kept, "portion"), counting(f"tracing {options.checkpoint}", total) as advance:
             trace = make_trace(
-                subject.model, text, windows, **named, how=how, batch_size=batch_size, kept=kept, advance=advance
+                subject.model,
+                text,
+                windows,
+                **named,
+                how=how,
+                batch_size=options.batch_size,
+                kept=kept,
+                advance=advance,
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
     again = f"the trace is whole; adaponder analyze {out} draws its report"
-    with saying_if_interrupted(again), counting("drawing", len(choose(trace.about, only)[0])) as advance:
-        report = write_report(trace, out, only=only, advance=advance)
+    with saying_if_interrupted(again), counting("drawing", len(choose(trace.about, options.only)[0])) as advance:
+        report = write_report(trace, out, only=options.only, advance=advance)
     if kept is not None:
         kept.remove()
     show(trace, report)
-    write_json(json, report.as_dict(trace))
+    write_json(options.json, report.as_dict(trace))
     return report
 
 

@@ -26,7 +26,8 @@ from adaponder.bench.tables import (
     train_cells,
 )
 from adaponder.bench.timing import out_of_memory
-from adaponder.commands.bench_record import How, Record, begin, checked
+from adaponder.commands.bench_record import Record, begin, checked
+from adaponder.commands.options import OpsBenchOptions, PrefillBenchOptions, TrainBenchOptions
 from adaponder.devices import product_dtype
 from adaponder.errors import InputError
 from adaponder.recipes import Recipe, load_recipe
@@ -38,33 +39,27 @@ Measured = TypeVar("Measured")
 Named = TypeVar("Named", training_bench.Variant, prefill_bench.Variant, op_bench.Case)
 
 
-def run_train(
-    how: How,
-    *,
-    recipe: str | None = None,
-    overrides: Sequence[str] = (),
-    batch: int | None = None,
-    keep: Sequence[float] = (),
-    compiles: bool = True,
-    largest: bool = False,
-) -> dict[str, Any]:
+def run_train(options: TrainBenchOptions) -> dict[str, Any]:
     """One training step of each variant; with ``largest``, also the largest batch that fits.
 
     With ``keep`` a share of the tokens halts, and skipping them is compared with computing them: a record of its own.
     """
-    device = checked(how)
+    device = checked(options)
+    keep, compiles, largest = options.keep, options.compiles, options.largest
     if largest and keep:
         raise InputError("--largest --keep: the largest batch is searched with every token read to the end; ask apart")
     if largest and device.type != "cuda":
-        raise InputError(f"--largest --device {how.device}: only a GPU says when its memory is full; use --device cuda")
-    chosen = choose_recipe(recipe, overrides, how, device)
-    rows_per_step = choose_batch(batch, chosen)
+        raise InputError(
+            f"--largest --device {options.device}: only a GPU says when its memory is full; use --device cuda"
+        )
+    chosen = choose_recipe(options, device)
+    rows_per_step = choose_batch(options.batch, chosen)
     depths = choose_depths(keep, chosen, rows_per_step) if keep else None
-    options: dict[str, Any] = {"compiles": compiles, "by": chosen.train.compile_by, "halting": bool(keep)}
-    variants = chosen_variants(training_bench.variants(device, **options), how.only)
+    choice: dict[str, Any] = {"compiles": compiles, "by": chosen.train.compile_by, "halting": bool(keep)}
+    variants = chosen_variants(training_bench.variants(device, **choice), options.only)
     told = {"batch": rows_per_step, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
     told |= {} if depths is None else halting_settings(keep, depths)
-    record = begin(how, "train" if depths is None else "train-halting", device, told, chosen, overrides)
+    record = begin(options, "train" if depths is None else "train-halting", device, told, chosen, options.overrides)
     matmul = record.hardware["matmul_flops"]
     flops = {variant: training_bench.flops_per_token(chosen, variant, depths) for variant in variants}
     if depths is not None:
@@ -82,7 +77,7 @@ def run_train(
         console.print(table(title, TRAIN_HEAD, [train_cells(row) for row in as_rows(results)]))
 
     settings = {"batch": rows_per_step, "depths": depths, "device": device}
-    settings |= {"warmup": how.warmup, "repeats": how.repeats}
+    settings |= {"warmup": options.warmup, "repeats": options.repeats}
     results = collect(training_bench.compare(chosen, announced(variants), **settings), show, as_rows, record)
     both = "both compiled" if compiles else "both eager"
     record.keep({"adaponder_over_ponder": (ratio := training_bench.over_ponder(results))})
@@ -105,24 +100,18 @@ def run_train(
     return record.finish()
 
 
-def run_prefill(
-    how: How,
-    *,
-    recipe: str | None = None,
-    overrides: Sequence[str] = (),
-    batch: int | None = None,
-    keep: Sequence[float] = (),
-    compiles: bool = True,
-) -> dict[str, Any]:
+def run_prefill(options: PrefillBenchOptions) -> dict[str, Any]:
     """One forward of each variant over prompts of which only a share reads on."""
-    device = checked(how)
-    chosen = choose_recipe(recipe, overrides, how, device)
-    prompts = choose_batch(batch, chosen)
-    keep = tuple(keep) or (1.0, *[0.5] * (config_of(chosen, METHOD).iterations - 1))
+    device = checked(options)
+    chosen = choose_recipe(options, device)
+    prompts = choose_batch(options.batch, chosen)
+    keep = tuple(options.keep) or (1.0, *[0.5] * (config_of(chosen, METHOD).iterations - 1))
     depths = choose_depths(keep, chosen, prompts)
-    variants = chosen_variants(prefill_bench.variants(compiles=compiles, by=chosen.train.compile_by), how.only)
+    variants = chosen_variants(
+        prefill_bench.variants(compiles=options.compiles, by=chosen.train.compile_by), options.only
+    )
     told = {"batch": prompts, "sequence": chosen.data.sequence, "dtype": dtype_name(chosen, device)}
-    record = begin(how, "prefill", device, told | halting_settings(keep, depths), chosen, overrides)
+    record = begin(options, "prefill", device, told | halting_settings(keep, depths), chosen, options.overrides)
     record.keep(compared_executions(chosen, depths, device))
 
     def as_rows(results: Sequence[prefill_bench.Result]) -> list[dict[str, Any]]:
@@ -134,24 +123,24 @@ def run_prefill(
         title = f"\n{described(chosen, prompts, device)}: a prefill{reading(keep)}"
         console.print(table(title, PREFILL_HEAD, [prefill_cells(row) for row in as_rows(results)]))
 
-    settings = {"device": device, "warmup": how.warmup, "repeats": how.repeats}
+    settings = {"device": device, "warmup": options.warmup, "repeats": options.repeats}
     collect(prefill_bench.compare(chosen, announced(variants), depths, **settings), show, as_rows, record)
     return record.finish()
 
 
-def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None = None) -> dict[str, Any]:
+def run_ops(options: OpsBenchOptions) -> dict[str, Any]:
     """Every operation, forward and with its backward, plain and ours."""
-    device = checked(how)
+    device = checked(options)
     low = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     if dtype not in low:
         raise InputError(f"--dtype {dtype}: {' or '.join(low)}, what training computes in")
-    sizes = tuple(sizes) or (op_bench.ON_GPU if device.type == "cuda" else op_bench.ON_CPU)
+    sizes = tuple(options.size) or (op_bench.ON_GPU if device.type == "cuda" else op_bench.ON_CPU)
     for size in sizes:
         if min(size) < 1:
             raise InputError(f"--size {','.join(map(str, size))}: tokens, d and vocabulary are at least 1")
-    cases = chosen_variants(op_bench.cases(sizes), how.only)
-    record = begin(how, "ops", device, {"sizes": [list(size) for size in sizes], "dtype": dtype})
+    cases = chosen_variants(op_bench.cases(sizes), options.only)
+    record = begin(options, "ops", device, {"sizes": [list(size) for size in sizes], "dtype": dtype})
     if not op_bench.torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy of its own: no row for it")
     rates = {"matmul_rate": record.hardware["matmul_flops"], "copy_rate": record.hardware["copy_bytes"]}
@@ -171,8 +160,8 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
             ]
             console.print(table(f"\n{op}: {size}, {dtype}", OPS_HEAD, own))
 
-    settings: dict[str, Any] = {"device": device, "dtype": low[dtype], "seed": how.seed or 0}
-    settings |= {"warmup": how.warmup, "repeats": how.repeats}
+    settings: dict[str, Any] = {"device": device, "dtype": low[dtype], "seed": options.seed or 0}
+    settings |= {"warmup": options.warmup, "repeats": options.repeats}
     collect(op_bench.compare(announced(cases), **settings), show, as_rows, record)
     return record.finish()
 
@@ -180,11 +169,11 @@ def run_ops(how: How, *, sizes: Sequence[op_bench.Size] = (), dtype: str | None 
 # --- before --------------------------------------------------------------------------------------------------------
 
 
-def choose_recipe(name: str | None, overrides: Sequence[str], how: How, device: torch.device) -> Recipe:
+def choose_recipe(options: TrainBenchOptions | PrefillBenchOptions, device: torch.device) -> Recipe:
     """The recipe with the seed that was asked for, refused before any work if bench cannot build it."""
-    recipe = load_recipe(name or (ON_GPU if device.type == "cuda" else ON_CPU), overrides)
+    recipe = load_recipe(options.recipe or (ON_GPU if device.type == "cuda" else ON_CPU), options.overrides)
     vocabulary_of(recipe)
-    return recipe if how.seed is None else replace(recipe, train=replace(recipe.train, seed=how.seed))
+    return recipe if options.seed is None else replace(recipe, train=replace(recipe.train, seed=options.seed))
 
 
 def choose_batch(asked: int | None, recipe: Recipe) -> int:
@@ -255,7 +244,7 @@ def collect(
             found.append(result)
             record.keep({"rows": as_rows(found)})
     except KeyboardInterrupt:
-        where = f"; {record.how.json} has what there is" if found and record.how.json is not None else ""
+        where = f"; {record.options.json} has what there is" if found and record.options.json is not None else ""
         console.print(f"interrupted: no record is written{where}")
         if found:
             show(found)

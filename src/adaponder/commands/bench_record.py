@@ -11,50 +11,27 @@ import torch
 
 from adaponder.bench.checks import require_tests
 from adaponder.bench.record import about, checkout, commit_of, conditions, record_path
+from adaponder.commands.options import BenchOptions
 from adaponder.devices import as_device
 from adaponder.errors import InputError
 from adaponder.recipes import Recipe
 from adaponder.terminal import console, line, write_json
 
 
-@dataclass(frozen=True)
-class How:
-    """What every measurement is told, whatever is measured.
-
-    Attributes:
-        seed: of weights and tokens; ``None`` takes the recipe's own.
-        commit: what is measured, where there is no git to ask.
-        record: keep a record under ``benchmarks/records``.
-        trust: do not run the operations' tests first; the record says so.
-        only: words; what has none of them in its name is not measured, but plain always is.
-        json: a file that holds what was measured so far at any moment, the whole record in the end.
-    """
-
-    device: str = "cpu"
-    seed: int | None = None
-    warmup: int = 3
-    repeats: int = 10
-    commit: str | None = None
-    record: bool = True
-    trust: bool = False
-    only: tuple[str, ...] = ()
-    json: Path | None = None
-
-
-def checked(how: How) -> torch.device:
+def checked(options: BenchOptions) -> torch.device:
     """The device, if all that every measurement needs is right."""
-    if how.repeats < 1:
-        raise InputError(f"--repeats {how.repeats}: at least one repetition is needed")
-    if how.warmup < 0:
-        raise InputError(f"--warmup {how.warmup}: must not be negative")
-    return as_device(how.device)
+    if options.repeats < 1:
+        raise InputError(f"--repeats {options.repeats}: at least one repetition is needed")
+    if options.warmup < 0:
+        raise InputError(f"--warmup {options.warmup}: must not be negative")
+    return as_device(options.device)
 
 
 @dataclass(frozen=True)
 class Record:
     """What is known before the first figure, the figures as they come, and where all that goes."""
 
-    how: How
+    options: BenchOptions
     path: Path | None
     known: dict[str, Any]
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +43,7 @@ class Record:
     def keep(self, metrics: dict[str, Any]) -> None:
         """Adds to what was found and writes ``--json``: no figure is lost with those that are still to come."""
         self.metrics.update(metrics)
-        write_json(self.how.json, self.known | {"complete": False, "metrics": self.metrics})
+        write_json(self.options.json, self.known | {"complete": False, "metrics": self.metrics})
 
     def finish(self) -> dict[str, Any]:
         """The whole record, written where it is wanted."""
@@ -74,17 +51,17 @@ class Record:
             f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
             f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
         )
-        console.print(f"\n{self.hardware['device']}: {ceilings}; medians of {self.how.repeats}", style="dim")
+        console.print(f"\n{self.hardware['device']}: {ceilings}; medians of {self.options.repeats}", style="dim")
         whole = self.known | {"complete": True, "metrics": self.metrics}
         if self.path is not None:
             write_json(self.path, whole)
             console.print(line("the record is ", (self.path.relative_to(checkout()), "bold")))
-        write_json(self.how.json, whole)
+        write_json(self.options.json, whole)
         return whole
 
 
 def begin(
-    how: How,
+    options: BenchOptions,
     name: str,
     device: torch.device,
     settings: dict[str, Any],
@@ -93,24 +70,32 @@ def begin(
 ) -> Record:
     """What a record, named ``command`` or ``command-what``, begins with, after the operations' tests have passed."""
     # A record stands for the whole comparison: a part of it must not take its place.
-    path = record_path(name, device, recipe) if how.record and not how.only else None
-    commit = commit_of(how.commit, needed=how.record)
+    path = record_path(name, device, recipe) if options.record and not options.only else None
+    commit = commit_of(options.commit, needed=options.record)
     if recipe is not None:
         console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
-    if how.record and how.only:
+    if options.record and options.only:
         console.print("--only: a part is measured, and no record is kept; --json PATH keeps the figures")
-    if how.trust:
+    if options.trust:
         console.print("--trust: the operations are not tested first", style="yellow")
     else:
         console.print("testing the operations …")
         if not require_tests(device):
             console.print("  these sources have passed already")
     console.print("measuring what the device can do at best …")
-    told = settings | {"warmup": how.warmup, "repeats": how.repeats} | ({"only": list(how.only)} if how.only else {})
-    known = {"command": f"bench {name.partition('-')[0]}", "tested": not how.trust, **conditions(device, commit=commit)}
+    told = (
+        settings
+        | {"warmup": options.warmup, "repeats": options.repeats}
+        | ({"only": list(options.only)} if options.only else {})
+    )
+    known = {
+        "command": f"bench {name.partition('-')[0]}",
+        "tested": not options.trust,
+        **conditions(device, commit=commit),
+    }
     known |= {
         "recipe": None if recipe is None else about(recipe, overrides),
-        "seed": (how.seed or 0) if recipe is None else recipe.train.seed,
+        "seed": (options.seed or 0) if recipe is None else recipe.train.seed,
         "settings": told,
     }
-    return Record(how, path, known)
+    return Record(options, path, known)

@@ -11,6 +11,7 @@ from typing import Any
 
 from adaponder.checkpoints.loading import fetch
 from adaponder.commands.keeping import keeping
+from adaponder.commands.options import CalibrateOptions
 from adaponder.commands.policies import about, described, load_result, watching
 from adaponder.commands.subject import open_subject
 from adaponder.errors import InputError
@@ -27,60 +28,46 @@ from adaponder.version import __version__
 RESULT = "frontier.json"
 
 
-def run(
-    checkpoint: str,
-    *,
-    data: str,
-    budget: float | None = None,
-    name: str | None = None,
-    rule: str = "gate",
-    frontier: bool = False,
-    step: float = 0.25,
-    replace: bool = False,
-    split: str = "validation",
-    window: int | None = None,
-    stride: int | None = None,
-    across_documents: bool = True,
-    max_tokens: int | None = None,
-    tokenizer: str | None = None,
-    out: Path | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> dict[str, Any]:
-    if budget is None and not frontier:
+def run(options: CalibrateOptions) -> dict[str, Any]:
+    """Stores thresholds for ``options.budget`` as a profile; with ``options.frontier``, measures every budget."""
+    budget, name, rule = options.budget, options.name, options.rule
+    if options.data is None:
+        raise InputError("--data: say on which text to calibrate")
+    if budget is None and not options.frontier:
         raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
     if name is not None and budget is None:
         raise InputError("--name: a profile is made for a --budget")
-    if out is not None and out.exists() and not out.is_dir():
-        raise InputError(f"--out {out}: a file is in the way")
-    subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise InputError(f"--out {options.out}: a file is in the way")
+    subject = open_subject(options)
     require_halting(subject.model)
     most, there = subject.model.config.iterations, False
-    steps = budgets_between(most, step) if frontier else []
+    steps = budgets_between(most, options.step) if options.frontier else []
     if budget is not None:
         check_budget(budget, most, "--budget")
         name = name or (f"budget-{budget:g}" if rule == "gate" else f"{rule}-{budget:g}")
         profiles.check_name(name)
         there = name in profiles.stored(subject.folder)  # what could not be added to is refused before the work
-    text = subject.text(data, split=split, max_tokens=max_tokens)
-    windows = subject.windows(window, stride, across_documents=across_documents)
+    text = subject.text(options.data, options)
+    windows = subject.windows(options)
     halves = halve(text, windows)
-    result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    result = about(subject, halves, data=options.data, split=options.split, windows=str(windows), seed=options.seed)
     result["command"] = "calibrate"
     console.print(described(result))
     kept = None
-    if frontier and out is not None:
-        settings = {"step": step, "batch size": batch_size, "weights and text": fingerprint(subject.model, text)}
-        kept = Kept(out / FOLDER, result | settings)
-    if there and not replace and not (kept is not None and len(kept)):  # one that goes on has stored it itself
+    if options.frontier and options.out is not None:
+        settings = {
+            "step": options.step,
+            "batch size": options.batch_size,
+            "weights and text": fingerprint(subject.model, text),
+        }
+        kept = Kept(options.out / FOLDER, result | settings)
+    if there and not options.replace and not (kept is not None and len(kept)):  # one that goes on has stored it itself
         raise InputError(f"--name {name}: there is a profile of that name; choose another, or say --replace")
     rows = []
-    with keeping(kept, "row") if frontier else nullcontext(), watching() as bars:
-        bars.expect((budget is not None) + (len(steps) + most if frontier else 0))
-        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
+    with keeping(kept, "row") if options.frontier else nullcontext(), watching() as bars:
+        bars.expect((budget is not None) + (len(steps) + most if options.frontier else 0))
+        lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
         if budget is not None and name is not None:
             found = calibrate(lab, budget, rule=rule)
             result |= {"rule": rule, "name": name, "calibration": found.as_dict()}
@@ -88,15 +75,15 @@ def run(
             path = profiles.store(subject.folder, name, profile(found, result))
             console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
             bars.done()
-        for row in frontier_rows(lab, steps, kept=kept) if frontier else ():
+        for row in frontier_rows(lab, steps, kept=kept) if options.frontier else ():
             rows.append(row)
             bars.done()
     if rows:
         result |= {"rows": [row.as_dict() for row in rows]}
         show_frontier(rows)
-    write_json(json, result)
-    if out is not None and kept is not None:
-        save(result, out)
+    write_json(options.json, result)
+    if options.out is not None and kept is not None:
+        save(result, options.out)
         kept.remove()
     return result
 

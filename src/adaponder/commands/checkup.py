@@ -9,16 +9,19 @@ from typing import Any
 from adaponder.checkpoints.loading import NOT_NEEDED, fetch, has_tokenizer, refuse_unsafe, tokenizer_of
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
 from adaponder.checkpoints.special_tokens import disagreements, mend
+from adaponder.commands.options import DoctorOptions
 from adaponder.conversion.open import describe
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation.lab.profiles import stored
 from adaponder.terminal import console, table, write_json
 
 
-def run(checkpoint: str, *, seal: bool = False, json: Path | None = None) -> dict[str, Any]:
+def run(options: DoctorOptions) -> dict[str, Any]:
     """Examines a checkpoint and shows what is wrong with it; ``problems`` of the result is empty if nothing is."""
-    folder = fetch(checkpoint)
-    changes = seal_folder(folder) if seal else []
+    if options.checkpoint is None:
+        raise InputError("CKPT: name the checkpoint to examine")
+    folder = fetch(options.checkpoint)
+    changes = seal_folder(folder) if options.seal else []
     found = {"checkpoint": str(folder), "changes": changes, **examine(folder)}
     rows = [(what, "wrong" if what in found["problems"] else said) for what, said in found["checks"].items()]
     console.print(table(str(folder), ("", ""), rows))
@@ -28,7 +31,7 @@ def run(checkpoint: str, *, seal: bool = False, json: Path | None = None) -> dic
         console.print(problem, style="red", soft_wrap=True)
     if not found["problems"]:
         console.print("all well", style="green")
-    write_json(json, found)
+    write_json(options.json, found)
     return found
 
 

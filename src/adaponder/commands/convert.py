@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from adaponder.commands.options import ConvertOptions
+from adaponder.commands.options.model import NewSettings
 from adaponder.conversion.convert import Conversion, convert
 from adaponder.errors import InputError
 from adaponder.files import read_bytes
 from adaponder.terminal import console, line, table, write_json
 
 
-def run(source: str, *, out: Path, method: str, json: Path | None = None, **options: Any) -> Conversion:
-    text = options.pop("text", None)
+def run(options: ConvertOptions) -> Conversion:
+    """Converts ``options.source`` into ``options.out`` and shows what was checked."""
+    text = options.text
     if text is not None and os.path.isfile(text):
         text = read_bytes(Path(text), InputError).decode(errors="replace")
-    with console.status(f"converting {source} …"):
-        done = convert(source, out, method=method, text=text, **options)
+    with console.status(f"converting {options.source} …"):
+        done = convert(
+            options.source,
+            options.out,
+            method=options.method,
+            text=text,
+            revision=options.revision,
+            seed=options.seed,
+            dtype=options.dtype,
+            **{field.name: getattr(options, field.name) for field in fields(NewSettings)},
+        )
     show(done)
-    write_json(json, done.as_dict())
+    write_json(options.json, done.as_dict())
     return done
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from adaponder.commands.generate import generate, show
+from adaponder.commands.options import DemoOptions
 from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
@@ -24,13 +25,15 @@ from adaponder.training.validation import whole_windows
 PROMPT = "def "
 
 
-def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | None = None) -> dict[str, Any]:
-    recipe = load_recipe("cpu/demo", overrides)
+def run(options: DemoOptions) -> dict[str, Any]:
+    """Prepares, trains and assesses ``cpu/demo`` in ``options.out``, or goes on with it."""
+    out = options.out
+    recipe = load_recipe("cpu/demo", options.overrides)
     console.rule("1  pretrain AdaPonderLM on the Python standard library")
-    show_recipe("cpu/demo", recipe, overrides)
+    show_recipe("cpu/demo", recipe, options.overrides)
     out.parent.mkdir(parents=True, exist_ok=True)
     data = out.parent.parent / "data"
-    done = train(recipe, out=out, resume="auto" if resume else None, data=data)
+    done = train(recipe, out=out, resume="auto", data=data)
     if done.final is None:
         console.print(f"stopped at step {done.step}; the same command goes on")
         return {"step": done.step}
@@ -47,7 +50,7 @@ def run(*, out: Path, overrides: list[str], resume: bool = True, json: Path | No
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
     replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, found).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
-    write_json(json, found)
+    write_json(options.json, found)
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from adaponder.commands.options import DoctorOptions
 from adaponder.evaluation.flops import check_all
 from adaponder.ops.fused import HAS_TRITON
 from adaponder.terminal import console, table, write_json
@@ -19,7 +20,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "hug
 _FLOORS = {"torch": (2, 11), "transformers": (5, 17)}
 
 
-def run(*, json: Path | None = None) -> dict[str, Any]:
+def run(options: DoctorOptions) -> dict[str, Any]:
     found = examine()
     rows = [
         (name, value or "not installed", found["problems"].get(name, "")) for name, value in found["versions"].items()
@@ -38,7 +39,7 @@ def run(*, json: Path | None = None) -> dict[str, Any]:
         console.print("; ".join(f"{name} {why}" for name, why in found["problems"].items()), style="red")
     else:
         console.print("all well", style="green")
-    write_json(json, found)
+    write_json(options.json, found)
     return found
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from adaponder.commands.options import CompareOptions, EvalOptions
+from adaponder.commands.options.shared import CheckpointOptions, DepthOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.agreement import agreement
@@ -15,7 +16,7 @@ from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Summary, by_source, paired_difference, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.policies import FixedDepth, Policy
+from adaponder.policies import FixedDepth
 from adaponder.terminal import console, counting, table, write_json
 
 
@@ -50,71 +51,45 @@ def show_rows(title: str, rows: list[Row], *, several_models: bool = False) -> N
     console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
 
 
-def run(
-    checkpoint: str,
-    *,
-    data: str,
-    split: str = "validation",
-    window: int | None = None,
-    stride: int | None = None,
-    across_documents: bool = True,
-    max_tokens: int | None = None,
-    depths: list[int] | None = None,
-    policy: Policy | None = None,
-    tau: float | None = None,
-    profile: str | None = None,
-    max_iterations: int | None = None,
-    dense: bool = False,
-    check_tokens: int = 2048,
-    batch_size: int = 8,
-    tokenizer: str | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> dict[str, Any]:
-    subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
-    windows = subject.windows(window, stride, across_documents=across_documents)
-    how = subject.reading(
-        policy=policy,
-        tau=tau,
-        profile=profile,
-        max_iterations=max_iterations,
-        execution="dense" if dense else None,
-        seed=seed,
-    )
-    readings = {own_label(subject, how): how} | forced(subject, depths or [], how)
-    text = subject.text(data, split=split, max_tokens=max_tokens)
-    rows = [scored(subject, text, windows, label, one, batch_size) for label, one in readings.items()]
-    console.print(described(data, text, windows), soft_wrap=True)
-    show_rows(checkpoint, rows)
-    parts = by_source(text, rows[0].scores.nll, rows[0].scores.depth, seed=seed)
+def run(options: EvalOptions) -> dict[str, Any]:
+    """Scores the text ``options.data`` at the checkpoint's own depths, and at each of ``options.depths``."""
+    if options.data is None:
+        raise InputError("--data: say which text to score")
+    subject = open_subject(options)
+    windows = subject.windows(options)
+    how = subject.scoring(options, execution="dense" if options.dense else None, seed=options.seed)
+    readings = {own_label(subject, how): how} | forced(subject, options.depths, how)
+    text = subject.text(options.data, options)
+    rows = [scored(subject, text, windows, label, one, options.batch_size) for label, one in readings.items()]
+    console.print(described(options.data, text, windows), soft_wrap=True)
+    show_rows(options.checkpoint, rows)
+    parts = by_source(text, rows[0].scores.nll, rows[0].scores.depth, seed=options.seed)
     show_sources(parts)
     result: dict[str, Any] = {
-        "checkpoint": checkpoint,
+        "checkpoint": options.checkpoint,
         "method": subject.model.config.method,
-        "data": data,
-        "split": split,
+        "data": options.data,
+        "split": options.split,
         "windows": str(windows),
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "device": str(subject.model.device),
-        "seed": seed,
+        "seed": options.seed,
         "policy": own_policy(subject, how),
-        "max_iterations": max_iterations,
-        "execution": "dense" if dense else "compact" if subject.model.method.halts else "dense",
-        "max_tokens": max_tokens,
+        "max_iterations": options.max_iterations,
+        "execution": "dense" if options.dense else "compact" if subject.model.method.halts else "dense",
+        "max_tokens": options.max_tokens,
         "rows": [row.as_dict() for row in rows],
         "sources": {name: part.as_dict() for name, part in parts.items()},
     }
-    if subject.model.method.halts and not dense and check_tokens:
-        few = text.first(check_tokens)
-        found = agreement(subject.model, few, windows, how=how, batch_size=batch_size)
+    if subject.model.method.halts and not options.dense and options.check_tokens:
+        few = text.first(options.check_tokens)
+        found = agreement(subject.model, few, windows, how=how, batch_size=options.batch_size)
         console.print(f"\n{found}", style=None if found.holds else "bold red")
         result["agreement"] = found.as_dict()
-        write_json(json, result)
+        write_json(options.json, result)
         if not found.holds:
             raise EvaluationError(f"{found}; this is a bug in adaponder: please report it; --dense is the plain way")
-    write_json(json, result)
+    write_json(options.json, result)
     return result
 
 
@@ -141,7 +116,7 @@ def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
     return str(getattr(policy, "fingerprint", policy))
 
 
-def forced(subject: Subject, depths: list[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
+def forced(subject: Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
     """The same checkpoint with every token read equally often, for each depth asked for."""
     most = subject.model.config.iterations
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:
@@ -181,26 +156,13 @@ def show_sources(parts: dict[str, Summary]) -> None:
     console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
 
 
-def compare(
-    first: str,
-    second: str,
-    *,
-    data: str,
-    split: str = "validation",
-    window: int | None = None,
-    stride: int | None = None,
-    across_documents: bool = True,
-    max_tokens: int | None = None,
-    policies: Sequence[Policy | None] = (None, None),
-    profiles: Sequence[str | None] = (None, None),
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> dict[str, Any]:
+def compare(options: CompareOptions) -> dict[str, Any]:
     """Scores both checkpoints on the same tokens in the same windows; the difference is B minus A."""
-    subjects = [open_subject(name, dtype=dtype, device=device) for name in (first, second)]
+    first, second = options.first, options.second
+    subjects = [
+        open_subject(CheckpointOptions(checkpoint=name, dtype=options.dtype, device=options.device))
+        for name in (first, second)
+    ]
     one, two = (subject.vocabulary.hash for subject in subjects)
     if one != two:
         raise InputError(
@@ -208,19 +170,23 @@ def compare(
             "compare the bits per byte of adaponder eval instead"
         )
     # The shorter context of the two, so that both see equally much of the text before a token.
-    windows = min((one.windows(window, stride, across_documents=across_documents) for one in subjects), key=_length)
+    windows = min((one.windows(options) for one in subjects), key=_length)
+    sides = {
+        "-a": DepthOptions(policy=options.policy_a, profile=options.profile_a),
+        "-b": DepthOptions(policy=options.policy_b, profile=options.profile_b),
+    }
     readings = [
-        one.reading(policy=policy, profile=profile, seed=seed, side=side)
-        for one, policy, profile, side in zip(subjects, policies, profiles, ("-a", "-b"), strict=True)
+        one.scoring(depth, seed=options.seed, side=side)
+        for one, (side, depth) in zip(subjects, sides.items(), strict=True)
     ]
-    text = subjects[0].text(data, split=split, max_tokens=max_tokens)
+    text = subjects[0].text(options.data, options)
     labels = [f"{side}: {own_label(one, how)}" for side, one, how in zip("AB", subjects, readings, strict=True)]
     rows = [
-        scored(one, text, windows, label, how, batch_size)
+        scored(one, text, windows, label, how, options.batch_size)
         for one, label, how in zip(subjects, labels, readings, strict=True)
     ]
-    found = paired_difference(text, rows[0].scores.nll, rows[1].scores.nll, seed=seed)
-    console.print(described(data, text, windows), soft_wrap=True)
+    found = paired_difference(text, rows[0].scores.nll, rows[1].scores.nll, seed=options.seed)
+    console.print(described(options.data, text, windows), soft_wrap=True)
     show_rows(f"A {first}, B {second}", rows, several_models=True)
     if found.interval is None:
         words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
@@ -230,14 +196,14 @@ def compare(
     console.print(f"\nB - A: {found.mean:+.4f} nats per token; {words}")
     console.print(f"B finds {found.wins:.1%} of the tokens easier")
     result = {
-        "data": data,
-        "split": split,
+        "data": options.data,
+        "split": options.split,
         "windows": str(windows),
-        "seed": seed,
+        "seed": options.seed,
         "rows": [row.as_dict() for row in rows],
         "difference": found.as_dict(),
     }
-    write_json(json, result)
+    write_json(options.json, result)
     return result
 
 

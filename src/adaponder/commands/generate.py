@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
+from adaponder.commands.options import GenerateOptions
+from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
@@ -48,46 +48,27 @@ class Generated:
         }
 
 
-def run(
-    checkpoint: str,
-    *,
-    prompt: str,
-    tokenizer: str | None = None,
-    max_new_tokens: int = 64,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    greedy: bool = False,
-    tau: float | None = None,
-    policy: Policy | None = None,
-    profile: str | None = None,
-    max_iterations: int | None = None,
-    depth_colours: bool = True,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> Generated:
-    with console.status(f"loading {checkpoint} …"):
-        model, folder = load(checkpoint, dtype=dtype, device=device)
-        words = open_tokenizer(model, folder, tokenizer)
-        check_most(model, max_iterations)
-        chosen = choose_policy(folder, policy=policy, tau=tau, profile=profile)
+def run(options: GenerateOptions) -> Generated:
+    with console.status(f"loading {options.checkpoint} …"):
+        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
+        words = open_tokenizer(model, folder, options.tokenizer)
+        chosen = choose_policy(model, folder, options)
     with console.status("generating …"):
         done = generate(
             model,
             words,
-            prompt,
+            options.prompt,
             policy=chosen,
-            max_iterations=max_iterations,
-            seed=seed,
+            max_iterations=options.max_iterations,
+            seed=options.seed,
             settings={
-                "max_new_tokens": max_new_tokens,
-                "do_sample": not greedy,
-                **({} if greedy else {"temperature": temperature, "top_p": top_p}),
+                "max_new_tokens": options.max_new_tokens,
+                "do_sample": not options.greedy,
+                **({} if options.greedy else {"temperature": options.temperature, "top_p": options.top_p}),
             },
         )
-    show(done, colours=depth_colours)
-    write_json(json, done.as_dict())
+    show(done, colours=options.depth_colours)
+    write_json(options.json, done.as_dict())
     return done
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from adaponder.backbones.shape import shape_of
+from adaponder.commands.options import InspectOptions
 from adaponder.conversion.open import describe
 from adaponder.errors import InputError
 from adaponder.methods import method_class
@@ -13,11 +13,10 @@ from adaponder.methods.cost import parameters_of, per_depth
 from adaponder.terminal import console, table, write_json
 
 
-def run(checkpoint: str, *, context: int | None = None, json: Path | None = None) -> dict[str, Any]:
-    config = describe(checkpoint)
+def run(options: InspectOptions) -> dict[str, Any]:
+    config = describe(options.checkpoint)
     limit = config.max_position_embeddings
-    if context is None:
-        context = min(2048, limit or 2048) - 1
+    context = min(2048, limit or 2048) - 1 if options.context is None else options.context
     if context < 0 or (limit is not None and context >= limit):
         raise InputError(f"--context {context}: from 0 to {(limit or 0) - 1}, the backbone's last position")
     shape = shape_of(config)
@@ -38,7 +37,7 @@ def run(checkpoint: str, *, context: int | None = None, json: Path | None = None
         "  added by the method": f"{counted.added:,}",
     }
     facts |= method_class(config.method).described(config)
-    console.print(table(checkpoint, ("", ""), facts.items()))
+    console.print(table(options.checkpoint, ("", ""), facts.items()))
     rows = [
         (
             depth,
@@ -55,10 +54,10 @@ def run(checkpoint: str, *, context: int | None = None, json: Path | None = None
     columns = ("read", "body", "expectation", "gates", "head", "MFLOP", "x vanilla", "K/V KiB")
     console.print()
     console.print(table(f"One more token after {context:,} (MFLOP; keys and values in bfloat16)", columns, rows))
-    result = {"checkpoint": checkpoint, "context": context, "config": config.to_dict()}
+    result = {"checkpoint": options.checkpoint, "context": context, "config": config.to_dict()}
     result |= {"parameters": {"backbone": counted.backbone, "added": counted.added}}
     result |= {"depths": [{"flops": c.flops, "ratio": c.ratio, "kv_bytes": c.kv_bytes} for c in costs]}
-    write_json(json, result)
+    write_json(options.json, result)
     return result
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 
+from adaponder.commands.options.shared import DepthOptions
 from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.errors import InputError
@@ -60,7 +61,7 @@ class AdaPonderLM(HarnessLM):
             raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
         model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=_device(device))
         rule = None if policy is None else parse_policy(str(policy))
-        rule = choose_policy(folder, policy=rule, tau=tau, profile=profile)
+        rule = choose_policy(model, folder, DepthOptions(policy=rule, tau=tau, profile=profile))
         super().__init__(
             model,
             open_tokenizer(model, folder, tokenizer),

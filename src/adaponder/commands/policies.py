@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Group
 
 from adaponder.commands.keeping import keeping, saying_if_interrupted
+from adaponder.commands.options import PoliciesOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import Halves, halve
@@ -33,43 +34,29 @@ class Bars(NamedTuple):
     done: Callable[[], None]
 
 
-def run(
-    checkpoint: str,
-    *,
-    data: str,
-    split: str = "validation",
-    window: int | None = None,
-    stride: int | None = None,
-    across_documents: bool = True,
-    max_tokens: int | None = None,
-    budgets: Sequence[float] | None = None,
-    rates: Sequence[float] = RATES,
-    tokenizer: str | None = None,
-    out: Path | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> dict[str, Any]:
-    if out is not None and out.exists() and not out.is_dir():
-        raise InputError(f"--out {out}: a file is in the way")
-    subject = open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+def run(options: PoliciesOptions) -> dict[str, Any]:
+    """Measures every policy at each budget; interrupted, it keeps finished rows in ``options.out``."""
+    if options.data is None:
+        raise InputError("--data: say on which text to compare them")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise InputError(f"--out {options.out}: a file is in the way")
+    subject = open_subject(options)
     require_halting(subject.model)
-    for budget in budgets or ():
+    rates = options.rates or RATES
+    for budget in options.budgets:
         check_budget(budget, subject.model.config.iterations, "--budgets")
-    text = subject.text(data, split=split, max_tokens=max_tokens)
-    windows = subject.windows(window, stride, across_documents=across_documents)
+    text = subject.text(options.data, options)
+    windows = subject.windows(options)
     halves = halve(text, windows)
-    origin = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    origin = about(subject, halves, data=options.data, split=options.split, windows=str(windows), seed=options.seed)
     kept = None
-    if out is not None:
-        settings = {"budgets": budgets and list(budgets), "rates": list(rates), "batch size": batch_size}
-        kept = Kept(out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
+    if options.out is not None:
+        settings = {"budgets": list(options.budgets) or None, "rates": list(rates), "batch size": options.batch_size}
+        kept = Kept(options.out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
     with keeping(kept, "row"), watching() as bars:
-        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
+        lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
         own = lab.own_depth()
-        chosen = lab.budgets(budgets, own)
+        chosen = lab.budgets(options.budgets, own)
         bars.expect(1 + len(chosen) * len(lab.dials(rates)))
         rows = [lab.trained(own)]
         bars.done()
@@ -86,9 +73,9 @@ def run(
     for budget in chosen:
         console.print(budget_table(rows, budget))
     console.print(f"\n{FOOTNOTES}", style="dim")
-    write_json(json, result)
-    if out is not None and kept is not None:
-        save(result, out)
+    write_json(options.json, result)
+    if options.out is not None and kept is not None:
+        save(result, options.out)
         kept.remove()
     return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from adaponder.commands.options import PrepareOptions
 from adaponder.data.manifest import JOURNAL, MANIFEST, Manifest
 from adaponder.data.prepare import Progress, prepare
 from adaponder.terminal import console, table, write_json
@@ -24,20 +24,10 @@ _STAGES = {
 }
 
 
-def run(
-    inputs: Sequence[str],
-    *,
-    out: Path,
-    tokenizer: str,
-    end_token: str | None = None,
-    validation: float = 0.01,
-    workers: int | None = None,
-    shard_tokens: int = 2**25,
-    json: Path | None = None,
-) -> dict[str, Any]:
-    finished_before = os.path.isfile(out / MANIFEST)
-    if os.path.isfile(out / JOURNAL) and not finished_before:
-        console.print(f"{out} was begun before: going on after the last complete shard")
+def run(options: PrepareOptions) -> dict[str, Any]:
+    finished_before = os.path.isfile(options.out / MANIFEST)
+    if os.path.isfile(options.out / JOURNAL) and not finished_before:
+        console.print(f"{options.out} was begun before: going on after the last complete shard")
     begun = time.monotonic()
     with _bar() as bar:
         line = bar.add_task("reading", total=None, tokens="")
@@ -48,23 +38,23 @@ def run(
             bar.update(line, description=_STAGES[now.stage], completed=now.read, total=now.total or None, tokens=tokens)
 
         manifest = prepare(
-            inputs,
-            out=out,
-            tokenizer=tokenizer,
-            end_token=end_token,
-            validation=validation,
-            workers=workers or os.cpu_count() or 1,
-            shard_tokens=shard_tokens,
+            options.inputs,
+            out=options.out,
+            tokenizer=options.tokenizer,
+            end_token=options.end_token,
+            validation=options.validation,
+            workers=options.workers or os.cpu_count() or 1,
+            shard_tokens=options.shard_tokens,
             progress=show_progress,
         )
     seconds = time.monotonic() - begun
-    show(manifest, out)
+    show(manifest, options.out)
     if finished_before:
         console.print("Nothing to do: it was prepared before, with the same arguments.")
     else:
         console.print(f"done in {seconds:.1f} s")
-    result = {"out": str(out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
-    write_json(json, result)
+    result = {"out": str(options.out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
+    write_json(options.json, result)
     return result
 
 

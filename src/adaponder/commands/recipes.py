@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.padding import Padding
 
+from adaponder.commands.options import RecipesOptions
 from adaponder.recipes import DataRecipe, ModelRecipe, Recipe, TrainRecipe, base_of, load_recipe, recipe_names
 from adaponder.terminal import console, line, write_json
 
 
-def show_recipe(name: str, recipe: Recipe, overrides: list[str], *, verbose: bool = False) -> None:
+def run(options: RecipesOptions) -> None:
+    """Lists all recipes, or describes the one that is named."""
+    if options.name is None:
+        list_recipes(json=options.json)
+    else:
+        describe(options.name, json=options.json)
+
+
+def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose: bool = False) -> None:
     """What is about to be done, before it is: the recipe's hash, and its fields that differ from its base.
 
     Without a base: that differ from their defaults. What was overridden is shown in any case; ``verbose`` shows all.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.bench.record import checkout, commit_of
+from adaponder.commands.options import ReproduceOptions
 from adaponder.data import Shards
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
@@ -44,50 +45,40 @@ class Place:
         return [sys.executable, "-m", "adaponder", "reproduce", *words, f"--seeds={experiment.seed}"]
 
 
-def run(
-    claim: str | None,
-    *,
-    seeds: Sequence[int] = (),
-    listed: bool = False,
-    following: bool = False,
-    one: str | None = None,
-    minutes: float | None = None,
-    jobs: int = 1,
-    queue: Path | None = None,
-    data: Path | None = None,
-    runs: Path = Path("runs/reproduce"),
-    records: Path | None = None,
-    device: str = "cpu",
-    commit: str | None = None,
-    beside: int = 0,
-    json: Path | None = None,
-) -> int:
+def run(options: ReproduceOptions) -> int:
     """What was asked for: the list, one run, a claim's runs, or the next ones. Returns the exit code."""
-    path = queue or checkout() / "experiments" / "queue.yaml"
+    path = options.queue or checkout() / "experiments" / "queue.yaml"
     wanted = read_queue(path)
-    records = records or path.parent / "records"
-    if sum([claim is not None, listed and claim is None, following, one is not None]) != 1:
+    records = options.records or path.parent / "records"
+    claim, seeds = options.claim, options.seeds
+    if sum([claim is not None, options.listed and claim is None, options.following, options.one is not None]) != 1:
         raise InputError("name a claim, or say --next, --list or --run LABEL; --list shows the claims")
-    if seeds and claim is None and one is None:
+    if seeds and claim is None and options.one is None:
         raise InputError("--seeds: name the claim whose runs are to have them; the queue has its own")
-    if listed:
+    if options.listed:
         chosen = wanted.of_claim(claim, seeds) if claim else list(wanted.experiments)
-        found = wanted.data_hash if data is None else _data_hash(data, wanted)
-        show(wanted, chosen, read_records(records), found, json=json)
+        found = wanted.data_hash if options.data is None else _data_hash(options.data, wanted)
+        show(wanted, chosen, read_records(records), found, json=options.json)
         return 0
-    folder = data or Path(wanted.data_folder)
+    folder = options.data or Path(wanted.data_folder)
     found = _data_hash(folder, wanted)
-    place = Place(path, folder, runs, records, device, commit_of(commit, needed=True))
-    if one is not None:
-        experiment = _by_label(wanted, one, seeds)
+    place = Place(path, folder, options.runs, records, options.device, commit_of(options.commit, needed=True))
+    if options.one is not None:
+        experiment = _by_label(wanted, options.one, seeds)
         written = carry_out(
-            experiment, data=folder, runs=runs, records=records, device=device, commit=place.commit, beside=beside
+            experiment,
+            data=folder,
+            runs=options.runs,
+            records=records,
+            device=options.device,
+            commit=place.commit,
+            beside=options.beside,
         )
         console.print(line("record in ", (written, "bold")), soft_wrap=True)
         return 0
     chosen = list(wanted.experiments) if claim is None else wanted.of_claim(claim, seeds)
-    code = _work_through(wanted, chosen, place, found, minutes=minutes, jobs=jobs)
-    show(wanted, chosen, read_records(records), found, json=json)
+    code = _work_through(wanted, chosen, place, found, minutes=options.minutes, jobs=options.jobs)
+    show(wanted, chosen, read_records(records), found, json=options.json)
     return code
 
 

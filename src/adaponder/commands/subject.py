@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
+from adaponder.commands.options.shared import CheckpointOptions, DepthOptions, WindowOptions
 from adaponder.conversion.open import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
@@ -27,35 +28,30 @@ class Subject(NamedTuple):
     folder: Path
     vocabulary: Vocabulary
 
-    def text(self, data: str, *, split: str, max_tokens: int | None) -> Text:
+    def text(self, data: str, options: WindowOptions) -> Text:
+        """The part of ``data`` that the options name, as the checkpoint's tokens."""
         with console.status(f"reading {data} …"):
-            return open_text(data, self.vocabulary, whose=self.name, split=split, max_tokens=max_tokens)
+            return open_text(data, self.vocabulary, whose=self.name, split=options.split, max_tokens=options.max_tokens)
 
-    def windows(self, length: int | None, stride: int | None, *, across_documents: bool = True) -> Windows:
-        length = default_length(self.model) if length is None else length
-        return Windows(length, stride, across_documents)
+    def windows(self, options: WindowOptions) -> Windows:
+        """The windows that the options ask for, or as long as the backbone allows."""
+        length = default_length(self.model) if options.window is None else options.window
+        return Windows(length, options.stride, options.across_documents)
 
-    def reading(
-        self,
-        *,
-        policy: Policy | None = None,
-        tau: float | None = None,
-        profile: str | None = None,
-        max_iterations: int | None = None,
-        execution: str | None = None,
-        seed: int = 0,
-        side: str = "",
+    def scoring(
+        self, options: DepthOptions, *, execution: str | None = None, seed: int = 0, side: str = ""
     ) -> ScoringOptions:
         """Who decides depth, from at most one of the three ways to say it; errors name ``--profile{side}``."""
-        check_most(self.model, max_iterations)
-        chosen = choose_policy(self.folder, policy=policy, tau=tau, profile=profile, side=side)
+        chosen = choose_policy(self.model, self.folder, options, side=side)
         self.model.check_policy(chosen)  # before a text is read
-        return ScoringOptions(policy=chosen, max_iterations=max_iterations, execution=execution, seed=seed)
+        return ScoringOptions(policy=chosen, max_iterations=options.max_iterations, execution=execution, seed=seed)
 
 
-def open_subject(checkpoint: str, *, tokenizer: str | None = None, dtype: str = "auto", device: str = "cpu") -> Subject:
+def open_subject(options: CheckpointOptions) -> Subject:
+    """The checkpoint that the options name, on its device and in its precision, with its tokenizer."""
+    checkpoint, tokenizer = options.checkpoint, options.tokenizer
     with console.status(f"loading {checkpoint} …"):
-        model, folder = load(checkpoint, dtype=dtype, device=device)
+        model, folder = load(checkpoint, dtype=options.dtype, device=options.device)
         vocabulary = open_vocabulary(tokenizer or str(folder))
         refuse_other_tokenizer(model, folder, tokenizer, vocabulary.tokenizer.get_vocab())
         return Subject(checkpoint, model, folder, vocabulary)
@@ -94,28 +90,20 @@ def refuse_other_tokenizer(
         )
 
 
-def check_most(model: AdaPonderForCausalLM, max_iterations: int | None) -> None:
-    """Refuses more iterations than the model has, before it is run."""
+def choose_policy(model: AdaPonderForCausalLM, folder: Path, options: DepthOptions, *, side: str = "") -> Policy | None:
+    """The policy that the options ask for; ``None`` leaves it to the method. Errors say ``--policy{side}``.
+
+    More iterations than the model has are refused too, before it is run.
+    """
     most = model.config.iterations
-    if max_iterations is not None and not 1 <= max_iterations <= most:
-        raise InputError(f"--max-iterations {max_iterations}: from 1 to {most}, the model's iterations")
-
-
-def choose_policy(
-    folder: Path,
-    *,
-    policy: Policy | None = None,
-    tau: float | None = None,
-    profile: str | None = None,
-    side: str = "",
-) -> Policy | None:
-    """The policy that the options ask for; ``None`` leaves it to the method. Errors say ``--policy{side}``."""
-    options = {"policy": policy, "tau": tau, "profile": profile}
-    given = [f"--{name}{side}" for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} both say who halts: give one")
-    if profile is not None:
+    if options.max_iterations is not None and not 1 <= options.max_iterations <= most:
+        raise InputError(f"--max-iterations {options.max_iterations}: from 1 to {most}, the model's iterations")
+    ways = {"policy": options.policy, "tau": options.tau, "profile": options.profile}
+    named = [f"--{name}{side}" for name, value in ways.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(f"{' and '.join(named)} both say who halts: give one")
+    if options.profile is not None:
         from adaponder.evaluation.lab.profiles import policy_of
 
-        return policy_of(folder, profile, option=f"--profile{side}")
-    return LearnedGate(tau) if tau is not None else policy
+        return policy_of(folder, options.profile, option=f"--profile{side}")
+    return LearnedGate(options.tau) if options.tau is not None else options.policy

@@ -19,6 +19,7 @@ import transformers
 
 from adaponder.analysis.sensitivity import Point, points, sensitivity, text_of
 from adaponder.analysis.style import save
+from adaponder.commands.options import SweepOptions
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.files import write_whole
@@ -37,32 +38,24 @@ class Outcome(NamedTuple):
     exit_code: int
 
 
-def run(
-    name: str,
-    *,
-    grids: Sequence[str],
-    overrides: Sequence[str] = (),
-    one_at_a_time: bool = False,
-    seeds: Sequence[int] = (),
-    out: Path | None = None,
-    device: str = "cpu",
-    dry_run: bool = False,
-    json: Path | None = None,
-    quiet: bool = False,
-) -> Outcome:
-    runs = plan(name, grids, overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
-    folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
-    asked = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
-    if dry_run:
+def run(options: SweepOptions, *, quiet: bool = False) -> Outcome:
+    """Trains what is not trained yet of the sweep; ``quiet`` runs show no progress."""
+    name = options.recipe
+    runs = plan(
+        name, options.grid, overrides=options.overrides, one_at_a_time=options.one_at_a_time, seeds=options.seeds
+    )
+    folder = options.out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
+    asked = {"recipe": name, "overrides": list(options.overrides), "one_at_a_time": options.one_at_a_time}
+    if options.dry_run:
         summaries = [pending(each, config_of(each.recipe)) for each in runs]
-        show_plan(name, runs, summaries, folder, device)
+        show_plan(name, runs, summaries, folder, options.device)
         result = asked | {"runs": [dataclasses.asdict(summary) for summary in summaries]}
-        write_json(json, result)
+        write_json(options.json, result)
         return Outcome(result, 0)
-    _make(folder, default=out is None)
+    _make(folder, default=options.out is None)
     with console.status("checking every run, and preparing the data where it is not yet"):
-        summaries = examine(runs, out=folder, device=device)
-    asked |= {"device": hardware_name(device), "versions": _versions()}
+        summaries = examine(runs, out=folder, device=options.device)
+    asked |= {"device": hardware_name(options.device), "versions": _versions()}
     left = [summary for summary in summaries if summary.status == PENDING]
     done_before = len(runs) - len(left)
     console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
@@ -73,13 +66,13 @@ def run(
         eta = f"; about {_duration(seconds)} for all that is left" if seconds is not None else ""
         console.rule(f"run {index + 1} of {len(runs)}: {summary.name}{at}{eta}", align="left")
 
-    for index, summary in carry_out(runs, summaries, out=folder, device=device, quiet=quiet, starting=starting):
+    for index, summary in carry_out(runs, summaries, out=folder, device=options.device, quiet=quiet, starting=starting):
         summaries[index] = summary
         console.print(_ended(summary), soft_wrap=True)
         result = _write(asked, summaries, folder)
     show(name, summaries)
     draw(result, folder)
-    write_json(json, result)
+    write_json(options.json, result)
     unfinished = [summary for summary in summaries if summary.status in (STOPPED, PENDING)]
     if unfinished:
         console.print(f"stopped with {len(unfinished)} of {len(runs)} runs to do; the same command goes on")

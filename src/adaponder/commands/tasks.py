@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaponder.commands.subject import check_most, choose_policy, open_tokenizer
+from adaponder.commands.options import EvalOptions
+from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.suites import Comparison, Reference, Suite, suite_of
 from adaponder.evaluation.tasks.task_data import TaskData
-from adaponder.policies import Policy
 from adaponder.terminal import console, counting, table, write_json
 
 if TYPE_CHECKING:
@@ -23,55 +22,36 @@ if TYPE_CHECKING:
 HEAD = ("task", "shots", "split", "items", "metric", "value")
 
 
-def run(
-    checkpoint: str,
-    *,
-    tasks: list[str],
-    fewshot: list[int],
-    suite: str | None = None,
-    task_data: Path | None = None,
-    policy: Policy | None = None,
-    tau: float | None = None,
-    profile: str | None = None,
-    max_iterations: int | None = None,
-    batch_size: int = 8,
-    limit: int | None = None,
-    tokenizer: str | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    dtype: str = "auto",
-    json: Path | None = None,
-) -> dict[str, Any]:
+def run(options: EvalOptions) -> dict[str, Any]:
     """Runs each task at each number of examples. A suite brings its own; naming some of them runs those alone."""
     if find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval, which is not installed: pip install 'adaponder[eval]'")
     from adaponder.evaluation.tasks.harness import HarnessLM
     from adaponder.evaluation.tasks.lm_tasks import quiet
 
-    chosen = None if suite is None else suite_of(suite)
-    tasks, fewshot = plan(tasks, fewshot, chosen)
-    data = None if task_data is None else TaskData(task_data)
-    with console.status(f"loading {checkpoint} …"):
-        model, folder = load(checkpoint, dtype=dtype, device=device)
-        words = open_tokenizer(model, folder, tokenizer)
-    check_most(model, max_iterations)
-    policy = choose_policy(folder, policy=policy, tau=tau, profile=profile)
-    how = ScoringOptions(policy=policy, max_iterations=max_iterations, seed=seed)
-    harness = HarnessLM(model, words, batch_size=batch_size, how=how, counting=counting)
+    chosen = None if options.suite is None else suite_of(options.suite)
+    tasks, fewshot = plan(options.tasks, options.fewshot, chosen)
+    data = None if options.task_data is None else TaskData(options.task_data)
+    with console.status(f"loading {options.checkpoint} …"):
+        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
+        words = open_tokenizer(model, folder, options.tokenizer)
+    policy = choose_policy(model, folder, options)
+    how = ScoringOptions(policy=policy, max_iterations=options.max_iterations, seed=options.seed)
+    harness = HarnessLM(model, words, batch_size=options.batch_size, how=how, counting=counting)
     with quiet():
-        scores = list(scored(harness, tasks, fewshot, data, limit=limit, seed=seed))
-    show(checkpoint, scores, limit)
+        scores = list(scored(harness, tasks, fewshot, data, limit=options.limit, seed=options.seed))
+    show(options.checkpoint, scores, options.limit)
     result: dict[str, Any] = {
-        "checkpoint": checkpoint,
+        "checkpoint": options.checkpoint,
         "method": model.config.method,
         "policy": None if policy is None else policy.fingerprint,
-        "max_iterations": max_iterations or model.config.iterations,
-        "task_data": None if task_data is None else str(task_data),
-        "limit": limit,
-        "batch_size": batch_size,
+        "max_iterations": options.max_iterations or model.config.iterations,
+        "task_data": None if options.task_data is None else str(options.task_data),
+        "limit": options.limit,
+        "batch_size": options.batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "seed": seed,
+        "seed": options.seed,
         "tasks": [score.as_dict() for score in scores],
     }
     if chosen is not None:
@@ -84,11 +64,11 @@ def run(
             "reference": None if matched is None else {"name": matched.name, "source": matched.source},
             "results": [one.as_dict() for one in compared],
         }
-    write_json(json, result)
+    write_json(options.json, result)
     return result
 
 
-def plan(tasks: list[str], fewshot: list[int], suite: Suite | None) -> tuple[list[str], list[int]]:
+def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> tuple[list[str], list[int]]:
     """What to run, each once: as asked, else what the suite holds, else no examples."""
     if not tasks and suite is None:
         raise InputError("--tasks: name at least one task of lm-eval, or a --suite")

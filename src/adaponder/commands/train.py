@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from adaponder.commands.options import TrainOptions
 from adaponder.commands.recipes import show_recipe
 from adaponder.recipes import load_recipe
 from adaponder.terminal import console, line, write_json
 from adaponder.training.run import Outcome, train
 
 
-def run(
-    name: str,
-    *,
-    overrides: list[str],
-    out: Path | None,
-    resume: str | None,
-    device: str,
-    weights_only: bool,
-    allow_changes: bool,
-    wandb: str | None = None,
-    verbose: bool = False,
-    json: Path | None = None,
-) -> Outcome:
-    recipe = load_recipe(name, overrides)
-    out = out or Path("runs") / recipe.name.replace("/", "-")
+def run(options: TrainOptions) -> Outcome:
+    recipe = load_recipe(options.recipe, options.overrides)
+    out = options.out or Path("runs") / recipe.name.replace("/", "-")
     out.parent.mkdir(parents=True, exist_ok=True) if out.parent == Path("runs") else None
-    show_recipe(name, recipe, overrides, verbose=verbose)
+    show_recipe(options.recipe, recipe, options.overrides, verbose=options.verbose)
     done = train(
         recipe,
         out=out,
-        resume=resume,
-        device=device,
-        weights_only=weights_only,
-        allow_changes=allow_changes,
-        wandb=wandb,
+        resume=options.resume,
+        device=options.device,
+        weights_only=options.weights_only,
+        allow_changes=options.allow_changes,
+        wandb=options.wandb,
     )
     if done.world.leads:
         where = done.final or f"{out} (resume with --resume auto)"
         console.print(line(f"step {done.step} of {recipe.train.steps} → ", (where, "bold")))
-        write_json(json, {"recipe": recipe.as_dict(), "step": done.step, "final": str(done.final or "")})
+        write_json(options.json, {"recipe": recipe.as_dict(), "step": done.step, "final": str(done.final or "")})
     return done

@@ -16,7 +16,7 @@ from adaponder.bench import checks, largest, models, ops, prefill, record, table
 from adaponder.bench.depths import depths_of
 from adaponder.commands import bench as command
 from adaponder.commands import bench_record
-from adaponder.commands.bench import How
+from adaponder.commands.options import TrainBenchOptions
 from adaponder.errors import EvaluationError, InputError
 from adaponder.recipes import load_recipe
 
@@ -618,12 +618,15 @@ def test_a_commit_is_asked_for_where_there_is_no_git(monkeypatch):
 
 
 def test_the_seed_names_weights_and_tokens():
-    one, same, other = (command.choose_recipe("cpu/demo", TINY, How(seed=seed), CPU) for seed in (1, 1, 2))
+    one, same, other = (
+        command.choose_recipe(TrainBenchOptions(recipe="cpu/demo", overrides=TINY, seed=seed), CPU)
+        for seed in (1, 1, 2)
+    )
     draws = [next(models.batches(chosen, 2, CPU))[0] for chosen in (one, same, other)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     assert one.fingerprint == same.fingerprint != other.fingerprint
-    assert command.choose_recipe("cpu/demo", ["train.seed=7"], How(), CPU).train.seed == 7
+    assert command.choose_recipe(TrainBenchOptions(recipe="cpu/demo", overrides=["train.seed=7"]), CPU).train.seed == 7
 
 
 def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch, tmp_path):

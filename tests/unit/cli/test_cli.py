@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from adaponder import __version__, cli, terminal
 from adaponder.commands import demo, doctor
 from adaponder.commands.generate import pieces
+from adaponder.commands.options import DemoOptions
 from adaponder.commands.recipes import flat, show_recipe
 from adaponder.errors import AdaPonderError
 from adaponder.recipes import load_recipe, recipe_names
@@ -339,7 +340,7 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
         "train.save_every=0",
         "model.backbone.max_position_embeddings=256",
     ]
-    found = demo.run(out=tmp_path / "runs" / "demo", overrides=small)
+    found = demo.run(DemoOptions(out=tmp_path / "runs" / "demo", overrides=small))
     shown = capsys.readouterr().out
     assert "token frequencies alone" in shown
     assert "Tokens halted early" in shown
@@ -348,7 +349,9 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
     assert found["unigram"] < found["uniform"]
     readme = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "adaponder generate" in readme
-    assert demo.run(out=tmp_path / "runs" / "demo", overrides=small) == found, "a finished run is looked at again"
+    assert demo.run(DemoOptions(out=tmp_path / "runs" / "demo", overrides=small)) == found, (
+        "a finished run is looked at again"
+    )
     assert "finished: " in capsys.readouterr().out
     result = CliRunner().invoke(
         cli.app, ["generate", str(tmp_path / "runs" / "demo"), "--prompt", "the cat", "--max-new-tokens", "3"]

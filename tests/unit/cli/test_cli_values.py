@@ -21,6 +21,7 @@ from adaponder.commands import (
     train,
 )
 from adaponder.commands import subject as subjects
+from adaponder.commands.options import ConvertOptions
 from stock_support import make_stock
 
 NUMBERS = ("", "word", "nan", "inf", "-inf", "-1", "0", "1e400", "9" * 25, "9" * 5000, "1,5")
@@ -41,7 +42,7 @@ def place(tmp_path_factory):
     """A folder with a checkpoint of the family, the stock one it was made from, a text, and a file in the way."""
     folder = tmp_path_factory.mktemp("walk")
     make_stock(folder / "stock", seed=0)
-    convert.run(str(folder / "stock"), out=folder / "ada", method="adaponder", iterations=3)
+    convert.run(ConvertOptions(source=str(folder / "stock"), out=folder / "ada", method="adaponder", iterations=3))
     (folder / "text.txt").write_text("def f(x): return x\n" * 60)
     (folder / "file").write_text("in the way")
     return folder
@@ -81,7 +82,7 @@ def no_work(monkeypatch, place, parser):
         (evaluate, "scored"),
         (policies, "Lab"),
         (calibrate, "Lab"),
-        (analyze, "record"),
+        (analyze, "make_trace"),
         (train, "train"),
         (demo, "train"),
         (bench, "begin"),

@@ -4,6 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from adaponder.commands import generate
+from adaponder.commands.options import GenerateOptions
+from adaponder.commands.options.shared import CheckpointOptions
 from adaponder.commands.subject import open_subject, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.data.tokenizers import END, train_bpe
@@ -34,8 +36,10 @@ def doors(folder, tokenizer):
     """Every way a command opens a checkpoint's tokenizer."""
     model, found = load(str(folder))
     yield lambda: open_tokenizer(model, found, tokenizer)
-    yield lambda: open_subject(str(folder), tokenizer=tokenizer)
-    yield lambda: generate.run(str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True)
+    yield lambda: open_subject(CheckpointOptions(checkpoint=str(folder), tokenizer=tokenizer))
+    yield lambda: generate.run(
+        GenerateOptions(checkpoint=str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True)
+    )
 
 
 @pytest.mark.parametrize(("name", "said"), [("other", "not the checkpoint's own"), ("large", "its ids go up to")])
@@ -64,4 +68,4 @@ def test_a_checkpoint_smaller_than_its_own_tokenizer_is_refused(folders, tmp_pat
     (tmp_path / "tokenizer.json").write_bytes((folders / "large" / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_bytes((folders / "large" / "tokenizer_config.json").read_bytes())
     with pytest.raises(InputError, match="its ids go up to"):
-        open_subject(str(tmp_path))
+        open_subject(CheckpointOptions(checkpoint=str(tmp_path)))

@@ -16,6 +16,7 @@ from test_data_sources import write_megatron
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from adaponder.commands import prepare as command
+from adaponder.commands.options import PrepareOptions
 from adaponder.data import DataError, Manifest, Shards, encoding, tokenizers
 from adaponder.data.encoding import Encoder, Item, content_hash
 from adaponder.data.prepare import Progress, prepare
@@ -369,18 +370,18 @@ def test_progress_grows_to_the_end(corpus, tokenizer, tmp_path, monkeypatch):
 
 def test_the_command_shows_a_table_and_says_when_there_is_nothing_to_do(corpus, tokenizer, tmp_path, capsys):
     options = {"out": tmp_path / "out", "tokenizer": str(tokenizer), "workers": 1, "json": tmp_path / "result.json"}
-    command.run([str(corpus)], **options)
+    command.run(PrepareOptions(inputs=[str(corpus)], **options))
     shown = capsys.readouterr().out
     assert "bytes/token" in shown
     assert "Nothing to do" not in shown
     assert json.loads((tmp_path / "result.json").read_text())["splits"]["train"]["documents"] > 100
-    assert command.run([str(corpus)], **options)["finished_before"]
+    assert command.run(PrepareOptions(inputs=[str(corpus)], **options))["finished_before"]
     assert "Nothing to do" in capsys.readouterr().out
 
 
 def test_a_name_too_long_is_refused_in_one_line(corpus):
     with pytest.raises(InputError, match=r"--out x+: File name too long"):
-        command.run([str(corpus)], out=Path("x" * 300), tokenizer="train-bpe:257", workers=1)
+        command.run(PrepareOptions(inputs=[str(corpus)], out=Path("x" * 300), tokenizer="train-bpe:257", workers=1))
 
 
 def test_inputs_without_a_document_are_refused(tmp_path):

@@ -16,6 +16,7 @@ import support
 from adaponder import AdaPonderError, AdaPonderForCausalLM, LearnedGate
 from adaponder.commands import calibrate as command
 from adaponder.commands import policies as policies_command
+from adaponder.commands.options import CalibrateOptions, PoliciesOptions
 from adaponder.evaluation.halves import halve
 from adaponder.evaluation.lab.calibration import (
     EACH,
@@ -218,7 +219,7 @@ def data(checkpoint):
 
 def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, data, tmp_path):
     asked = {"data": str(data), "window": 64, "out": tmp_path / "out", "json": tmp_path / "result.json"}
-    result = command.run(str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked)
+    result = command.run(CalibrateOptions(checkpoint=str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked))
     chosen = result["calibration"]["choices"][0]
     assert chosen["tuning_depth"] == pytest.approx(2.2, abs=REACHED)
     policy = policy_of(checkpoint, "budget-2.2")
@@ -240,14 +241,14 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
 
 def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
     asked = {"data": str(data), "window": 64, "budget": 2.5, "name": "mine"}
-    command.run(str(checkpoint), **asked)
+    command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked))
     before = command.list_profiles(str(checkpoint))["mine"]
     monkeypatch.setattr(command, "Lab", None)  # refused before the work
     with pytest.raises(AdaPonderError, match=r"--name mine: there is a profile .* --replace"):
-        command.run(str(checkpoint), **asked | {"budget": 3.0})
+        command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked | {"budget": 3.0}))
     monkeypatch.undo()
     assert command.list_profiles(str(checkpoint))["mine"] == before
-    command.run(str(checkpoint), **asked | {"budget": 3.0}, replace=True)
+    command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked | {"budget": 3.0}, replace=True))
     assert command.list_profiles(str(checkpoint))["mine"]["budget"] == 3.0
 
 
@@ -264,13 +265,13 @@ def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data
 
     monkeypatch.setattr(command, "frontier_rows", three)
     with pytest.raises(KeyboardInterrupt):
-        command.run(str(checkpoint), **asked)
+        command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked))
     monkeypatch.undo()
     assert "3 finished rows are kept in" in capsys.readouterr().err
     assert "budget-2.6" in command.list_profiles(str(checkpoint))
     untuned, measured = Lab.untuned, []
     monkeypatch.setattr(Lab, "untuned", lambda *args, **options: measured.append(1) or untuned(*args, **options))
-    assert command.run(str(checkpoint), **asked)["rows"][:3] == seen
+    assert command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked))["rows"][:3] == seen
     assert len(measured) == 4 - 1  # two rows by budget and one by depth were there
     assert not (tmp_path / "out" / "unfinished").exists()
 
@@ -281,7 +282,7 @@ def test_a_broken_profile_file_is_refused_before_the_work(checkpoint, data):
     path.write_text("{")
     try:
         with pytest.raises(AdaPonderError, match=r"profiles\.json"):
-            command.run(str(checkpoint), data=str(data), window=64, budget=2.0)
+            command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), window=64, budget=2.0))
     finally:
         path.unlink()
         if before is not None:
@@ -291,17 +292,17 @@ def test_a_broken_profile_file_is_refused_before_the_work(checkpoint, data):
 def test_a_checkpoint_without_gates_and_wrong_options_are_refused(checkpoint, data, tmp_path):
     plain = saved(tmp_path / "plain", support.tiny("vanilla", dtype=torch.float32))
     with pytest.raises(AdaPonderError, match="vanilla reads every token equally often"):
-        command.run(str(plain), data=str(data), budget=2.0)
+        command.run(CalibrateOptions(checkpoint=str(plain), data=str(data), budget=2.0))
     with pytest.raises(AdaPonderError, match="vanilla reads every token equally often"):
-        policies_command.run(str(plain), data=str(data))
+        policies_command.run(PoliciesOptions(checkpoint=str(plain), data=str(data)))
     with pytest.raises(AdaPonderError, match="--budget"):
-        command.run(str(checkpoint), data=str(data))
+        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data)))
     with pytest.raises(AdaPonderError, match="--name"):
-        command.run(str(checkpoint), data=str(data), frontier=True, name="x")
+        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), frontier=True, name="x"))
     with pytest.raises(AdaPonderError, match="--name"):
-        command.run(str(checkpoint), data=str(data), budget=2.0, name="no name")
+        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), budget=2.0, name="no name"))
     with pytest.raises(AdaPonderError, match=r"--budget 4\.5"):
-        command.run(str(checkpoint), data=str(data), budget=4.5)
+        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), budget=4.5))
 
 
 def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
@@ -311,7 +312,9 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in whole(lab, rates) if dial.name in SHOWN])
     monkeypatch.setattr(console, "width", 200)
     result = policies_command.run(
-        str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
+        PoliciesOptions(
+            checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
+        )
     )
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "dealt out whole", *SHOWN):

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from adaponder.cli import app
 from adaponder.commands import reproduce as command
+from adaponder.commands.options import ReproduceOptions
 from adaponder.errors import InputError
 from adaponder.recipes import load_recipe
 from adaponder.reproduction.queue import Experiment, identity, read_queue
@@ -230,13 +231,13 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, mon
         started.append(experiment.label)
         words = dict(word.removeprefix("--").split("=", 1) for word in where.command(experiment, beside)[4:])
         assert (words["run"], words["seeds"], words["beside"]) == (experiment.label, str(experiment.seed), "1")
-        assert command.run(None, one=experiment.label, seeds=[experiment.seed], beside=beside, **place) == 0
+        assert command.run(ReproduceOptions(one=experiment.label, seeds=[experiment.seed], beside=beside, **place)) == 0
         return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
 
     monkeypatch.setattr(command, "_start", start)
-    assert command.run("lr", jobs=2, **place) == 0
+    assert command.run(ReproduceOptions(claim="lr", jobs=2, **place)) == 0
     assert len(started) == 2
-    assert command.run("lr", jobs=2, **place) == 0
+    assert command.run(ReproduceOptions(claim="lr", jobs=2, **place)) == 0
     assert len(started) == 2, "both have a record"
     assert "2 have a record, 0 to do" in capsys.readouterr().out
     records = read_records(tmp_path / "records")
@@ -245,7 +246,7 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, mon
     }
     assert all(each["validation"][-1]["validation_loss"] > 0 for each in records)
     for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
-        command.run("lr", listed=True, json=tmp_path / "list.json", **place | given)
+        command.run(ReproduceOptions(claim="lr", listed=True, json=tmp_path / "list.json", **place | given))
         assert {each["state"] for each in json.loads((tmp_path / "list.json").read_text())["runs"]} == {state}
 
 
@@ -259,7 +260,7 @@ def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, dat
         return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
 
     monkeypatch.setattr(command, "_start", start)
-    command.run(None, following=True, jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc")
+    command.run(ReproduceOptions(following=True, jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc"))
     assert started == ["tiny-seed-0"]
 
 
@@ -274,16 +275,16 @@ def test_time_that_nobody_can_estimate_starts_nothing(tmp_path, monkeypatch, dat
     monkeypatch.setattr(command, "_start", lambda *_, **__: pytest.fail("started"))
     place = {"queue": written(tmp_path), "data": data, "commit": "abc"}
     with pytest.raises(InputError, match="no run of this kind has been timed on cpu"):
-        command.run(None, following=True, minutes=5, records=tmp_path / "records", **place)
+        command.run(ReproduceOptions(following=True, minutes=5, records=tmp_path / "records", **place))
     with pytest.raises(InputError, match="name a claim"):
-        command.run(None, **place)
+        command.run(ReproduceOptions(**place))
     with pytest.raises(InputError, match="prepare it with: adaponder prepare TEXT"):
-        command.run("lr", **place | {"data": tmp_path / "nothing"})
+        command.run(ReproduceOptions(claim="lr", **place | {"data": tmp_path / "nothing"}))
     for asked in ({"listed": True}, {"following": True}):
         with pytest.raises(InputError, match="name the claim whose runs"):
-            command.run(None, seeds=[3], **asked, **place)
+            command.run(ReproduceOptions(seeds=[3], **asked, **place))
     with pytest.raises(InputError, match="no such run"):
-        command.run(None, one="mini-nothing", **place)
+        command.run(ReproduceOptions(one="mini-nothing", **place))
 
 
 def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monkeypatch, capsys, data):
@@ -298,7 +299,7 @@ def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monke
     monkeypatch.setattr(command, "_costs", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 0.0))
     path = written(tmp_path)
     place = {"queue": path, "data": data, "commit": "abc", "runs": tmp_path / "runs"}
-    assert command.run("lr", jobs=2, minutes=0.02, records=tmp_path / "records", **place) == 1
+    assert command.run(ReproduceOptions(claim="lr", jobs=2, minutes=0.02, records=tmp_path / "records", **place)) == 1
     assert len(children) == 2
     assert all(child.returncode is not None for child in children)
     assert "2 runs are cut and leave no record" in capsys.readouterr().out

@@ -1,0 +1,46 @@
+"""What each command can be told: one frozen dataclass per command, from which its command line is made.
+
+Importing these imports neither torch nor typer. From Python: ``evaluate.run(EvalOptions(checkpoint=…, data=…))``.
+"""
+
+from adaponder.commands.options.bench import BenchOptions, OpsBenchOptions, PrefillBenchOptions, TrainBenchOptions
+from adaponder.commands.options.evaluation import (
+    AnalyzeOptions,
+    CalibrateOptions,
+    CompareOptions,
+    EvalOptions,
+    PoliciesOptions,
+)
+from adaponder.commands.options.model import ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions
+from adaponder.commands.options.option import Option
+from adaponder.commands.options.training import (
+    DemoOptions,
+    PrepareOptions,
+    RecipesOptions,
+    ReproduceOptions,
+    SweepOptions,
+    TrainOptions,
+)
+
+__all__ = [
+    "AnalyzeOptions",
+    "BenchOptions",
+    "CalibrateOptions",
+    "CompareOptions",
+    "ConvertOptions",
+    "DemoOptions",
+    "DoctorOptions",
+    "EvalOptions",
+    "GenerateOptions",
+    "InspectOptions",
+    "OpsBenchOptions",
+    "Option",
+    "PoliciesOptions",
+    "PrefillBenchOptions",
+    "PrepareOptions",
+    "RecipesOptions",
+    "ReproduceOptions",
+    "SweepOptions",
+    "TrainBenchOptions",
+    "TrainOptions",
+]

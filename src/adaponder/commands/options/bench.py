@@ -1,0 +1,155 @@
+"""Options of the commands that measure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from adaponder.commands.options import values
+from adaponder.commands.options.option import Option
+from adaponder.commands.options.shared import Device, Json
+from adaponder.errors import InputError
+
+if TYPE_CHECKING:
+    from adaponder.bench.ops import Size
+
+SHARES = "Share of tokens read at each iteration; random tokens halt."
+
+
+def read_size(flag: str, text: str) -> "Size":
+    """``65536,512,50304`` as tokens, d and vocabulary."""
+    from adaponder.bench.ops import Size
+
+    parts = values.numbers()(flag, text)
+    if len(parts) != 3:
+        raise InputError(f"{flag} {text}: tokens, d and vocabulary are needed, as in 65536,512,50304")
+    return Size(*parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Device, Json):
+    """What every measurement can be told; ``json`` is written whenever a figure comes, so that none is lost."""
+
+    repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; their median counts.")] = (
+        10
+    )
+    warmup: Annotated[
+        int,
+        Option(metavar="N", min=0, max=100_000, help="Repetitions before, not timed: compilation and caches."),
+    ] = 3
+    only: Annotated[
+        Sequence[str],
+        Option(
+            several=True,
+            metavar="WORD",
+            help="Measure only plain and variants whose name contains WORD (for example: compiled; ops: ours); may be "
+            "repeated. Keeps no record.",
+        ),
+    ] = ()
+    trust: Annotated[
+        bool, Option(flags=("--trust",), help="Do not run the operations' tests first; the record says so.")
+    ] = False
+    commit: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Which commit is measured; default: what git says. Needed where there is no git."),
+    ] = None
+    record: Annotated[
+        bool, Option(flags=("--record/--no-record",), help="Keep a record under benchmarks/records/.")
+    ] = True
+    seed: Annotated[
+        int | None, Option(metavar="N", min=0, help="Of weights and tokens; default: the recipe's; 0 for ops.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compiles:
+    compiles: Annotated[
+        bool,
+        Option(
+            flags=("--compile/--no-compile",), help="Measure compiled variants too (needs a C++ compiler on a CPU)."
+        ),
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Largest:
+    largest: Annotated[
+        bool,
+        Option(flags=("--largest",), help="Search the largest batch too, in multiples of --batch (GPU only)."),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """Which model is measured, and on how much at once."""
+
+    recipe: Annotated[
+        str | None,
+        Option(metavar="RECIPE", help="Whose model; default paper/adaponder-70m on a GPU, cpu/demo on a CPU."),
+    ] = None
+    overrides: Annotated[
+        Sequence[str],
+        Option(
+            flags=("--set",), several=True, metavar="a.b=c", help="Change one field of the recipe; may be repeated."
+        ),
+    ] = ()
+    batch: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch, else its global_batch."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainKeep:
+    keep: Annotated[
+        Sequence[float],
+        Option(
+            metavar="1,.5,…",
+            help=f"{SHARES} Compares training that skips halted tokens with dense training.",
+            read=values.decimals(most=1),
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PrefillKeep:
+    keep: Annotated[
+        Sequence[float],
+        Option(
+            metavar="1,.5,…",
+            help=f"{SHARES} Default: all once, half of them to the end.",
+            read=values.decimals(most=1),
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchOptions(_Model, _TrainKeep, _Compiles, _Largest, BenchOptions):
+    """``adaponder bench train``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillBenchOptions(_Model, _PrefillKeep, _Compiles, BenchOptions):
+    """``adaponder bench prefill``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpsBenchOptions(BenchOptions):
+    """``adaponder bench ops``."""
+
+    size: Annotated[
+        Sequence["Size"],
+        Option(
+            several=True,
+            metavar="TOKENS,D,VOCABULARY",
+            help="May be repeated; default 65536,512,50304 and 16384,1024,50304 on a GPU, 1024,128,4096 on a CPU.",
+            read=read_size,
+        ),
+    ] = ()
+    dtype: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="bfloat16 (autocast) or float32; default: the first on a GPU, else the second.",
+            check=values.one_of("bfloat16", "float32"),
+        ),
+    ] = None

@@ -1,0 +1,121 @@
+"""Options of the commands that make, look at and use a model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from adaponder.commands.options import values
+from adaponder.commands.options.option import Option
+from adaponder.commands.options.shared import (
+    CHECKPOINT,
+    TOKENIZER,
+    DepthOptions,
+    Dtype,
+    Json,
+    OpenedModel,
+    Seed,
+)
+from adaponder.registry import DEFAULT_METHOD, method_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewSettings:
+    """Fields of the new model's config; ``None`` leaves each as the source, or the method, has it."""
+
+    iterations: Annotated[
+        int | None, Option(metavar="N", min=1, help="K; default 4, or what the source was trained with.")
+    ] = None
+    gate_bias: Annotated[float | None, Option(metavar="X", help="Gates start at sigmoid of this; default 4.")] = None
+    gate_width: Annotated[
+        int | None, Option(metavar="N", min=0, help="Gate width in hidden sizes; 0 is linear; default 4.")
+    ] = None
+    tau: Annotated[
+        float | None,
+        Option(metavar="X", help="A token halts below this, 0 to 1; default 1e-4.", check=values.between(0, 1)),
+    ] = None
+    embedding_scale: Annotated[
+        float | None, Option(metavar="X", help="Default: as the source was trained.", check=values.above(0))
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Which source, and on which text the new model is tried."""
+
+    text: Annotated[str | None, Option(metavar="TEXT", help="Text, or a file of it: shows the loss at each depth.")] = (
+        None
+    )
+    revision: Annotated[str | None, Option(metavar="NAME", help="Branch, tag or commit of a hub source.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(NewSettings, _Source, Seed, Dtype, Json):
+    """``adaponder convert``."""
+
+    source: Annotated[
+        str,
+        Option(argument=True, metavar="SRC", help="A stock, PonderLM or AdaPonder checkpoint: folder or hub name."),
+    ]
+    out: Annotated[Path, Option(metavar="DIR", help="Where to save; must be new or empty.", check=values.folder)]
+    method: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help=f"{', '.join(method_names())}; or backbone: back to plain.",
+            check=values.one_of(*method_names(), "backbone"),
+        ),
+    ] = DEFAULT_METHOD
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Colours:
+    depth_colours: Annotated[bool, Option(help="Colour each token by how often it was read.")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(DepthOptions, _Colours, OpenedModel):
+    """``adaponder generate``."""
+
+    checkpoint: Annotated[str, CHECKPOINT]
+    prompt: Annotated[str, Option(metavar="TEXT", help="What to go on from.")]
+    tokenizer: Annotated[str | None, TOKENIZER] = None
+    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="How many tokens to add.")] = 64
+    temperature: Annotated[float, Option(metavar="X", help="Of the sampling.", check=values.above(0))] = 1.0
+    top_p: Annotated[
+        float,
+        Option(
+            metavar="X",
+            help="Sample from the likeliest tokens of this total probability.",
+            check=values.above(0, most=1),
+        ),
+    ] = 1.0
+    greedy: Annotated[bool, Option(flags=("--greedy",), help="Always the likeliest token.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Json):
+    """``adaponder inspect``."""
+
+    checkpoint: Annotated[str, CHECKPOINT]
+    context: Annotated[
+        int | None,
+        Option(metavar="N", min=0, help="Tokens before the one counted; default 2048, or the backbone's positions."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(Json):
+    """``adaponder doctor``: of the installation, or of ``checkpoint``."""
+
+    checkpoint: Annotated[
+        str | None,
+        Option(argument=True, metavar="CKPT", help="Examine this checkpoint instead of the installation."),
+    ] = None
+    seal: Annotated[
+        bool,
+        Option(
+            flags=("--seal",),
+            help="Take the checkpoint's files as they are: the tokenizer decides on end and padding, "
+            "checksums are written anew.",
+        ),
+    ] = False
