@@ -1,4 +1,4 @@
-"""Every file of a checkpoint is as it was written, or is named: checksums, and the file that lists them.
+"""``manifest.json``: sizes and checksums of a checkpoint's files; verifying names the first file that differs.
 
 Verifying reads every listed file once, in pieces and by several threads: a second or two for each gigabyte.
 """
@@ -36,7 +36,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of ``folder``, if it is as it was written: ``files`` maps a name to its bytes and sha256."""
+    """The manifest of ``folder``, in which ``files`` maps a name to bytes and sha256; raises where it was changed."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(raw, path)
@@ -60,7 +60,7 @@ def verify_files(
 ) -> None:
     """Raises unless every listed file is as it was written; a folder without a manifest has nothing to verify.
 
-    ``only`` looks at these names alone, ``skip`` leaves out names that end so. Every file is read once, in pieces.
+    ``only`` verifies these names alone, ``skip`` leaves out names that end so. Every file is read once, in pieces.
     """
     if not os.path.lexists(folder / MANIFEST) or not read_json(folder / MANIFEST).keys() & {"format", "files"}:
         return  # there is none, or one of somebody else's making
@@ -95,7 +95,7 @@ def _is_entry(name: str, entry: Any) -> bool:
     )
 
 
-# --- a JSON file that vouches for itself ---------------------------------------------------------------------------
+# --- a JSON file with a checksum of itself --------------------------------------------------------------------------
 
 
 def sealed(content: dict[str, Any]) -> str:

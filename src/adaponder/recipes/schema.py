@@ -17,7 +17,7 @@ from adaponder.settings import OpenRecurrence, PonderOn, check_fields, limited
 
 STEPS = 1_000_000_000
 
-# What says nothing of what is computed: no part of the hash, and free to change when a run is resumed.
+# Fields of train that do not change the result: not part of the hash, and free to change when a run is resumed.
 FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits", "compile_by")
 
 
@@ -49,24 +49,24 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the recipe says of the recurrence, as arguments of the config; what it leaves open is not there."""
-        said = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
+        """The settings of the recurrence as keyword arguments of the config; fields left open (``None``) are absent."""
+        values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in said.items()
+            for name, value in values.items()
             if value is not None
         }
 
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """What it is trained on.
+    """The data that is trained on.
 
     Attributes:
         source: a folder made by ``adaponder prepare``, or what to prepare one from (``stdlib``, files, folders).
         tokenizer: folder, hub name, path of a tokenizer.json, or ``train-bpe:N``; ignored for a prepared folder.
-        sequence: tokens that a row predicts.
-        attend_across_documents: as Pythia does; off, documents packed into one row do not see each other.
+        sequence: tokens that a window predicts.
+        attend_across_documents: whether tokens attend to earlier documents of their window, as in Pythia.
         validation: share of documents held out when preparing.
     """
 
@@ -85,46 +85,48 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How it is trained; steps count optimizer updates.
+    """How the model is trained; steps count optimizer updates.
 
     Attributes:
         steps: updates in all.
-        global_batch: rows per update, over all processes.
-        micro_batch: at most so many rows per process at once; ``None``: the process's whole share.
-        lr, gate_lr: peak learning rates of the backbone and of what the method adds (``None``: the same).
+        global_batch: windows (sequences) per update, over all processes.
+        micro_batch: windows per process and forward, at most; ``None``: the process's whole share of an update.
+        lr, gate_lr: peak learning rates of the backbone and of the method's own parameters (``None``: the same).
         min_lr_ratio: the cosine's floor as a share of the peak.
         warmup: linear warm-up; below 1 a share of the steps, else steps.
         joint_warmup: the same once more where joint training begins after ``freeze_backbone_steps``, on top of the
             schedule: the optimizer's averages begin anew there (``None``: none).
-        weight_decay, betas, clip: AdamW's, and the gradient norm's bound (``None``: none).
+        weight_decay, betas: of AdamW. clip: largest gradient norm (``None``: no clipping).
         dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
         execution: ``dense`` computes every token and masks; ``compact`` computes active rows only, with the same
             gradients: cheaper once many tokens halt.
-        compile: torch.compile the passes over the backbone and what stands between them; each shape compiles once.
-        compile_by: if compiled: ``layer``, one for all; or ``pass``, one graph of all layers, in minutes instead of
-            seconds: faster where the host is slower than the GPU, as with small models.
-        memory_budget: compiled, the share of activations kept for backward; the rest is computed again.
-        gradient_checkpointing: replay each iteration in backward.
-        keep_logits: adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of
+        compile: torch.compile the passes over the backbone and what is computed between them.
+        compile_by: ``layer`` compiles one layer and uses it for all; ``pass`` compiles one graph of all layers, which
+            takes minutes instead of seconds and is faster where the host is slower than the GPU (small models).
+        memory_budget: with ``compile``, the share of activations kept for backward; the rest is computed again.
+        gradient_checkpointing: compute each iteration again in backward instead of keeping its activations.
+        keep_logits: for adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of
             computing them again: faster, the same bits, tokens x vocabulary x 2 bytes (bfloat16) more per iteration.
         parallel: ``ddp`` or ``fsdp``, when there are several processes.
-        ponder_weight: the paper's lambda. k_max: the share of gates bottom-K averages, once warm.
-        ponder_start, ponder_full: S0 and S1: stage 2 begins, and k has reached k_max.
-        ponder_on: probabilities or logits. ponder_scope: rank gates over all processes of a micro-step (``micro``) or
-            each process for itself (``process``).
-        gate_start: what the method adds is not updated before this step; gates then stay as open as they began.
-            ``None``: a third into stage 1 where a ponder loss is to come, as measured (experiments/), else at once.
+        ponder_weight: the paper's lambda.
+        k_max: the share of gates that the ponder loss averages, the lowest, once it is full.
+        ponder_start, ponder_full: the paper's S0 and S1, the steps where stage 2 begins and where k has reached k_max.
+        ponder_on: whether the ponder loss is of gate probabilities or of logits.
+        ponder_scope: rank gates over all processes of a micro-step (``micro``), or in each process (``process``).
+        gate_start: the first step that updates the method's own parameters; until then gates stay as they began.
+            ``None``: a third into stage 1 where a ponder loss is to come, as measured (experiments/), else step 0.
         halt_before_ponder: whether gates may halt tokens in stage 1.
-        target_depth: steer ponder_weight and k_max, once k is warm, towards this mean depth (``None``: do not).
-        target_gain, target_every: how fast, and after how many steps each time; see training/controller.py.
-        freeze_backbone_steps: train what the method adds alone for so long.
-        capacity_warmup: mor, steps over which capacity shrinks from 1. exit_stage: ouro's stage.
-        exit_entropy: ouro, beta at the beginning and at the end (``None``: always ``model.exit_entropy_weight``).
-        exit_entropy_steps: where it goes from one to the other, linearly; twice the same step is a jump there
-            (``None``: over the whole run).
-        seed: of weights and of the data's order.
-        eval_every, save_every, log_every: steps between (0: only at the end).
-        eval_tokens: tokens of a validation. keep: checkpoints kept.
+        target_depth: from ponder_full on, steer ponder_weight and k towards this mean depth (``None``: do not).
+        target_gain, target_every: how strongly, and after how many steps each time; see training/controller.py.
+        freeze_backbone_steps: the first steps, in which the method's own parameters train alone.
+        capacity_warmup: for mor, steps over which capacity shrinks from 1.
+        exit_stage: for ouro, its training stage.
+        exit_entropy: for ouro, beta at the beginning and at the end (``None``: ``model.exit_entropy_weight`` always).
+        exit_entropy_steps: the steps between which beta changes linearly; equal ones are a jump (``None``: all steps).
+        seed: of the weights and of the order of the data.
+        eval_every, save_every, log_every: steps between validations, checkpoints, logs (0: only at the end).
+        eval_tokens: tokens of one validation.
+        keep: how many checkpoints are kept.
     """
 
     steps: int = limited(1, STEPS, default=MISSING)
@@ -171,7 +173,7 @@ class TrainRecipe:
 
     @property
     def gates_begin(self) -> int:
-        """The step from which on gates learn."""
+        """The first step that updates the method's own parameters."""
         if self.gate_start is not None:
             return self.gate_start
         return 0 if self.freeze_backbone_steps or not self.ponder_weight else self.ponder_start // 3
@@ -237,12 +239,12 @@ def _require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value of a paper's recipe is from.
+    """Where a value of a paper's recipe comes from.
 
     Attributes:
-        kind: ``stated`` in the paper; from a public ``release`` (PonderLM's unless the note says whose); ``inferred``:
-            in neither, and the note says why this one.
-        value: what the source says. A test holds it against what the recipe resolves to.
+        kind: ``stated`` in the paper; ``release``, from public code or configs (PonderLM's unless the note says whose);
+            ``inferred``, in neither, and the note says why this one.
+        value: the value there. A test compares it with the recipe's.
     """
 
     kind: Literal["stated", "inferred", "release"]
@@ -252,9 +254,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run. ``provenance`` says of each ``section.field`` of a paper's recipe where it is from.
+    """One training run as data.
 
-    (``code.…`` names what no field can change.)
+    Attributes:
+        provenance: for recipes of papers, the origin of each ``section.field`` (``code.…``: of what no field can set).
     """
 
     name: str
@@ -275,9 +278,9 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """The recipe as data, with the embedding scale that training from scratch uses where none is given.
+        """The recipe as plain data; an embedding scale left open is the one that training from scratch uses.
 
-        So records and hashes tell runs of different scales apart.
+        So records and hashes of runs with different scales differ.
         """
         values = dataclasses.asdict(self)
         if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):
@@ -286,9 +289,9 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides the result: not the name, prose, how often is logged or what is kept.
+        """Hash of all fields that decide the result: not of name, prose, or how often the run logs and saves.
 
-        Fields left open (``None``) are not part of it, so that a later field does not rename the runs before it.
+        Fields left open (``None``) are not part of it, so that adding a field does not change the hash of older runs.
         """
         sections = self.as_dict()
         decisive = {

@@ -21,7 +21,7 @@ from adaponder.recipes import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, Train
 from adaponder.registry import DEFAULT_METHOD, scale_from_scratch
 from adaponder.settings import scale_of
 
-# What is known of a run's data by its hash, not by where it lay.
+# Fields of data that are left out of the identity: records carry a hash of the data instead.
 _BY_HASH = ("source", "tokenizer", "validation")
 
 
@@ -49,7 +49,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Queue:
-    """The queue as read.
+    """The content of the queue's file.
 
     Attributes:
         claims: what each claim says.
@@ -128,10 +128,10 @@ def _short(change: str) -> str:
 
 
 def identity(recipe: Mapping[str, Any]) -> str:
-    """A hash of what a recipe computes, given the data: equal for equal runs.
+    """A hash of what a recipe computes on given data: equal for equal runs.
 
-    It leaves out names and prose, what is only logged or kept, where the data lay, and whatever has its default value,
-    so that a field added later does not rename the runs before it.
+    It leaves out names and prose, how often the run logs and saves, where the data is, and fields with their default,
+    so that adding a field does not change the identity of older runs.
     """
     model = dict(recipe["model"])
     backbone = model["backbone"]
@@ -147,7 +147,7 @@ def identity(recipe: Mapping[str, Any]) -> str:
 
 
 def _departures(kind: Any, section: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
-    """What a section says beyond the defaults of its fields; numbers alike however they were written."""
+    """The fields of a section that differ from their defaults; whole numbers as floats, so that 1 equals 1.0."""
     defaults = {item.name: _plain(item.default) for item in fields(kind)}
     plain = {key: _plain(value) for key, value in section.items() if key not in ignored}
     return {key: value for key, value in plain.items() if value != defaults.get(key)}

@@ -29,12 +29,12 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
     So are records from before there was a queue, which name neither their embedding scale nor their data's hash.
     """
-    found = []
+    records = []
     for path in sorted(folder.glob("*.json")):
         record = read_json(path, InputError)
         if {"recipe", "validation", "data", "embedding_scale", "shared_device_with"} <= record.keys():
-            found.append(record | {"identity": identity(record["recipe"]), "file": path.name})
-    return found
+            records.append(record | {"identity": identity(record["recipe"]), "file": path.name})
+    return records
 
 
 def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], data: str) -> Mapping[str, Any] | None:
@@ -51,19 +51,21 @@ def result(record: Mapping[str, Any]) -> Mapping[str, Any]:
 def carry_out(
     experiment: Experiment, *, data: Path, runs: Path, records: Path, device: str, commit: str, beside: int
 ) -> Path:
-    """Trains one run from its first step to its last and writes its record; what an earlier try left is removed.
+    """Trains one run from its first step to its last and writes its record; a folder left by an earlier try is removed.
 
-    ``beside`` says how many other runs share the device: tokens per second of such a run are its own, not the device's.
+    ``beside`` is how many other runs share the device; tokens per second are those of this run alone.
     """
     recipe = experiment.resolved(data)
     out = runs / experiment.label
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    done = train(recipe, out=out, device=device)
-    if done.final is None:
-        raise TrainingError(f"{experiment.label} was stopped at step {done.step}: no record; the next try repeats it")
-    assert done.trainer is not None  # the folder was empty, so this run has trained
-    record = _record(experiment, done.trainer, out, device=device, commit=commit, beside=beside)
+    outcome = train(recipe, out=out, device=device)
+    if outcome.final is None:
+        raise TrainingError(
+            f"{experiment.label} was stopped at step {outcome.step}: no record; the next try repeats it"
+        )
+    assert outcome.trainer is not None  # the folder was empty, so this run has trained
+    record = _record(experiment, outcome.trainer, out, device=device, commit=commit, beside=beside)
     path = records / f"{experiment.label}-{identity(record['recipe'])[:8]}.json"
     records.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
@@ -76,8 +78,7 @@ def _record(
     recipe = trainer.recipe
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    place = torch.device(device)
-    on_gpu = place.type == "cuda"
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "experiment": experiment.label,
         "claim": experiment.claim,
@@ -96,7 +97,7 @@ def _record(
         "shared_device_with": beside,
         "seconds": lines[-1]["time"] - lines[0]["time"],
         "tokens_per_second": statistics.median(line["tokens_per_second"] for line in steps),
-        "peak_memory_gib": torch.cuda.max_memory_allocated(place) / 2**30 if on_gpu else None,
+        "peak_memory_gib": torch.cuda.max_memory_allocated(torch.device(device)) / 2**30 if on_gpu else None,
         "validation": [line for line in lines if "validation_loss" in line],
         "along_the_way": steps[:: max(1, len(steps) // _LINES)],
     }

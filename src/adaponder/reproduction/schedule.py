@@ -1,4 +1,4 @@
-"""Which run to start next, so that none is started that cannot finish in time."""
+"""Which run to start next: none that cannot finish in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEASURED_TOKENS = 3000 * 32 * 1024
 def device_seconds(
     experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
 ) -> float | None:
-    """How long a run occupies the whole device: as runs of the same model took there, else by the queue's estimate.
+    """Seconds that a run takes alone on the device: as runs of the same model took there, else by the queue's estimate.
 
     ``None`` where neither is known: nobody has timed this hardware.
     """
@@ -60,7 +60,7 @@ def _tokens(recipe: Mapping[str, Any]) -> int:
 
 
 def _timed_alike(recipe: Mapping[str, Any]) -> str:
-    """Equal for runs that take equally long per token: the same model, batch and ways to compute; any rates or seed."""
+    """A key that is equal for runs that take equally long per token: same model, batch and way to compute."""
     keys = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
     train = {key: recipe["train"][key] for key in keys if key in recipe["train"]}
     model = recipe["model"] | {"embedding_scale": 1.0}

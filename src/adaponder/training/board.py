@@ -1,4 +1,4 @@
-"""TensorBoard's event files: the order of their names is the order of the runs, whatever the clock says.
+"""Writes TensorBoard's event files, named so that they sort in the order they were written, whatever the clock says.
 
 TensorBoard reads the files of a folder by name, which holds a time, and forgets steps of earlier ones that were done
 again. A clock that was set back would put the newest file first, and what it shows would be forgotten.
@@ -52,6 +52,6 @@ class Board:
 
 
 def _next_number(folder: Path) -> int:
-    """The time in seconds, or one more than the largest number in a name that is there."""
+    """The time in seconds, or one more than the largest number in an existing name."""
     there = (_NAME.match(path.name) for path in folder.iterdir())
     return max([int(time.time()), *(int(match[1]) + 1 for match in there if match)])

@@ -1,4 +1,4 @@
-"""The model a recipe asks for: from scratch, or from a checkpoint that is trained on."""
+"""The model of a recipe: from scratch, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe says of the recurrence, as arguments of the config; what it leaves open is not there."""
+    """The recipe's settings as keyword arguments of the config; those left open are absent."""
     return recipe.model.settings | {"ponder_on": recipe.train.ponder_on}
 
 
@@ -77,7 +77,7 @@ def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig 
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
-    """Hugging Face's configs take any field in silence: a misspelt one would be a run that is not what it says."""
+    """Raises for a field that the family does not have: Hugging Face's configs would take it in silence."""
     if backbone.get("model_type") not in CONFIG_MAPPING:
         return  # the config itself says so, with the types there are
     known = CONFIG_MAPPING[backbone["model_type"]]().to_dict()
@@ -88,28 +88,30 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
             raise ConfigError(f"model.backbone.{key}: {backbone['model_type']} has no such field{hint}")
 
 
-def _from_checkpoint(name: str, asked: dict[str, Any]) -> AdaPonderForCausalLM:
+def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
+    """The checkpoint's model with the recipe's ``settings``; another method keeps its backbone alone."""
     opened = open_checkpoint(name, dtype="float32")
-    if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == asked["method"]:
-        return _trained_on(opened.model, asked)
+    if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == settings["method"]:
+        return _trained_on(opened.model, settings)
     stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
-    settings = ({"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence) | asked
-    return AdaPonderForCausalLM.from_backbone(stock, **settings)
+    inherited = {"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence
+    return AdaPonderForCausalLM.from_backbone(stock, **inherited | settings)
 
 
-def _trained_on(model: AdaPonderForCausalLM, asked: dict[str, Any]) -> AdaPonderForCausalLM:
-    """The checkpoint's model with its own gates; what the recipe says otherwise of it holds from now on."""
+def _trained_on(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> AdaPonderForCausalLM:
+    """The checkpoint's model with its own gates and, where the recipe sets others, the recipe's ``settings``."""
     own = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
-    wanted = AdaPonderConfig(backbone_config=model.config.backbone_config, **own | asked)
-    # Where gates began is nothing that trained ones could take over.
-    differing = [name for name in asked if name != "gate_bias" and getattr(wanted, name) != getattr(model.config, name)]
+    before = model.config
+    after = AdaPonderConfig(backbone_config=model.config.backbone_config, **own | settings)
+    # gate_bias is where gates begin: it means nothing to trained ones.
+    differing = [name for name in settings if name != "gate_bias" and getattr(after, name) != getattr(before, name)]
     if not differing:
         return model
-    changed = AdaPonderForCausalLM.from_backbone(model.backbone, **own | asked)
+    changed = AdaPonderForCausalLM.from_backbone(model.backbone, **own | settings)
     try:
         changed.method.load_state_dict(model.method.state_dict())
     except RuntimeError:
-        changes = ", ".join(f"model.{name}={asked[name]}" for name in differing)
+        changes = ", ".join(f"model.{name}={settings[name]}" for name in differing)
         raise ConfigError(
             f"{changes}: {model.config.method}'s own parameters, which are trained on, have another shape in the "
             "checkpoint; leave these fields out, or start from its backbone (adaponder convert --method backbone)"

@@ -1,7 +1,7 @@
-"""Kill it at any instant and the last complete checkpoint loads.
+"""Checkpoint folders: a run killed at any instant leaves its last complete checkpoint whole.
 
-A checkpoint is written beside its place, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
-A folder without a manifest that fits is not a checkpoint. Safetensors and JSON only.
+A checkpoint is written under another name, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
+A folder without a matching manifest is not a checkpoint. Safetensors and JSON only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def save_checkpoint(
     state: dict[str, Any],
     texts: dict[str, str] | None = None,
 ) -> None:
-    """Writes a checkpoint that is either whole under its name or not there. A failure removes what it had written.
+    """Writes a checkpoint; on a failure nothing of it is left.
 
     ``texts`` are further files by name, such as the tokenizer's.
     """
@@ -67,14 +67,14 @@ def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, 
 
 
 def _require_whole(folder: Path) -> None:
-    """Refuses a manifest that vouches for less than a checkpoint needs."""
+    """Raises unless the manifest lists a state, a config and weights."""
     files = read_manifest(folder)["files"]
     if not {STATE, "config.json"} <= files.keys() or not any("model" in name for name in files):
         raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a whole checkpoint")
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that is whole, why newer ones were passed over)."""
+    """(the newest checkpoint that is whole, for each newer one why it was passed over)."""
     passed_over = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
@@ -89,7 +89,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
 def prune(run: Path, keep: int, *, saved: Path) -> None:
     """Removes all but the newest ``keep`` checkpoints up to the one just saved, and what interrupted saves left.
 
-    Later steps than that are of a run that was gone back from, or broken: they would look newer than what is true now.
+    Checkpoints of later steps are broken, or of steps that were taken back: they would be taken for newer ones.
     """
     folders = sorted((run / "checkpoints").glob("step-*"))
     current = [folder for folder in folders if folder.name <= saved.name]
@@ -103,27 +103,28 @@ def prune(run: Path, keep: int, *, saved: Path) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded over processes, on the CPU, on its own memory."""
+    """A copy on the CPU of the whole tensor, which may be sharded over processes."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().to("cpu", copy=True).contiguous()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The model's whole state dict, on the CPU."""
     return {name: full(value) for name, value in model.state_dict().items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Adam's moments and step counts as ``parameter name|moment``."""
-    found = {}
+    moments = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for moment, value in optimizer.state[parameter].items():
-                found[f"{name}|{moment}"] = full(value)
-    return found
+                moments[f"{name}|{moment}"] = full(value)
+    return moments
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Puts saved moments back, sharded like their parameters; every parameter's must be there."""
+    """Loads the moments saved in ``folder`` into ``optimizer``; raises where one is missing."""
     saved = load_file(folder / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):

@@ -1,4 +1,4 @@
-"""One process, several, several machines: the same code; a lone process is a world of one without a process group."""
+"""One process or several, on one machine or several: a lone process is a world of one without a process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 @dataclass(frozen=True)
 class World:
-    """Who we are among how many; ``torchrun`` says so through the environment."""
+    """The number of this process (``rank``), how many there are (``size``), and its device."""
 
     rank: int = 0
     size: int = 1
@@ -45,7 +45,7 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so: all then agree."""
+        """Whether ``flag`` is true in any process; the same answer in all."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def wait(self) -> None:
@@ -55,24 +55,24 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """The world that torchrun made, or a world of one."""
+    """The world that ``torchrun`` describes in the environment, or a world of one."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    place = as_device(device)
-    if place.type == "cuda":
-        place = as_device(f"cuda:{os.environ.get('LOCAL_RANK', place.index or 0)}")
-        torch.cuda.set_device(place)
+    target = as_device(device)
+    if target.type == "cuda":
+        target = as_device(f"cuda:{os.environ.get('LOCAL_RANK', target.index or 0)}")
+        torch.cuda.set_device(target)
     if size == 1:
-        yield World(device=place)
+        yield World(device=target)
         return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
     try:
-        yield World(rank, size, place)
+        yield World(rank, size, target)
     finally:
         dist.destroy_process_group()
 
 
 def local_share() -> tuple[int, int]:
-    """(number of this process, processes) on this machine, as torchrun says; who is not told both counts as alone."""
+    """(number of this process, processes) on this machine, as torchrun says; (0, 1) where it does not."""
     if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -95,7 +95,7 @@ def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Modu
 
 
 def accumulating(called: nn.Module, *, last: bool) -> Any:
-    """Inside, gradients are kept local except for the last micro-step."""
+    """A context in which gradients stay local to the process, except in the last micro-step."""
     if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
         return called.no_sync()
     if hasattr(called, "set_requires_gradient_sync"):
@@ -104,7 +104,7 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """Bottom-K over the gates of all processes: exactly what one process with all rows would rank.
+    """A bottom-K mean over the gates of all processes: what one process with all windows would compute.
 
     Each process returns its own part of the mean, times the number of processes, because gradients are averaged.
     """

@@ -1,4 +1,4 @@
-"""What a run writes between two checkpoints: whole or named as what could not be written, and no checkpoint suffers."""
+"""Errors of the disk end a run in one line that names the file; files that grow are written record by record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextmanager
 def room_to_write(what: str | Path) -> Iterator[None]:
-    """Inside, an error of the disk ends the run with one line that names ``what`` could not be written."""
+    """Inside, an error of the disk ends the run with one line that says that ``what`` could not be written."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def _stopped(what: str | Path, error: OSError) -> TrainingError:
 
 
 class Appended:
-    """A file that grows by whole records. Nothing waits in memory: closing it cannot fail, and a kill loses nothing."""
+    """A file that grows by whole records, unbuffered: closing it cannot fail, and a kill loses nothing."""
 
     def __init__(self, path: Path):
         self.path = path

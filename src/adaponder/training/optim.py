@@ -10,7 +10,7 @@ from adaponder.training.schedule import learning_rate_factor
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Trainable parameters by group: names, peak rate, decay, first step. Vectors (biases, norms) do not decay."""
+    """Parameter groups of AdamW with their names, peak rate, decay and first step; vectors do not decay."""
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
     groups = {
         ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
@@ -29,6 +29,7 @@ def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
+    """AdamW over the parameters that train now; fused on a GPU."""
     groups = named_groups(model, train)
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=1e-8, fused=on_gpu)

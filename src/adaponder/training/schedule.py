@@ -1,4 +1,4 @@
-"""What changes with the step, as pure functions of it: learning rate, k, halting, who is trained."""
+"""Pure functions of the step: learning rate, objective, policy, and which parameters train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.recipes import TrainRecipe
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps ``start … end - 1``, with the backbone frozen or not; it begins with new wrappers and a new optimizer."""
+    """Steps ``start … end - 1``, with the backbone frozen or not; a phase begins with a new optimizer."""
 
     start: int
     end: int
@@ -22,10 +22,10 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Gates alone first, then everything; either may be absent."""
+    """The phases of a run: the method's own parameters alone, then all; either may be absent."""
     frozen = train.freeze_backbone_steps
-    found = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
-    return [phase for phase in found if phase.end > phase.start]
+    both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
+    return [phase for phase in both if phase.end > phase.start]
 
 
 def phase_at(train: TrainRecipe, step: int) -> Phase:
@@ -48,7 +48,7 @@ def learning_rate_factor(train: TrainRecipe, step: int) -> float:
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
-    """A warm-up in steps: below 1 it is given as a share of all."""
+    """A warm-up in steps; a value below 1 is a share of all steps."""
     return round(warmup * train.steps) if warmup < 1 else int(warmup)
 
 

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: metrics.jsonl, TensorBoard, Weights & Biases if asked, and a live view.
+"""Logs a run: metrics.jsonl, TensorBoard, optionally Weights & Biases, and a live view.
 
 NaN is shown as NaN.
 """
@@ -27,7 +27,7 @@ from adaponder.training.files import Appended
 
 
 class Telemetry:
-    """Takes one flat dict per logged step. Only the leading process has one."""
+    """Logs one flat dict of metrics per step; made in the leading process alone."""
 
     def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False, wandb: str | None = None):
         self.remote = None if wandb is None else _join_wandb(wandb, folder)
@@ -55,7 +55,7 @@ class Telemetry:
 
     @staticmethod
     def _forget_from(path: Path, start: int) -> None:
-        """Drops lines of steps that will be done again: one line per step, whatever was interrupted."""
+        """Removes lines of steps from ``start`` on, which will be taken again."""
         if not path.is_file():
             return
         kept = [line for line in path.read_text().splitlines() if _step(line) < start]
@@ -82,7 +82,7 @@ class Telemetry:
             console.print(f"step {step}  {line_of(metrics)}", soft_wrap=True)
 
     def warn(self, kind: str, message: str) -> None:
-        """Loud, once per kind."""
+        """Prints a warning, once per kind."""
         if kind not in self.warned:
             self.warned.add(kind)
             console.print(line(("warning:", "bold yellow"), f" {message}"), soft_wrap=True)
@@ -99,7 +99,7 @@ class Telemetry:
 
 
 def _join_wandb(project: str, folder: Path) -> Any:
-    """The run of this folder in that project: resumed there if it was begun there."""
+    """Starts, or resumes, the Weights & Biases run of this folder in ``project``."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -111,7 +111,7 @@ def _join_wandb(project: str, folder: Path) -> Any:
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics; a line torn by a kill belongs to no step and goes."""
+    """The step of a line of metrics; infinity for a line that was cut off."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -119,7 +119,7 @@ def _step(line: str) -> float:
 
 
 def line_of(metrics: dict[str, Any]) -> str:
-    """One line: loss, speed, depth, who halted where, what gates say."""
+    """Metrics as one line of text: loss, speed, depth, shares halted, means of gates."""
     parts = []
     if "validation_loss" in metrics:
         parts.append(f"validation {metrics['validation_loss']:.4f}")
@@ -139,7 +139,7 @@ def line_of(metrics: dict[str, Any]) -> str:
 
 
 def view_of(metrics: dict[str, Any]) -> RenderableType:
-    """The live view under the bar: what is learned, how fast, and iteration by iteration who is still reading."""
+    """The live view under the progress bar: losses, speed, and per iteration the share of tokens that are active."""
     facts = []
     for name, label, form in (
         ("cross_entropy", "loss", ".4f"),
@@ -160,16 +160,16 @@ def view_of(metrics: dict[str, Any]) -> RenderableType:
 
 
 def _by_iteration(halted: list[float], gates: list[float]) -> Table:
-    """Share of tokens that each iteration reads, as a bar, and the mean of the gate after it."""
-    drawn = Table(box=None, pad_edge=False, header_style="dim")
-    drawn.add_column("iteration")
-    drawn.add_column("tokens read")
-    drawn.add_column("", justify="right")
-    drawn.add_column("gate after it", justify="right")
+    """A table with the share of tokens active in each iteration, as a bar, and the mean of the gate after it."""
+    by_iteration = Table(box=None, pad_edge=False, header_style="dim")
+    by_iteration.add_column("iteration")
+    by_iteration.add_column("tokens read")
+    by_iteration.add_column("", justify="right")
+    by_iteration.add_column("gate after it", justify="right")
     deepest = len(halted) + 1
     for index in range(deepest):
         active = 1.0 - (halted[index - 1] if index else 0.0)
         bar = Text(" " * max(1, round(30 * active)) if active else "", style=depth_style(index + 1, deepest))
         gate = f"{gates[index]:.3f}" if index < len(gates) else ""
-        drawn.add_row(str(index + 1), bar, f"{active:.1%}", gate)
-    return drawn
+        by_iteration.add_row(str(index + 1), bar, f"{active:.1%}", gate)
+    return by_iteration
