@@ -169,13 +169,13 @@ class RowPlan:
     Attributes:
         read: ``[lanes, slots]`` ledger row behind each slot; -1 where there is none.
         stored: ``[new]`` index of the pass's queries (flattened) that leave a row.
-        place: ``[new]`` flattened ``lane * slots + slot`` where each of those stands.
+        slot_index: ``[new]`` flattened ``lane * slots + slot`` where each of those stands.
         fresh: the pass's own rows are all there is to read, in order.
     """
 
     read: Tensor
     stored: Tensor
-    place: Tensor
+    slot_index: Tensor
     fresh: bool = False
 
 
@@ -212,5 +212,5 @@ class RowView(IterationView):
             # Slots without a row (-1) and rows of this very pass fetch any row: masked, or overwritten below.
             table = old.index_select(0, plan.read.clamp(0, old.shape[0] - 1).flatten())
         # In place: the gathered table is fresh, and nothing else holds it.
-        table.index_copy_(0, plan.place, rows)
+        table.index_copy_(0, plan.slot_index, rows)
         return rows, table.view(lanes, slots, heads, size).transpose(1, 2)

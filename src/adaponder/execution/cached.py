@@ -73,7 +73,7 @@ class Cached(Sparse):
         kept = stored.nonzero().squeeze(1)
         sequence, slot = index[kept] // time, self.past + index[kept] % time
         read = ledger.write(sequence, slot, lanes, self.passes)
-        plan = RowPlan(read=read, stored=kept, place=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
+        plan = RowPlan(read=read, stored=kept, slot_index=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
         key = Places(*ledger.places(lanes), present=read >= 0)  # a ledger never holds packed documents
         holding = {"stores": ledger.snapshot(), "plan": plan}
         own = torch.searchsorted(lanes, index // time)
@@ -91,7 +91,7 @@ class Cached(Sparse):
         # The first pass over an empty ledger and unpadded lanes reads just what it computes.
         fresh = self.passes == 0 and self.past == 0 and when.shape[1] == ledger.slots
         kept = stored.flatten().nonzero().squeeze(1)
-        plan = RowPlan(read=read, stored=kept, place=lane * ledger.slots + slot, fresh=fresh)
+        plan = RowPlan(read=read, stored=kept, slot_index=lane * ledger.slots + slot, fresh=fresh)
         mask = None
         if not fresh or tokens.document is not None:
             document = tokens.document

@@ -220,11 +220,11 @@ class Ledger(Cache):
         """Drops rows that no token reads any more, if there are more than ``spare`` of them."""
         if self.table is None:
             return
-        living, place = self.table.unique(return_inverse=True)
+        living, renumbered = self.table.unique(return_inverse=True)
         dead_entry = int(living.numel() > 0 and living[0] < 0)
         if self.rows - (living.numel() - dead_entry) <= spare:
             return
-        self.table = place - dead_entry
+        self.table = renumbered - dead_entry
         for store in self.stores:
             if store is not None:
                 store.select(living[dead_entry:])

@@ -1,0 +1,139 @@
+"""Decoding in which every sequence stands at its own token and its own iteration: what an engine will do, plainly.
+
+One pass of the backbone holds one row of each sequence, whatever iteration that row is at. A row that halts makes room
+for its sequence's next token at once. The method's own ``start``, ``receive`` and ``advance`` are called, and nothing
+else of it; keys and values are read through a ledger's table, each row at its own iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adaponder import AdaPonderForCausalLM, Policy, PolicyInput
+from adaponder.backbones.views import RowPlan, RowView
+from adaponder.execution.base import Pass, Rows
+from adaponder.execution.ledger import Ledger
+from adaponder.methods import State
+from adaponder.ops.masks import Places
+from adaponder.policies import as_int64
+
+
+class Decoded(NamedTuple):
+    """Final hidden states and depths ``[sequences, tokens, …]``, and how many iterations stood side by side at most."""
+
+    hidden: Tensor
+    depth: Tensor
+    apart: int
+
+
+class Staggered(Rows):
+    """One row of each sequence; ``iteration`` and ``time`` are per row, ``[sequences, 1]``."""
+
+    slots_per_token = 1
+
+    def __init__(self, model: AdaPonderForCausalLM, policy: Policy, seed: int, sequences: int):
+        self.model, self.policy, self.seed = model, policy, seed
+        self.backbone, self.last = model.wrapped, model.config.iterations - 1
+        self.iteration = torch.zeros(sequences, 1, dtype=torch.long)
+        self.time = torch.zeros(sequences, 1, dtype=torch.long)
+        self.active = torch.ones(sequences, 1, dtype=torch.bool)
+        self.before: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        return function(values)
+
+    def gate(self, gates: nn.ModuleList, values: Tensor) -> Tensor:
+        every = torch.stack([gate(values) for gate in gates], dim=-1)
+        return every.gather(-1, self.iteration.clamp(max=len(gates) - 1)[..., None]).squeeze(-1)
+
+    def decide(self, gate: Tensor, hidden: Tensor) -> None:
+        rows = PolicyInput(
+            iteration=self.iteration,
+            gate=gate,
+            hidden=hidden,
+            position=self.time,
+            seed=torch.full_like(self.time, as_int64(self.seed)),
+            sequence=torch.arange(len(gate))[:, None],
+            slot=self.time,
+            active=self.active,
+            head=self.backbone.logits,
+            previous=self.before,
+        )
+        self.active = self.active & self.policy(rows)
+
+    def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
+        return new  # halted rows are not in the pass
+
+    def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
+        return torch.where((self.iteration == 0)[..., None], first, later())
+
+    def read(self, x: Tensor, ledger: Ledger, vanishes: bool) -> Pass:
+        """One pass over all rows; each sees the rows that earlier tokens of its sequence have at its iteration."""
+        sequence = torch.arange(len(x))
+        slot, iteration = self.time[:, 0], self.iteration[:, 0]
+        rows = ledger.rows + torch.arange(len(x))
+        assert ledger.table is not None
+        for number, row in enumerate(rows.tolist()):
+            own = ledger.table[sequence[number], slot[number]]
+            # A token that halts here is read at its last row from now on, or is out of sight.
+            own[iteration[number] : iteration[number] + 1 if vanishes else None] = row
+        read = ledger.table[sequence, :, iteration]
+        later = torch.arange(ledger.slots) > slot[:, None]
+        read = read.masked_fill(later, -1)
+        plan = RowPlan(read=read, stored=sequence, slot_index=sequence * ledger.slots + slot)
+        key_slot = torch.arange(ledger.slots).expand_as(read)
+        mask = self.backbone.mask(
+            Places(slot[:, None], slot[:, None]), Places(key_slot, key_slot, present=read >= 0), x.dtype
+        )
+        output = self.backbone.read(
+            x, position=self.time, mask=mask, view=RowView, holding={"stores": ledger.snapshot(), "plan": plan}
+        )
+        ledger.append(output.rows)
+        return Pass(output.hidden, output.stream)
+
+
+def _chosen(mask: Tensor, new: State, old: State) -> State:
+    """Row by row, ``new`` where ``mask`` says so, else ``old``."""
+
+    def pick(mine: Tensor, other: Tensor) -> Tensor:
+        return torch.where(mask[..., None] if mine.ndim == 3 else mask, mine, other)
+
+    carried = tuple(pick(mine, other) for mine, other in zip(new.carried, old.carried, strict=True))
+    return State(pick(new.input, old.input), old.hidden, carried)
+
+
+@torch.no_grad()
+def decode(model: AdaPonderForCausalLM, ids: Tensor, policy: Policy | None, *, seed: int = 0) -> Decoded:
+    """Reads ``ids [sequences, tokens]`` token by token, every sequence at its own pace."""
+    sequences, tokens = ids.shape
+    method, config = model.method, model.config
+    policy = method.default_policy(training=False) if policy is None else policy
+    rows = Staggered(model, policy, seed, sequences)
+    ledger = Ledger(layers=rows.backbone.layers, iterations=config.iterations)
+    ledger.extend(sequences, tokens, ids.device)
+    embedded = rows.backbone.embed(ids)
+    hidden, depth = torch.zeros_like(embedded), torch.zeros_like(ids)
+    every = torch.arange(sequences)
+    state = method.start(rows, embedded[:, :1])
+    apart, left = 0, torch.ones(sequences, 1, dtype=torch.bool)
+    while bool(left.any()):
+        apart = max(apart, rows.iteration[left].unique().numel())
+        state = method.receive(rows, state, rows.read(state.input, ledger, method.reuse() == "absent"))
+        reached, at = state.hidden, (every, rows.time[:, 0])
+        hidden[at] = torch.where(left, reached[:, 0], hidden[at])
+        depth[at] = torch.where(left[:, 0], rows.iteration[:, 0] + 1, depth[at])
+        rows.active = rows.iteration < rows.last
+        state = method.advance(rows, state)
+        goes_on = rows.active & (rows.iteration < rows.last)
+        rows.before = reached
+        # The next iteration of this token, or the first one of the next.
+        left = left & (goes_on | (rows.time + 1 < tokens))
+        rows.time = torch.where(goes_on, rows.time, (rows.time + 1).clamp(max=tokens - 1))
+        rows.iteration = torch.where(goes_on, rows.iteration + 1, 0)
+        fresh = method.start(rows, embedded[every, rows.time[:, 0]][:, None])
+        state = _chosen(goes_on, state, fresh._replace(hidden=state.hidden))
+    return Decoded(hidden, depth, apart)

@@ -1,0 +1,53 @@
+"""A training loss of one's own is one file: it is handed to the model, and nothing of the package changes."""
+
+import pytest
+import torch
+
+from adaponder import Objective
+from adaponder.errors import InputError
+from support import ids, tiny
+from toy_objective import Remember
+
+
+@pytest.mark.parametrize("method", ["adaponder", "ponder", "ouro"])
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_its_term_is_in_the_loss_and_is_what_it_says(method, execution):
+    model = tiny(method).train()
+    options = {"labels": ids(), "execution": execution, "output_hidden_states": True}
+    output = model(ids(), objective=Remember(0.5), **options)
+    plain = model.eval()(ids(), labels=ids(), policy=None)
+    assert set(output.terms) == {"cross_entropy", "moved"}
+    states = torch.stack(output.hidden_states)
+    # The last token predicts nothing, so its steps do not count.
+    expected = (states[1:] - states[:-1]).square().mean(-1)[..., :-1].mean((1, 2)).sum()
+    torch.testing.assert_close(output.terms["moved"], expected)
+    torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 0.5 * expected)
+    assert plain.terms.keys() == {"cross_entropy"}
+
+
+def test_it_trains_where_the_model_keeps_it():
+    model = tiny("adaponder").train()
+    model.training_objective = Remember(10.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    moved = []
+    for _ in range(8):
+        output = model(ids(), labels=ids())
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(float(output.terms["moved"].detach()))
+    assert moved[-1] < 0.8 * moved[0]
+
+
+def test_an_objective_of_values_gives_the_method_s_own_loss():
+    """``Objective(ponder_weight=…)`` is a set of values, of which each method makes its loss."""
+    terms = {}
+    for method in ("adaponder", "mor", "ouro", "ponder"):
+        output = tiny(method).train()(ids(), labels=ids(), objective=Objective(ponder_weight=0.5, ponder_fraction=0.5))
+        terms[method] = set(output.terms) - {"cross_entropy"}
+    assert terms == {"adaponder": {"ponder"}, "mor": {"router"}, "ouro": {"expected", "entropy"}, "ponder": set()}
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(InputError, match=r"objective=0\.1: an Objective, or a callable"):
+        tiny().train()(ids(), labels=ids(), objective=0.1)
