@@ -396,3 +396,20 @@ def test_small_shares_keep_their_digits():
     assert [percent(x) for x in (0.0, 1.0, 0.123, 0.0123, 0.00123)] == ["0.0%", "100.0%", "12.3%", "1.2%", "0.12%"]
     assert listed(["a"]) == "a"
     assert listed(["a", "b", "c"]) == "a, b and c"
+
+
+@pytest.mark.parametrize(
+    ("method", "meaning", "thresholds", "after"),
+    [
+        ("adaponder", "gate s", (0.2, 0.3, 0.4), "halted: K/V reused"),
+        ("mor", "router's sigmoid", (0.2, 0.3, 0.4), "halted: out of sight"),
+        # A policy looks at the probability of having stayed, not at one loop's exit: its threshold is on another scale.
+        ("ouro", "exit probability", (None, None, None), "halted: K/V reused"),
+        ("a method that is not registered here", "gate", (0.2, 0.3, 0.4), "halted: K/V reused"),
+    ],
+)
+def test_figures_use_the_words_of_the_method(method, meaning, thresholds, after):
+    trace = made_up(method=method, tau=(0.2, 0.3, 0.4))
+    assert gates.measure(trace).meaning == meaning
+    assert gates.measure(trace).lines == thresholds
+    assert grid.measure(trace).after == after

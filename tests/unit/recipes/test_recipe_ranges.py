@@ -264,6 +264,12 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
                 AdaPonderConfig(backbone_config=backbone, **{name: value})
             walked += 1
     assert walked > 50
+    for item in dataclasses.fields(Recurrence):
+        if isinstance(span := item.metadata["span"], Span):
+            for value in (span.low - 1, span.high + 1):
+                outside = [value] if item.name == "capacities" else value
+                with pytest.raises(ConfigError, match=rf"^{item.name}=.* is needed"):
+                    AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({item.name: outside}))
     for name in ("iterations", "tau", "reuse", "shared_gate", "exit_threshold"):
         with pytest.raises(ConfigError, match=f"{name}=None"):
             AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({name: None}))
