@@ -166,7 +166,7 @@ def setting(
     """A field of :class:`Recurrence`: its default in a config, what it means, and the values it may have.
 
     ``always``: a recipe cannot leave it open. ``elsewhere``: where a recipe has it, if not in its section ``model``.
-    ``option``: it is an option of ``adaponder convert`` too, with this help.
+    ``option``: it is an option of ``adaponder convert`` too, with this help, in which ``{default}`` is its default.
     """
     metadata = {"span": limit, "meaning": meaning, "always": always, "elsewhere": elsewhere, "option": option}
     return dataclasses.field(default=default, metadata=metadata)
@@ -185,25 +185,25 @@ class Recurrence:
         4,
         "K, the most times a token is read (PonderLM's pondering_steps + 1; pause: 1 + pauses)",
         Span(1, 1024, because="a token must be read at least once"),
-        option="K; default 4, or what the source was trained with.",
+        option="K; default {default}, or what the source was trained with.",
     )
     tau: float = setting(
         1e-4,
         "a token halts once its gate s < tau (eq. 4)",
         Span(0, 1, above=True, below=True, because="it is a threshold on a probability"),
-        option="A token halts below this, 0 to 1; default 1e-4.",
+        option="A token halts below this, 0 to 1; default {default}.",
     )
     gate_width: int = setting(
         4,
         "hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear",
         Span(0, 1024, because="0 is a linear gate, else a multiple of the hidden size"),
-        option="Gate width in hidden sizes; 0 is linear; default 4.",
+        option="Gate width in hidden sizes; 0 is linear; default {default}.",
     )
     gate_bias: float = setting(
         4.0,
         "where gates start: s = sigmoid(gate_bias)",
         Span(-1000, 1000),
-        option="Gates start at sigmoid of this; default 4.",
+        option="Gates start at sigmoid of this; default {default}.",
     )
     shared_gate: bool = setting(False, "one gate for all iterations (the paper's ablation) instead of one each")
     embedding_scale: float | Scale | None = setting(

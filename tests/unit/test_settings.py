@@ -1,4 +1,4 @@
-"""One list of settings: what is written there once is known to config and recipe."""
+"""One list of settings: what is written there once is known to config, recipe and command line."""
 
 import dataclasses
 import json
@@ -20,10 +20,12 @@ path = Path(adaponder.__file__).with_name("settings.py")
 before = "    exit_entropy_weight: float = setting("
 assert path.read_text().count(before) == 1
 field = '    warmth: list[int] = setting((3, 4), "how warm", Span(1, 9, because="it is a warmth"))\\n'
-field += '    chill: int = setting(3, "how cool", Span(1, 9, because="it is cool"), option="How cool.")\\n'
+field += '    chill: int = setting(3, "how cool", Span(1, 9, because="it is cool"), option="Cool; {default}.")\\n'
 module = sys.modules["adaponder.settings"] = types.ModuleType("adaponder.settings")
 exec(compile(path.read_text().replace(before, field + before), path, "exec"), vars(module))
 
+from typer.testing import CliRunner
+from adaponder.cli import app
 from adaponder.errors import ConfigError
 from adaponder.recipes import load_recipe
 from adaponder.config import AdaPonderConfig
@@ -53,6 +55,8 @@ said = {
         refused(lambda: load_recipe("cpu/demo", ["model.warmth=[5, 10]"])),
     ],
     "documented": "chill: how cool." in AdaPonderConfig.__doc__,
+    "command": CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).output,
+    "beyond": CliRunner().invoke(app, ["convert", "x", "--out", "new", "--chill", "10"], env={"COLUMNS": "200"}).output,
 }
 print(json.dumps(said))
 """
@@ -88,6 +92,13 @@ def test_a_later_field_does_not_rename_the_runs_before_it(one_more):
 
     plain, changed = one_more["fingerprints"]
     assert plain == load_recipe("cpu/demo").fingerprint != changed
+
+
+def test_a_field_of_the_list_is_an_option_where_it_says_so(one_more):
+    assert "--chill" in one_more["command"]
+    assert "Cool; 3." in one_more["command"]
+    assert "--warmth" not in one_more["command"]
+    assert "10: a whole number from 1 to 9 is needed; it is cool" in one_more["beyond"]
 
 
 def test_nobody_repeats_the_list():

@@ -1,8 +1,8 @@
 """Options of the commands that make, look at and use a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
@@ -16,26 +16,29 @@ from adaponder.commands.options.shared import (
     Seed,
 )
 from adaponder.registry import DEFAULT_METHOD, method_names
+from adaponder.settings import Recurrence
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewSettings:
-    """Fields of the new model's config; ``None`` leaves each as the source, or the method, has it."""
+def _new_settings() -> Any:
+    """An options class of every setting of the list that is an option; ``None`` leaves it as source or method has it.
 
-    iterations: Annotated[
-        int | None, Option(metavar="N", min=1, help="K; default 4, or what the source was trained with.")
-    ] = None
-    gate_bias: Annotated[float | None, Option(metavar="X", help="Gates start at sigmoid of this; default 4.")] = None
-    gate_width: Annotated[
-        int | None, Option(metavar="N", min=0, help="Gate width in hidden sizes; 0 is linear; default 4.")
-    ] = None
-    tau: Annotated[
-        float | None,
-        Option(metavar="X", help="A token halts below this, 0 to 1; default 1e-4.", check=values.between(0, 1)),
-    ] = None
-    embedding_scale: Annotated[
-        float | None, Option(metavar="X", help="Default: as the source was trained.", check=values.above(0))
-    ] = None
+    Names, types, ranges and help are the list's (:class:`adaponder.settings.Recurrence`).
+    """
+    hints, options = get_type_hints(Recurrence), []
+    for item in fields(Recurrence):
+        if item.metadata["option"] is not None:
+            hint = hints[item.name]
+            kind = next(part for part in (hint, *get_args(hint)) if part in (int, float))
+            option = Option(
+                metavar="N" if kind is int else "X",
+                help=item.metadata["option"].format(default=item.default),
+                check=values.allowed(kind, item.metadata["span"]),
+            )
+            options.append((item.name, Annotated[kind | None, option], None))
+    return make_dataclass("NewSettings", options, frozen=True, kw_only=True)
+
+
+NewSettings: Any = _new_settings()
 
 
 @dataclass(frozen=True, kw_only=True)

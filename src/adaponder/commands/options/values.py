@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaponder.errors import InputError
+from adaponder.settings import Limit, fits, needed
 
 if TYPE_CHECKING:
     from adaponder.policies import Policy
@@ -40,6 +41,17 @@ def above(low: float, *, most: float = math.inf) -> Callable[[Any], Any]:
         if value is not None and not low < value <= most:
             limit = "" if most == math.inf else f" and at most {most:g}"
             raise ValueError(f"{value:g} is not above {low:g}{limit}")
+        return value
+
+    return check
+
+
+def allowed(kind: Any, limit: Limit) -> Callable[[Any], Any]:
+    """A value of this type within this limit, as :func:`adaponder.settings.fits` says."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not fits(value, kind, limit):
+            raise ValueError(f"{value}: {needed(value, kind, limit)}")
         return value
 
     return check
