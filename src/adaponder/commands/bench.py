@@ -45,13 +45,9 @@ def run_train(options: TrainBenchOptions) -> dict[str, Any]:
     With ``keep`` a share of the tokens halts, and skipping them is compared with computing them: a record of its own.
     """
     device = checked(options)
-    keep, compiles, largest = options.keep, options.compiles, options.largest
-    if largest and keep:
-        raise InputError("--largest --keep: the largest batch is searched with every token read to the end; ask apart")
-    if largest and device.type != "cuda":
-        raise InputError(
-            f"--largest --device {options.device}: only a GPU says when its memory is full; use --device cuda"
-        )
+    keep, compiles = options.keep, options.compiles
+    if options.largest:
+        _check_largest(options, device)
     chosen = choose_recipe(options, device)
     rows_per_step = choose_batch(options.batch, chosen)
     depths = choose_depths(keep, chosen, rows_per_step) if keep else None
@@ -90,7 +86,7 @@ def run_train(options: TrainBenchOptions) -> dict[str, Any]:
             console.print(
                 f"compact makes {ratio:.3f} of dense's tokens/s, {both}; by FLOPs alone it would make {promised:.3f}"
             )
-    if largest:
+    if options.largest:
         rows: list[dict[str, Any]] = []
         for row in search_largest(chosen, compiles, start=rows_per_step, device=device):
             rows.append(row)
@@ -98,6 +94,16 @@ def run_train(options: TrainBenchOptions) -> dict[str, Any]:
         title = f"\nThe largest batch that fits, in multiples of {rows_per_step}, with the speed of one step"
         console.print(table(title, LARGEST_HEAD, [largest_cells(row, rows_per_step) for row in rows]))
     return record.finish()
+
+
+def _check_largest(options: TrainBenchOptions, device: torch.device) -> None:
+    """Raises where the largest batch cannot be searched for."""
+    if options.keep:
+        raise InputError("--largest --keep: the largest batch is searched with every token read to the end; ask apart")
+    if device.type != "cuda":
+        raise InputError(
+            f"--largest --device {options.device}: only a GPU says when its memory is full; use --device cuda"
+        )
 
 
 def run_prefill(options: PrefillBenchOptions) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from adaponder.evaluation.lab.calibration import Calibration, budgets_between, c
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
 from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget, require_halting
 from adaponder.evaluation.summary import Interval
+from adaponder.evaluation.text import Text
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console, line, table, write_json
 from adaponder.version import __version__
 
@@ -31,37 +33,23 @@ RESULT = "frontier.json"
 def run(options: CalibrateOptions) -> dict[str, Any]:
     """Stores thresholds for ``options.budget`` as a profile; with ``options.frontier``, measures every budget."""
     budget, name, rule = options.budget, options.name, options.rule
-    if options.data is None:
-        raise InputError("--data: say on which text to calibrate")
-    if budget is None and not options.frontier:
-        raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
-    if name is not None and budget is None:
-        raise InputError("--name: a profile is made for a --budget")
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
-        raise InputError(f"--out {options.out}: a file is in the way")
+    data = _checked_data(options)
     subject = open_subject(options)
     require_halting(subject.model)
     most, there = subject.model.config.iterations, False
     steps = budgets_between(most, options.step) if options.frontier else []
     if budget is not None:
         check_budget(budget, most, "--budget")
-        name = name or (f"budget-{budget:g}" if rule == "gate" else f"{rule}-{budget:g}")
+        name = name or f"{'budget' if rule == 'gate' else rule}-{budget:g}"
         profiles.check_name(name)
         there = name in profiles.stored(subject.folder)  # what could not be added to is refused before the work
-    text = subject.text(options.data, options)
+    text = subject.text(data, options)
     windows = subject.windows(options)
     halves = halve(text, windows)
-    result = about(subject, halves, data=options.data, split=options.split, windows=str(windows), seed=options.seed)
+    result = about(subject, halves, data=data, split=options.split, windows=str(windows), seed=options.seed)
     result["command"] = "calibrate"
     console.print(described(result))
-    kept = None
-    if options.frontier and options.out is not None:
-        settings = {
-            "step": options.step,
-            "batch size": options.batch_size,
-            "weights and text": fingerprint(subject.model, text),
-        }
-        kept = Kept(options.out / FOLDER, result | settings)
+    kept = _kept_rows(options, result, subject.model, text)
     if there and not options.replace and not (kept is not None and len(kept)):  # one that goes on has stored it itself
         raise InputError(f"--name {name}: there is a profile of that name; choose another, or say --replace")
     rows = []
@@ -86,6 +74,33 @@ def run(options: CalibrateOptions) -> dict[str, Any]:
         save(result, options.out)
         kept.remove()
     return result
+
+
+def _kept_rows(
+    options: CalibrateOptions, result: dict[str, Any], model: AdaPonderForCausalLM, text: Text
+) -> Kept | None:
+    """Rows of the frontier that an interrupted command has measured, if it is the same; ``None`` without a folder."""
+    if not options.frontier or options.out is None:
+        return None
+    settings = {
+        "step": options.step,
+        "batch size": options.batch_size,
+        "weights and text": fingerprint(model, text),
+    }
+    return Kept(options.out / FOLDER, result | settings)
+
+
+def _checked_data(options: CalibrateOptions) -> str:
+    """The text to calibrate on; raises where options are missing or contradict each other."""
+    if options.data is None:
+        raise InputError("--data: say on which text to calibrate")
+    if options.budget is None and not options.frontier:
+        raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
+    if options.name is not None and options.budget is None:
+        raise InputError("--name: a profile is made for a --budget")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise InputError(f"--out {options.out}: a file is in the way")
+    return options.data
 
 
 def profile(found: Calibration, result: dict[str, Any]) -> dict[str, Any]:
