@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from adaponder.data import Shards
+from adaponder.devices import product_dtype
 from adaponder.recipes import Recipe, TrainRecipe
 from adaponder.terminal import console, line
 from adaponder.training.distributed import World
@@ -15,8 +16,9 @@ def remark(recipe: Recipe, shards: Shards, validation: Shards, world: World) -> 
 
 
 def _remark_on_training(train: TrainRecipe, world: World) -> None:
-    if train.dtype == "bfloat16" and world.device.type == "cpu":
-        console.print("train.dtype=bfloat16 is for GPUs: on this CPU the run computes in float32")
+    computed_in = str(product_dtype(train.dtype, world.device)).removeprefix("torch.")
+    if computed_in != train.dtype:
+        console.print(f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}")
     if train.ponder_weight and train.gates_begin > train.ponder_start:
         console.print(
             line(

@@ -90,6 +90,7 @@ def test_own_options_come_before_shared_ones():
         (("scarf", "--yarn="), "--yarn is empty"),
         ((), "Missing argument 'PATTERN'"),
     ],
+    ids=["check", "range", "empty", "missing"],
 )
 def test_a_value_out_of_range_is_the_parsers_error_and_names_its_option(knit, words, said):
     run, called = knit
