@@ -17,19 +17,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from adaponder.errors import InputError
-from adaponder.ops.compact_attention import Rows, compact_attention
+from adaponder.ops.compact_attention import PackedRows, compact_attention
 
 NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
+    """PackedRows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
 
     ``windows`` has one entry per layer, or one for whichever is handed it. ``arrived`` gets an entry from each layer
     that was: a decoder that keeps a lane to itself would attend to other tokens.
     """
 
-    rows: Rows
+    rows: PackedRows
     windows: list[int | None]
     arrived: list[bool]
 

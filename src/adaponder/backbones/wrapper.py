@@ -18,7 +18,7 @@ from adaponder.backbones.families import READ_WHOLE, drops_attention, layer_wind
 from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues
 from adaponder.errors import BackboneError
 from adaponder.ops import gelu, rotary
-from adaponder.ops.compact_attention import Rows
+from adaponder.ops.compact_attention import PackedRows
 from adaponder.ops.finite import first_not_finite
 from adaponder.ops.masks import Places, masked_attention, visible
 from adaponder.ops.vocab_expectation import vocab_expectation
@@ -125,7 +125,7 @@ class Backbone:
             if weight.device.type == "meta":
                 return False
             here = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-            lane = Lane(Rows(here[0], Places(here, here), Places(here, here)), self.layer_windows, [])
+            lane = Lane(PackedRows(here[0], Places(here, here), Places(here, here)), self.layer_windows, [])
             x = torch.zeros(1, 1, self.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
             with torch.no_grad(), _evaluating(self.stock):
                 try:

@@ -62,41 +62,44 @@ class Cached(Sparse):
             yield index, self._read_packed(x, index, counts.nonzero().squeeze(1), stored.flatten()[index])
             return
         for count in lengths:
-            lanes = (counts == count).nonzero().squeeze(1)
-            when = computed[lanes].nonzero()[:, 1].view(-1, count)
-            at = (lanes[:, None], when)
-            yield (lanes[:, None] * x.shape[1] + when).flatten(), self._read_lanes(x[at], lanes, when, stored[at])
+            sequences = (counts == count).nonzero().squeeze(1)
+            when = computed[sequences].nonzero()[:, 1].view(-1, count)
+            at = (sequences[:, None], when)
+            yield (
+                (sequences[:, None] * x.shape[1] + when).flatten(),
+                self._read_rectangle(x[at], sequences, when, stored[at]),
+            )
 
-    def _read_packed(self, x: Tensor, index: Tensor, lanes: Tensor, stored: Tensor) -> PassOutput:
-        """One pass over the rows at ``index``, of the sequences ``lanes``, of which those ``stored`` leave a row."""
+    def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
+        """One pass over the rows at ``index``, of these sequences, of which those ``stored`` leave a row."""
         ledger, time = self.ledger, x.shape[1]
         kept = stored.nonzero().squeeze(1)
         sequence, slot = index[kept] // time, self.past + index[kept] % time
-        read = ledger.write(sequence, slot, lanes, self.passes)
-        plan = RowPlan(read=read, stored=kept, slot_index=torch.searchsorted(lanes, sequence) * ledger.slots + slot)
-        key = Places(*ledger.places(lanes), present=read >= 0)  # a ledger never holds packed documents
+        read = ledger.write(sequence, slot, sequences, self.passes)
+        plan = RowPlan(read=read, stored=kept, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot)
+        key = Places(*ledger.places(sequences), present=read >= 0)  # a ledger never holds packed documents
         holding = {"stores": ledger.snapshot(), "plan": plan}
-        own = torch.searchsorted(lanes, index // time)
+        own = torch.searchsorted(sequences, index // time)
         output = self._read_lane(x, index, sequence=own, key=key, view=RowView, holding=holding)
         ledger.append(output.rows)
         return output
 
-    def _read_lanes(self, x: Tensor, lanes: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
-        """One pass over a rectangle: the tokens ``when [lanes, count]`` of the sequences ``lanes``."""
+    def _read_rectangle(self, x: Tensor, sequences: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
+        """One pass over a rectangle: the tokens ``when [sequences, count]`` of the sequences ``sequences``."""
         tokens, ledger = self.tokens, self.ledger
-        at = (lanes[:, None], when)
-        lane = torch.arange(len(lanes), device=x.device)[:, None].expand_as(when)[stored]
+        at = (sequences[:, None], when)
+        lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(when)[stored]
         slot = self.past + when[stored]
-        read = ledger.write(lanes[lane], slot, lanes, self.passes)
-        # The first pass over an empty ledger and unpadded lanes reads just what it computes.
+        read = ledger.write(sequences[lane], slot, sequences, self.passes)
+        # The first pass over an empty ledger and unpadded sequences reads just what it computes.
         fresh = self.passes == 0 and self.past == 0 and when.shape[1] == ledger.slots
         kept = stored.flatten().nonzero().squeeze(1)
         plan = RowPlan(read=read, stored=kept, slot_index=lane * ledger.slots + slot, fresh=fresh)
         mask = None
         if not fresh or tokens.document is not None:
             document = tokens.document
-            key_document, query_document = (None, None) if document is None else (document[lanes], document[at])
-            key = Places(*ledger.places(lanes), document=key_document, present=read >= 0)
+            key_document, query_document = (None, None) if document is None else (document[sequences], document[at])
+            key = Places(*ledger.places(sequences), document=key_document, present=read >= 0)
             query = Places(tokens.slot[at], tokens.order[at], query_document)
             mask = self.backbone.mask(query, key, x.dtype)
         output = self.backbone.read(

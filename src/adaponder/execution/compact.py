@@ -12,7 +12,7 @@ from adaponder.backbones.attention import Lane
 from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues
 from adaponder.backbones.wrapper import PassOutput
 from adaponder.execution.base import Execution, Pass
-from adaponder.ops.compact_attention import Rows as AttentionRows
+from adaponder.ops.compact_attention import PackedRows
 from adaponder.ops.masks import Places
 
 
@@ -79,7 +79,7 @@ class Sparse(Execution):
             mask=None,
             view=view,
             holding=holding,
-            lane=Lane(AttentionRows(sequence=sequence, query=query, key=key), self.backbone.layer_windows, []),
+            lane=Lane(PackedRows(sequence=sequence, query=query, key=key), self.backbone.layer_windows, []),
             replay=self.replay,
             stream=self.stream,
         )

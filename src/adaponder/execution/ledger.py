@@ -108,23 +108,23 @@ class Ledger(Cache):
         table, _ = self._books()
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
-    def write(self, sequence: Tensor, slot: Tensor, lanes: Tensor, iteration: int) -> Tensor:
-        """Books the rows that a pass over ``lanes`` is about to append for these tokens, in this order.
+    def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
+        """Books the rows that a pass over ``sequences`` is about to append for these tokens, in this order.
 
-        Returns ``[lanes, slots]``, the row behind each slot at this iteration; -1 for none.
+        Returns ``[sequences, slots]``, the row behind each slot at this iteration; -1 for none.
         """
         table, _ = self._books()
         table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
-        return table[lanes, :, iteration]
+        return table[sequences, :, iteration]
 
     def record_depth(self, past: int, depth: Tensor) -> None:
         self._books()[1][:, past:] = depth
 
-    def places(self, lanes: Tensor) -> tuple[Tensor, Tensor]:
-        """(slot, order among real tokens) of every slot of these sequences, ``[lanes, slots]`` each."""
+    def places(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+        """(slot, order among real tokens) of every slot of these sequences, ``[sequences, slots]`` each."""
         table, _ = self._books()
-        slot = torch.arange(self.slots, device=table.device).expand(len(lanes), -1)
-        return slot, (table[lanes, :, 0] >= 0).cumsum(1) - 1
+        slot = torch.arange(self.slots, device=table.device).expand(len(sequences), -1)
+        return slot, (table[sequences, :, 0] >= 0).cumsum(1) - 1
 
     def _books(self) -> tuple[Tensor, Tensor]:
         if self.table is None or self.slot_depth is None:

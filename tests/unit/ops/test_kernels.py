@@ -19,7 +19,7 @@ from adaponder.ops import compact_attention as attention_op
 from adaponder.ops import linear_cross_entropy as loss_op
 from adaponder.ops import rows as row_kernels
 from adaponder.ops import vocab_expectation as expectation_op
-from adaponder.ops.compact_attention import Rows
+from adaponder.ops.compact_attention import PackedRows
 from adaponder.ops.compact_attention import triton as attention_kernel
 from adaponder.ops.linear_cross_entropy import triton as loss_kernels
 from adaponder.ops.masks import Places
@@ -36,7 +36,7 @@ PLACES = [pytest.param("cpu", id="interpreted"), GPU]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(request, monkeypatch):
-    """Rows of several blocks at sizes an interpreter can walk."""
+    """PackedRows of several blocks at sizes an interpreter can walk."""
     if "large" not in request.keywords:
         monkeypatch.setattr(row_kernels, "BLOCK", 32)
         monkeypatch.setattr(attention_kernel, "BLOCKS", {128: (16, 16, 2)})
@@ -249,8 +249,8 @@ def test_the_kernels_mix_the_whole_vocabulary_only():
         expectation_kernels.vocab_expectation(hidden, weight, table, top_k=2)
 
 
-def scattered(active: Tensor, *, holes: bool, device: str) -> Rows:
-    """Rows at the active slots of each sequence; with holes, some keys are absent."""
+def scattered(active: Tensor, *, holes: bool, device: str) -> PackedRows:
+    """PackedRows at the active slots of each sequence; with holes, some keys are absent."""
     sequences, slots = active.shape
     place = active.flatten().nonzero().squeeze(1).to(device)
     slot = torch.arange(slots, device=device).expand(sequences, -1)
@@ -258,7 +258,7 @@ def scattered(active: Tensor, *, holes: bool, device: str) -> Rows:
     if holes:
         present = torch.rand(sequences, slots, generator=torch.Generator().manual_seed(3)).to(device) < 0.7
     here = (place % slots)[None]
-    return Rows(place // slots, Places(here, here), Places(slot, slot, present=present))
+    return PackedRows(place // slots, Places(here, here), Places(slot, slot, present=present))
 
 
 def patterns() -> dict[str, Tensor]:
@@ -299,7 +299,7 @@ def test_rows_that_see_whole_blocks_of_keys_are_no_worse_either(device):
     compare_attention(active, rows, heads=2, key_heads=1, size=16, device=device)
 
 
-def plain_attention(query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+def plain_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows) -> Tensor:
     """Equals the operation, written out in the precision of its inputs, as Hugging Face's eager attention computes it.
 
     Judged by this, not by torch's own attention: that takes another backend for every shape, some of which compute in
@@ -327,7 +327,7 @@ def attention_case(
     return [query, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))]
 
 
-def compare_attention(active: Tensor, rows: Rows, *, device: str, **shape: int) -> None:
+def compare_attention(active: Tensor, rows: PackedRows, *, device: str, **shape: int) -> None:
     make = partial(attention_case, active, device=device, **shape)
     # One row's gradients are few numbers, so one draw says little; interpreted, many rows take long.
     seeds = SEEDS if device == "cuda" or active.sum() == 1 else SEEDS[:1]
@@ -336,7 +336,7 @@ def compare_attention(active: Tensor, rows: Rows, *, device: str, **shape: int) 
             judge_attention(version.compact_attention, [make(dtype=dtype, seed=seed) for seed in seeds], rows)
 
 
-def judge_attention(version, cases: list[list[Tensor]], rows: Rows) -> None:
+def judge_attention(version, cases: list[list[Tensor]], rows: PackedRows) -> None:
     """Errors against float64 truth, of the result and of every gradient: the root of their mean square over draws."""
     ours, plain, dtype = partial(version, rows=rows), partial(plain_attention, rows=rows), cases[0][0].dtype
     errors = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.backends.cuda import cudnn_sdp_enabled
 
-from adaponder.ops.compact_attention import Rows
+from adaponder.ops.compact_attention import PackedRows
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.masks import Places, masked_attention
 from support import ids, tiny
@@ -66,7 +66,7 @@ def test_scattered_rows_never_attend_by_cudnn(monkeypatch):
     )
     slot = torch.arange(4)[None]
     keys = torch.randn(1, 2, 4, 8)
-    rows = Rows(torch.zeros(4, dtype=torch.long), Places(slot, slot), Places(slot, slot))
+    rows = PackedRows(torch.zeros(4, dtype=torch.long), Places(slot, slot), Places(slot, slot))
     reference.compact_attention(torch.randn(4, 2, 8), keys, keys, rows)
     assert allowed == [False]
 
@@ -98,7 +98,7 @@ def test_gradients_under_a_mask_are_finite_where_cudnn_returns_nan(dtype):
     query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(size)
     given = [query, *(x.transpose(0, 1)[None] for x in (key, value))]
     slot = torch.arange(length, device="cuda")[None]
-    rows = Rows(torch.zeros(length, dtype=torch.long, device="cuda"), Places(slot, slot), Places(slot, slot))
+    rows = PackedRows(torch.zeros(length, dtype=torch.long, device="cuda"), Places(slot, slot), Places(slot, slot))
 
     def gradients(dtype):
         leaves = [x.to("cuda", dtype).detach().clone().requires_grad_() for x in given]

@@ -6,16 +6,16 @@ from torch.compiler import is_compiling
 from adaponder.ops.compact_attention import opaque
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention.choice import kernels_for
-from adaponder.ops.compact_attention.torch import Rows
+from adaponder.ops.compact_attention.torch import PackedRows
 
-__all__ = ["Rows", "compact_attention"]
+__all__ = ["PackedRows", "compact_attention"]
 
 
 def compact_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: PackedRows,
     *,
     window: int | None = None,
     scale: float | None = None,

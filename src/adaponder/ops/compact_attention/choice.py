@@ -6,12 +6,12 @@ from types import ModuleType
 
 from torch import Tensor
 
-from adaponder.ops.compact_attention.torch import Rows
+from adaponder.ops.compact_attention.torch import PackedRows
 from adaponder.ops.fused import runs_fused
 
 
 def kernels_for(
-    query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, window: int | None, dropout: float = 0.0
+    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float = 0.0
 ) -> ModuleType | None:
     """The Triton version where it runs and fits; ``None`` leaves it to torch."""
     if not runs_fused(query) or query.dtype.itemsize != 2:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention.choice import kernels_for
-from adaponder.ops.compact_attention.torch import Rows
+from adaponder.ops.compact_attention.torch import PackedRows
 from adaponder.ops.masks import Places
 
 
@@ -20,7 +20,7 @@ def compact_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: PackedRows,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -33,9 +33,9 @@ def compact_attention(
     return _mix(query, keys, values, rows.sequence, rows.query.slot, rows.key.slot, rows.key.present, scale)[0]
 
 
-def _rows(sequence: Tensor, asking: Tensor, answering: Tensor, present: Tensor | None) -> Rows:
+def _rows(sequence: Tensor, asking: Tensor, answering: Tensor, present: Tensor | None) -> PackedRows:
     # Order is what windows count by.
-    return Rows(sequence, Places(asking, asking), Places(answering, answering, present=present))
+    return PackedRows(sequence, Places(asking, asking), Places(answering, answering, present=present))
 
 
 @torch.library.custom_op("adaponder::compact_attention", mutates_args=())

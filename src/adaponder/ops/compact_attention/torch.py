@@ -14,7 +14,7 @@ from adaponder.ops.masks import Places, masked_attention, visible
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Which tokens ask, packed into one lane in the order of sequences and slots, and who answers.
 
     Attributes:
@@ -64,7 +64,7 @@ def compact_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: PackedRows,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -103,7 +103,7 @@ def compact_attention(
 
 
 def slopes(
-    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, scale: float
+    grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, keys and values, written out for where there is no tape to ask.
 

@@ -1,6 +1,6 @@
 """Attention of scattered rows as kernels: online softmax over the keys up to the last slot that a block asks from.
 
-A program owns a block of rows and one head. Rows are packed without padding, so a block may hold the end of one
+A program owns a block of rows and one head. PackedRows are packed without padding, so a block may hold the end of one
 sequence and the beginning of the next: it walks the keys of each sequence it holds rows of, usually one. Backward, the
 same walk gives the gradient of the queries; for keys and values a program owns a block of keys and walks the rows that
 see it.
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adaponder.ops.compact_attention.torch import Rows
+from adaponder.ops.compact_attention.torch import PackedRows
 from adaponder.ops.fused import on_device_of
 
 # (rows, keys, stages of the pipeline) of a block, by the largest head size they are for: what fits into 160 KiB of
@@ -31,7 +31,7 @@ def compact_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: PackedRows,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -44,7 +44,7 @@ def compact_attention(
     return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
-def fits(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, *, window: int | None, dropout: float) -> bool:
+def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float) -> bool:
     """Whether the kernels can do it; the torch version does everything."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
@@ -62,7 +62,7 @@ def _blocks(size: int) -> tuple[int, int, int]:
     return next(blocks for largest, blocks in BLOCKS.items() if size <= largest)
 
 
-def mix(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> tuple[Tensor, Tensor]:
     """(the result, the base-2 logarithm of what each row and head was normalised by)."""
     count, heads, _ = query.shape
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -95,7 +95,7 @@ def slopes(
     values: Tensor,
     mixed: Tensor,
     normaliser: Tensor,
-    rows: Rows,
+    rows: PackedRows,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, keys and values."""
@@ -141,7 +141,7 @@ class _CompactAttention(torch.autograd.Function):
     """Saves its inputs, its result and one normaliser per row and head; weights are computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
         mixed, normaliser = mix(query, keys, values, rows, scale)
         ctx.save_for_backward(query, keys, values, mixed, normaliser)
         ctx.rows, ctx.scale = rows, scale
@@ -153,7 +153,7 @@ class _CompactAttention(torch.autograd.Function):
         return *slopes(grad.contiguous(), *ctx.saved_tensors, ctx.rows, ctx.scale), None, None
 
 
-def _where(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
+def _where(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
     """Sequence and slot of each row; which keys are present (any tensor where all are), and its stride."""
     present = rows.key.present
     if present is None:
@@ -161,7 +161,7 @@ def _where(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
     return rows.sequence, rows.query.slot, present, present.stride(0)
 
 
-def _constants(query: Tensor, keys: Tensor, rows: Rows, warps: int) -> dict[str, Any]:
+def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dict[str, Any]:
     block_rows, block_keys, stages = _blocks(query.shape[2])
     return {
         "HEADS": query.shape[1],
@@ -198,7 +198,7 @@ def _load(at, mask, WHOLE: tl.constexpr):  # noqa: N803
 def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):  # noqa: N803
     """One step of the online softmax: a block's weights and values join what the rows have seen so far."""
     higher = tl.maximum(top, tl.max(scores, 1))
-    # Rows of another sequence have seen nothing yet: no infinity may be taken from itself.
+    # PackedRows of another sequence have seen nothing yet: no infinity may be taken from itself.
     floor = tl.where(higher == -float("inf"), 0.0, higher)
     weight = tl.exp2(scores - floor[:, None])
     fading = tl.exp2(top - floor)
