@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from adaponder import AdaPonderError, LearnedGate, Uniform
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.evaluation.lab.profiles import FILE, identity, policy_of, store, stored
+from adaponder.files import lock
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.checkpoint import save_checkpoint, verify_checkpoint
 
@@ -159,6 +161,19 @@ def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
         store(folder, "b", PROFILE)
     assert (folder / FILE).read_bytes() == before
     assert not [path for path in folder.iterdir() if path.name.startswith(".profiles")]
+
+
+def test_a_profile_waits_for_one_that_another_process_stores(folder):
+    other = os.open(folder, os.O_RDONLY)
+    assert lock(other)
+    storing = threading.Thread(target=store, args=(folder, "a", PROFILE))
+    storing.start()
+    storing.join(0.3)
+    assert storing.is_alive()
+    assert not (folder / FILE).exists()
+    os.close(other)
+    storing.join(10)
+    assert list(stored(folder)) == ["a"]
 
 
 def test_what_no_policy_can_be_read_from_is_not_stored(folder):
