@@ -1,6 +1,7 @@
 """One list of settings: what is written there once is known to config, recipe and command line."""
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -104,6 +105,6 @@ def test_a_field_of_the_list_is_an_option_where_it_says_so(one_more):
 def test_nobody_repeats_the_list():
     names = {item.name for item in dataclasses.fields(Recurrence)}
     for kind in (AdaPonderConfig, ModelRecipe):
-        assert not names & set(vars(kind).get("__annotations__", {})), kind.__name__
+        assert not names & set(inspect.get_annotations(kind)), kind.__name__
     assert names <= {item.name for item in dataclasses.fields(AdaPonderConfig)}
     assert {item.name for item in dataclasses.fields(OpenRecurrence)} == names - {"ponder_on"}

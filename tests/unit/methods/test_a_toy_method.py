@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from adaponder import AdaPonderForCausalLM, registry
+from adaponder import AdaPonderForCausalLM, cli, registry
 from adaponder.analysis.figures import PLATES, gates, grid
 from adaponder.analysis.report import write_report
 from adaponder.analysis.trace import Trace, make_trace
@@ -124,3 +125,28 @@ def test_a_sweep_lists_it_without_a_depth_that_it_asks_for(run):
     recipe = small(run.parent / "shards", method=NAME)
     line = pending(PlannedRun("base", recipe, {}, ()), config_of(recipe))
     assert (line.method, line.requested_depth) == (NAME, None)
+
+
+def test_commands_take_it(run, tmp_path):
+    stock(dtype=torch.float32).save_pretrained(tmp_path / "stock")
+    said = {}
+    for words in (
+        ("inspect", str(run)),
+        ("eval", str(run), "--data", str(run.parent / "shards"), "--max-tokens", "100"),
+        (
+            "convert",
+            str(tmp_path / "stock"),
+            "--method",
+            NAME,
+            "--iterations",
+            "2",
+            "--out",
+            str(tmp_path / "converted"),
+        ),
+    ):
+        result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 0, result.output
+        said[words[0]] = result.output
+    assert "silence below" in said["inspect"]
+    assert "one iteration equals the source" in said["convert"]
+    assert AdaPonderForCausalLM.from_pretrained(tmp_path / "converted").config.method == NAME

@@ -65,7 +65,7 @@ class ConvertOptions(NewSettings, _Source, Seed, Dtype, Json):
         Option(
             metavar="NAME",
             help=f"{', '.join(method_names())}; or backbone: back to plain.",
-            check=values.one_of(*method_names(), "backbone"),
+            check=lambda name: values.one_of(*method_names(), "backbone")(name),  # by then there may be more
         ),
     ] = DEFAULT_METHOD
 
