@@ -2,10 +2,10 @@
 
 The walks are what a reader follows: ``input_ids`` from ``AdaPonderForCausalLM.forward`` down to the ops, and a recipe
 from the command line to the first forward of the training loop. Every call is recorded at run time, on a tiny model.
-A move is a distinct pair (calling module, called module) of the package; calls that go through torch, transformers or
-typer count from the last module of the package that was left. Rooms are the top-level modules and folders of the
-package; a move between two rooms is against the import order if the called room stands above the calling one in
-``ORDER`` of tests/repo/test_house.py.
+A move is a distinct pair (caller, called) of different top-level modules or folders of the package, the rooms whose
+order tests/repo/test_house.py holds; a move goes up where the called room stands above the calling one in its
+``ORDER``. Calls that go through torch, transformers or typer count from the last file of the package that was left.
+Moves between files are counted beside: they grow with every file that is split in two, inside one room or not.
 
     python tests/repo/walks.py                             this tree
     PYTHONPATH=OTHER/src python tests/repo/walks.py        another tree, by its own order
@@ -42,12 +42,12 @@ Move = tuple[str, str]
 
 
 class Count(NamedTuple):
-    """Distinct moves of a walk: between modules (files) and between rooms, and those of each that go up."""
+    """Distinct moves of a walk between rooms and between files, and those of each that go up."""
 
-    modules: int
     rooms: int
-    modules_up: int
     rooms_up: int
+    files: int
+    files_up: int
 
 
 def import_order() -> list[str]:
@@ -58,8 +58,8 @@ def import_order() -> list[str]:
     raise SystemExit("tests/repo/test_house.py has no ORDER")
 
 
-def room_of(module: str) -> str:
-    return Path(module).parts[0].removesuffix(".py")
+def room_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
 
 
 def count(moves: set[Move], order: list[str]) -> Count:
@@ -68,7 +68,7 @@ def count(moves: set[Move], order: list[str]) -> Count:
 
     between_rooms = {(room_of(a), room_of(b)) for a, b in moves if room_of(a) != room_of(b)}
     up = {move for move in moves if goes_up(*move)}
-    return Count(len(moves), len(between_rooms), len(up), len({(room_of(a), room_of(b)) for a, b in up}))
+    return Count(len(between_rooms), len({(room_of(a), room_of(b)) for a, b in up}), len(moves), len(up))
 
 
 @contextmanager
@@ -176,11 +176,11 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH", help="write the figures there")
     options = parser.parse_args()
     order, counts = import_order(), {}
-    print(f"{'walk':<12}{'modules':>9}{'rooms':>9}   against the order: {'modules':>9}{'rooms':>9}")
+    print(f"{'walk':<12}{'moves':>8}{'up':>6}{'between files':>18}{'up':>6}")
     for name, walk in WALKS.items():
         moves = walk()
         counts[name] = found = count(moves, order)
-        print(f"{name:<12}{found.modules:>9}{found.rooms:>9}   {'':>18} {found.modules_up:>9}{found.rooms_up:>9}")
+        print(f"{name:<12}{found.rooms:>8}{found.rooms_up:>6}{found.files:>18}{found.files_up:>6}")
         for caller, called in sorted(moves) if options.moves else ():
             mark = "^" if order.index(room_of(called)) > order.index(room_of(caller)) else " "
             print(f"  {mark} {caller} -> {called}")
