@@ -59,14 +59,16 @@ class Control:
         policy: who halts tokens (methods that never halt do not ask it).
         seed: handed to the policy.
         every_gate: evaluate later gates of halted tokens too (the ponder loss needs them; decoding does not).
-        hooks: each is called with every :class:`Iteration`.
+        keep_states: keep the hidden states after each pass.
+        hook: called with each :class:`Iteration`.
     """
 
     iterations: int
     policy: Policy
     seed: int = 0
     every_gate: bool = True
-    hooks: tuple[Callable[[Iteration], None], ...] = ()
+    keep_states: bool = False
+    hook: Callable[[Iteration], None] | None = None
 
 
 class Rows(ABC):
@@ -120,6 +122,7 @@ class Execution(Rows):
         depth: how many passes have computed each token.
         passes: how many passes are done.
         gate_logits: what :meth:`gate` returned, in order.
+        states: hidden states after each pass, where they are kept.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Execution(Rows):
         self.depth = torch.zeros_like(tokens.slot)
         self.passes = 0
         self.gate_logits: list[Tensor] = []
+        self.states: list[Tensor] = []
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
@@ -165,10 +169,12 @@ class Execution(Rows):
         return first if self.passes == 1 else later()
 
     def show(self, hidden: Tensor, gate: Tensor | None = None) -> None:
-        """Shows the pass just done to the caller's hooks."""
-        slots = self.slots_per_token  # of which the last is what is shown
-        for hook in self.control.hooks:
-            hook(Iteration(self.passes - 1, hidden, gate, self.active[:, slots - 1 :: slots]))
+        """Shows the pass just done to the caller's hook, and keeps its states where they are wanted."""
+        if self.control.keep_states:
+            self.states.append(hidden)
+        if self.control.hook is not None:
+            slots = self.slots_per_token  # of which the last is what is shown
+            self.control.hook(Iteration(self.passes - 1, hidden, gate, self.active[:, slots - 1 :: slots]))
 
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
         self.show(hidden, gate)

@@ -70,7 +70,7 @@ class Method(Facts, nn.Module, ABC):
                 execution.show(state.hidden)  # otherwise shown by decide, with the gate
             if not last:
                 state = self.advance(execution, state)
-        return Trajectory(state.hidden, _stacked(execution.gate_logits))
+        return Trajectory(state.hidden, _stacked(execution.gate_logits), execution.states)
 
     def scaled(self, embedded: Tensor) -> Tensor:
         """Embeddings as the recurrence takes them in: E^0."""

@@ -53,6 +53,11 @@ class Wanted(NamedTuple):
     iteration_logits: bool
     hidden_states: bool
 
+    @property
+    def states(self) -> bool:
+        """Whether hidden states after each pass are needed."""
+        return self.iteration_logits or self.hidden_states
+
 
 def refuse_foreign(kwargs: dict[str, Any]) -> None:
     """Raises on arguments of ``forward`` that ask for something this model does not have."""

@@ -183,28 +183,20 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         self._check_positions(tokens, given=position_ids is not None)
         targets = as_targets(grid, labels, targets, self.config.vocab_size, document=tokens.document)
         loss = None if targets is None else self._loss_function(objective)
-        wanted = Wanted(
-            positions=kept_positions(logits_to_keep),
-            logits=output_logits,
-            gates=output_gates,
-            iteration_logits=output_iteration_logits,
-            hidden_states=bool(
-                self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-            ),
-        )
-        states: list[Iteration] = []
-        collects = wanted.iteration_logits or wanted.hidden_states or getattr(loss, "needs_states", False)
+        every_state = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        positions = kept_positions(logits_to_keep)
+        wanted = Wanted(positions, output_logits, output_gates, output_iteration_logits, bool(every_state))
         control = Control(
             iterations=iterations,
             policy=self._policy(run_time.policy, generates=ledger is not None),
             seed=run_time.seed,
             every_gate=output_gates or targets is not None,
-            hooks=tuple(hook for hook in (run_time.on_iteration, states.append if collects else None) if hook),
+            keep_states=wanted.states or getattr(loss, "needs_states", False),
+            hook=run_time.on_iteration,
         )
         control.policy.check_batch(grid.shape[0], tokens.last_slot + 1)
         rows = self._execution(execution, tokens, control, ledger, run_time.allow_mismatch)
         trajectory = self._recur(rows, grid if inputs_embeds is None else inputs_embeds, ledger)
-        trajectory.states = [iteration.hidden for iteration in states]
         parts = self._output(trajectory, rows, wanted, targets, loss, kwargs.get("num_items_in_batch"))
         output = AdaPonderOutput(**parts, past_key_values=ledger)
         return output.to_tuple() if return_dict is False else output
