@@ -86,7 +86,7 @@ def claimed(out: Path, fingerprint: dict[str, Any]) -> Journal:
     if journal is None and any(path.name != JOURNAL + ".tmp" for path in out.iterdir()):
         raise InputError(f"--out {out} is not empty and was not made by adaponder prepare: name another folder")
     if journal is None or journal.end_token is None:
-        # Nothing was made yet: whoever mistyped the tokenizer may simply try again.
+        # Nothing was made yet: after a mistyped tokenizer the same folder may be used.
         journal = Journal(fingerprint)
         journal.save(out)
     _require_same(out, journal.fingerprint, fingerprint)

@@ -1,4 +1,4 @@
-"""A packed file reads as what was packed into it, to its last byte or not at all: .gz, .xz, .bz2 and .zst."""
+"""Reads packed files (.gz, .xz, .bz2, .zst) unpacked; one that is damaged or cut off is an error."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class Queue:
         claims: what each claim says.
         experiments: all runs, most useful first.
         data_folder, data_hash, prepare: the prepared corpus, the hash that its records carry, and how it is made.
-        hardware, start, iteration: device seconds of a run nobody has timed yet: to start, and for each iteration of
-            3,000 steps, on this hardware.
+        hardware, start, iteration: device seconds of a run on this hardware where none like it was timed: to start,
+            and for each iteration of 3,000 steps.
     """
 
     claims: Mapping[str, str]

@@ -21,7 +21,7 @@ def device_seconds(
 ) -> float | None:
     """Seconds that a run takes alone on the device: as runs of the same model took there, else by the queue's estimate.
 
-    ``None`` where neither is known: nobody has timed this hardware.
+    ``None`` where neither is known.
     """
     recipe = experiment.resolved()
     tokens = _tokens(recipe.as_dict())

@@ -57,7 +57,7 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     try:
         config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
     except ConfigError as error:
-        # What the config calls backbone_config is model.backbone to whoever wrote the recipe.
+        # The recipe's name of what the config calls backbone_config.
         raise ConfigError(str(error).replace("backbone_config", "model.backbone")) from None
     # The data's end token pads (see align), and the family's own padding token is a word here like any other: some
     # families would begin its embedding with zeros.

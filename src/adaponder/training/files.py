@@ -24,7 +24,7 @@ def room_to_write(what: str | Path) -> Iterator[None]:
 
 @contextmanager
 def room_on_disk() -> Iterator[None]:
-    """Inside, a full disk ends the run with one line, whoever wrote; any other error stays as it is."""
+    """Inside, a full disk ends the run with one line, whichever file it hit; any other error stays as it is."""
     try:
         yield
     except OSError as error:

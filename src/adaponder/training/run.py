@@ -57,8 +57,8 @@ def train(
     ``resume``: ``None`` starts anew and needs an empty folder; ``auto`` goes on from the newest whole checkpoint, or
     starts, and leaves a finished run as it is (see :func:`is_finished`); a path goes on from that checkpoint and no
     other. ``weights_only`` takes a checkpoint's weights and starts step 0 with them. ``allow_changes`` lets a resumed
-    run differ from what its checkpoint was trained with. ``wandb`` names a Weights & Biases project to log to: nothing
-    leaves the machine unasked.
+    run differ from what its checkpoint was trained with. ``wandb`` names a Weights & Biases project to log to
+    as well.
     """
     config_of(recipe)  # raises where no model can be built, before any data is prepared
     if resume not in (None, "auto") and not Path(resume).is_dir():

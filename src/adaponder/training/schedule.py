@@ -76,7 +76,7 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """Who halts tokens at ``step``: nobody in stage 1 if so wished; mor's capacity warms up; else the method's own."""
+    """The policy at ``step``: full depth in stage 1 unless ``halt_before_ponder``; ``None`` is the method's own."""
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy

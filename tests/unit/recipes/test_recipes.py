@@ -1,13 +1,18 @@
 """Every recipe that ships builds the model it says, on the schedule it says; a slip of the pen is an error."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import adaponder
 from adaponder import halting
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
@@ -333,3 +338,10 @@ def test_how_to_compile_may_be_said_of_what_is_not_compiled():
     assert load_recipe("paper/adaponder-70m").train.compile_by == "layer"
     with pytest.raises(ConfigError, match="compile_by"):
         load_recipe("mini/adaponder", ["train.compile_by=whole"])
+
+
+def test_reading_a_recipe_imports_no_torch():
+    code = "import sys; from adaponder.recipes import load_recipe; load_recipe('cpu/demo')"
+    code += "; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": str(Path(adaponder.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

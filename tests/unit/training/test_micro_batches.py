@@ -1,0 +1,57 @@
+"""Micro-batches: which windows each process gets, and what each forward divides its loss by."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from adaponder.data import Batch
+from adaponder.errors import TrainingError
+from adaponder.training.distributed import World
+from adaponder.training.micro_batches import MicroBatches
+
+
+class CountingSampler:
+    """Windows of four tokens that count from the window's number on; a document ends after every second token."""
+
+    def part(self, step: int, first: int, count: int) -> Batch:
+        windows = 100 * step + np.arange(first, first + count)
+        tokens = windows[:, None] + np.arange(4)
+        return Batch(tokens, np.broadcast_to(np.arange(4) // 2, tokens.shape).copy(), windows)
+
+
+def recipe(global_batch: int, micro_batch: int | None, *, across: bool = True) -> SimpleNamespace:
+    train = SimpleNamespace(global_batch=global_batch, micro_batch=micro_batch)
+    return SimpleNamespace(train=train, data=SimpleNamespace(attend_across_documents=across))
+
+
+def windows_of(world: World, step: int = 3) -> list[list[int]]:
+    batches = MicroBatches.of(recipe(8, 2), CountingSampler(), world).draw(step)
+    return [batch.windows.tolist() for batch in batches]
+
+
+def test_processes_share_every_micro_step_in_the_order_of_the_batch():
+    assert windows_of(World()) == [[300, 301], [302, 303], [304, 305], [306, 307]]
+    assert windows_of(World(rank=0, size=2)) == [[300, 301], [304, 305]]
+    assert windows_of(World(rank=1, size=2)) == [[302, 303], [306, 307]]
+
+
+def test_a_micro_batch_is_at_most_the_share_and_must_divide_it():
+    assert MicroBatches.of(recipe(4, None), CountingSampler(), World()).size == 4
+    assert MicroBatches.of(recipe(4, 16), CountingSampler(), World()).size == 4
+    with pytest.raises(TrainingError, match=r"train.micro_batch=3 does not divide a process's 4 rows"):
+        MicroBatches.of(recipe(4, 3), CountingSampler(), World())
+
+
+@pytest.mark.parametrize(("across", "targets"), [(True, [301, 302, 303]), (False, [301, -100, 303])])
+def test_targets_follow_inputs_and_the_next_document_is_none_unless_it_may_be_attended_to(across, targets):
+    micro_batches = MicroBatches.of(recipe(4, 2, across=across), CountingSampler(), World())
+    inputs = micro_batches.inputs(3)
+    assert inputs[0]["input_ids"][0].tolist() == [300, 301, 302]
+    assert inputs[0]["targets"][0].tolist() == targets
+    assert ("document_ids" in inputs[0]) is not across
+    # Two forwards of two windows each.
+    mean = micro_batches.mean_targets(inputs)
+    assert mean.dtype == torch.double
+    assert mean.item() == 2 * sum(target != -100 for target in targets)
