@@ -356,7 +356,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             "objective: none is given, so gates learn from cross-entropy alone and nothing teaches them to halt; under "
             "transformers.Trainer add adaponder.integrations.PonderCallback, in a loop of your own pass "
             "objective=Objective(ponder_weight=…, ponder_fraction=…), or Objective() to mean just this",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
