@@ -22,6 +22,8 @@ class Remember:
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         losses = CrossEntropy()(trajectory, score, execution)
+        if len(trajectory.states) < 2:
+            return losses
         steps: list[Tensor] = [
             score.mean((after - before).square().mean(-1))
             for before, after in zip(trajectory.states, trajectory.states[1:], strict=False)

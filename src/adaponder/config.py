@@ -1,4 +1,4 @@
-"""A model is a backbone and a way of reading it again: this is both, as data."""
+"""A model is a backbone and a recurrence around it: this is both, as data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Whether an ``auto_map`` is the one that this package writes; code in a folder is not run even then."""
+    """Whether an ``auto_map`` equals ``OUR_AUTO_MAP``: never while that is ``None``. Code is not run even then."""
     return OUR_AUTO_MAP is not None and auto_map == OUR_AUTO_MAP
 
 

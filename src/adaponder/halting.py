@@ -1,4 +1,4 @@
-"""The mathematics of halting: gates, the persistent mask, and the loss that teaches gates to close."""
+"""The mathematics of halting: gates, the threshold, the gated update, and the loss that teaches gates to close."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Column(nn.Linear):
 
 
 class Gate(nn.Module):
-    """One iteration's gate: reads the final-normed hidden state, says how much to keep pondering.
+    """One iteration's gate: the final-normed hidden state ``[…, d]`` to a logit ``[…]``; large means keep pondering.
 
     Equals ``W2 gelu(W1 h + b1) + b2`` (eq. 2); width 0 leaves the linear map alone. The last bias starts at
     ``bias`` and the last weights at zero, so every token starts with ``s = sigmoid(bias)``: open, and how far is known.
@@ -60,7 +60,7 @@ def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def gate_probability(logit: Tensor) -> Tensor:
-    """Equals ``sigmoid(logit)`` (eq. 3), never in less than float32: tau = 1e-4 is below what bf16 resolves near 1."""
+    """Equals ``sigmoid(logit)`` (eq. 3), never in less than float32, so that rounding moves no token across tau."""
     return torch.sigmoid(logit if logit.dtype == torch.float64 else logit.float())
 
 
@@ -70,7 +70,7 @@ def stays_active(probability: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def pondered(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
-    """Equals ``E + (m s) e`` (eq. 9): what is expected next, by how much it should count, of those who read on."""
+    """Equals ``E + (m s) e`` (eq. 9): active tokens add the expected embedding, weighted by their gate."""
     weight = (active * probability).to(embedding.dtype)
     return embedding + weight[..., None] * expected
 

@@ -225,7 +225,7 @@ class Recurrence:
     reuse: Literal["state", "kv", "none"] = setting(
         "state",
         "what a halted token keeps. state: keys, values and hidden state; kv: keys and values only (the paper's "
-        "equations); none: nothing (the ablation)",
+        "equations); none: nothing, it changes on like an active one (the ablation)",
     )
     ponder_on: PonderOn = setting(
         "probabilities", "the ponder loss acts on gate probabilities or logits", elsewhere="train.ponder_on"

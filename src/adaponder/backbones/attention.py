@@ -1,4 +1,4 @@
-"""The attention that decoders are given in the place of ``sdpa``, whose results it has.
+"""Our attention function for decoders: equals ``sdpa``, and also takes packed rows.
 
 Hugging Face looks it up by name (``attn_implementation="adaponder"``). Three things are different. A pass over
 scattered rows, packed into one lane, attends to the keys of every sequence (:class:`Lane`). A plain causal pass is
@@ -25,8 +25,8 @@ NAME = "adaponder"
 class Lane(NamedTuple):
     """PackedRows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
 
-    ``windows`` has one entry per layer, or one for whichever is handed it. ``arrived`` gets an entry from each layer
-    that was: a decoder that keeps a lane to itself would attend to other tokens.
+    ``windows`` has one entry per layer (after :meth:`of_layer`, that layer's alone). Each layer that receives the lane
+    appends to ``arrived``: a decoder that does not pass it on would attend to other tokens, so the pass counts them.
     """
 
     rows: PackedRows

@@ -27,7 +27,8 @@ _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
 
 
 class PassOutput(NamedTuple):
-    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it."""
+    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it;
+    ``rows`` are, per layer, the keys and values that the view wrote."""
 
     hidden: Tensor
     stream: Tensor

@@ -2,8 +2,8 @@
 
 A method says what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`). It asks
 :class:`Rows` for a function of each row (``map``), for what each row's own gate says (``gate``), to let the policy halt
-rows (``decide``), and for the hidden state that a halted row keeps (``freeze``). Rows need not stand at the same
-iteration.
+rows (``decide``), for the hidden state that a halted row keeps (``freeze``) and, where the first iteration differs, for
+``after_first``. Rows need not stand at the same iteration.
 
 :class:`Execution` answers for whole batches, in which they do: :mod:`dense <adaponder.execution.dense>` computes every
 token and masks; :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` gather the
@@ -31,7 +31,7 @@ class Iteration(NamedTuple):
     """What an ``on_iteration`` hook is shown after each pass: tensors ``[batch, time, …]``.
 
     ``gate`` is how much the model wants to go on (see :class:`adaponder.policies.PolicyInput`), ``None`` where nothing
-    is left to decide; ``active`` are the tokens that this pass computed.
+    is left to decide; ``active`` are the tokens that were active in this pass.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Control:
     """Run-time control of one forward.
 
     Attributes:
-        iterations: the most passes of this forward, at most ``config.iterations``.
+        iterations: the most iterations of a token in this forward, at most ``config.iterations``.
         policy: who halts tokens (methods that never halt do not ask it).
         seed: handed to the policy.
         every_gate: evaluate later gates of halted tokens too (the ponder loss needs them; decoding does not).
@@ -76,7 +76,8 @@ class Rows(ABC):
 
     Attributes:
         backbone: embedding table, head and final norm.
-        active: bool per row: whether the row goes on to the next pass. Padding never does.
+        active: bool per row: whether it takes part, in ``receive`` in the pass just done, after ``decide`` in the next.
+            Padding never does.
         slots_per_token: slots that a token takes in the sequence the backbone reads.
     """
 
@@ -98,7 +99,10 @@ class Rows(ABC):
 
     @abstractmethod
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
-        """``new`` for rows that were computed, ``old`` for halted ones (law 3); ``old`` is ``None`` at first."""
+        """``new`` for active rows, ``old`` for halted ones (law 3).
+
+        ``new`` for all where ``old`` is ``None`` (the first pass) or reuse is ``kv`` or ``none``.
+        """
 
     @abstractmethod
     def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
@@ -115,11 +119,11 @@ class Execution(Rows):
     Attributes:
         tokens: which tokens there are and where they stand.
         control: iterations, policy, seed, hooks.
-        reuse: what others see of a halted token. ``state``: its last row, and it is not computed again; ``kv``: its
-            last row, though it is computed again; ``none``: its newest row; ``absent``: nothing.
+        reuse: what others see of a halted token. ``state``: its last row, and its hidden state stays; ``kv``: its
+            last row, though its hidden state moves on; ``none``: its newest row; ``absent``: nothing.
         replay: compute passes again in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
-        depth: how many passes have computed each token.
+        depth: in how many passes each token was active.
         passes: how many passes are done.
         gate_logits: what :meth:`gate` returned, in order.
         states: hidden states after each pass, where they are kept.

@@ -17,10 +17,11 @@ from adaponder.ops.masks import Places
 
 
 class Cached(Sparse):
-    """A pass computes exactly the rows it must: as many as the tokens' depths add up to, over all passes.
+    """Where halted tokens are skipped, all passes together compute as many rows as the tokens' depths add up to.
 
-    Sequences with equally many rows to compute are lanes of one rectangle; otherwise the rows are packed into one lane,
-    or, where the attention is not ours, there is a rectangle for each count. No row is padding.
+    Sequences with equally many rows to compute form a rectangle ``[sequences, count]``. If all that compute any have
+    equally many, that is one pass; otherwise the rows are packed into one lane, or, where the attention is not ours,
+    there is a rectangle for each count. No row is padding.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -77,7 +78,9 @@ class Cached(Sparse):
         sequence, slot = index[kept] // time, self.past + index[kept] % time
         read = ledger.write(sequence, slot, sequences, self.passes)
         plan = RowPlan(read=read, stored=kept, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot)
-        key = Places(*ledger.places(sequences), present=read >= 0)  # a ledger never holds packed documents
+        key = Places(
+            *ledger.places(sequences), present=read >= 0
+        )  # packed rows meet only a caller's ledger, for which documents are refused
         holding = {"stores": ledger.snapshot(), "plan": plan}
         own = torch.searchsorted(sequences, index // time)
         output = self._read_lane(x, index, sequence=own, key=key, view=RowView, holding=holding)

@@ -51,13 +51,14 @@ class RowStore:
 
 
 class Ledger(Cache):
-    """The K/V rows of a batch of sequences: as many as the tokens' depths add up to, and no more.
+    """The K/V rows of a batch of sequences: as many as the tokens' depths add up to (``reuse="none"``: K per token).
 
     ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: its own row up to its depth,
     its last row after (``min(iteration, depth - 1)``; law 3), or none (-1) where the method lets a halted token
     vanish. Nothing is copied when a token halts. Beams share the rows of their common past.
 
-    ``identity`` says what its rows belong to: two ledgers of equal identity can be gone on from alike.
+    ``identity`` holds the settings that its rows depend on: a model can go on from a ledger whose identity equals that
+    of its own.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):

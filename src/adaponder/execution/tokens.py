@@ -20,8 +20,8 @@ class Tokens:
         position: position id handed to the backbone.
         slot: index of the token in its sequence, padding and cached tokens counted: the order of causality.
         order: index among the real tokens of its sequence: what a sliding window counts.
-        document: documents packed into one sequence do not see each other; ``None`` if each row is one document.
-        plain: known without looking at the device to be unpadded, undivided and without a past.
+        document: documents packed into one sequence do not see each other; ``None`` if each sequence is one document.
+        plain: whether there is no padding, no packed document and no past: an ordinary causal pass.
         past: slots that a cache holds already.
         per_token: slots that a token takes.
     """
@@ -194,7 +194,7 @@ def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 def _restarts(position: Tensor) -> Tensor | None:
-    """Document numbers of rows whose positions restart; ``None`` if none does."""
+    """Document numbers of sequences whose positions restart; ``None`` if none does."""
     breaks = position.diff(dim=1, prepend=position[:, :1] - 1) != 1
     return breaks.cumsum(1) if bool(breaks.any()) else None
 

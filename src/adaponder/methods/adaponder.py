@@ -17,7 +17,11 @@ from adaponder.policies import LearnedGate, Policy
 
 
 class AdaPonder(Ponder):
-    """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does."""
+    """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does.
+
+    Algorithm 1: E^0 = start; for i = 0 … K-1: h^i = receive(Transformer(E^i)), E^{i+1} = advance. That loop is
+    :meth:`Method.forward`. Nothing reads E^K, so the last iteration has no gate.
+    """
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
@@ -30,7 +34,7 @@ class AdaPonder(Ponder):
         return State(self.scaled(embedded))  # E^0
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
-        # The pass was eq. 1, h^i, with eq. 10 inside: halted tokens keep their keys and values. Their hidden state too.
+        # The pass was eq. 1, with eq. 10 inside: halted tokens kept their keys and values. Here they keep h^i as well.
         return State(state.input, rows.freeze(output.hidden, state.hidden))
 
     def advance(self, rows: Rows, state: State) -> State:

@@ -33,8 +33,8 @@ class State(NamedTuple):
 class Method(Facts, nn.Module, ABC):
     """One recurrence, said for a row: ``start``, then ``receive`` after each pass and ``advance`` before the next.
 
-    Whole batches run it by :meth:`forward`, in which all rows stand at one iteration. Who runs rows that stand at
-    different iterations calls the same three: nothing in them may depend on the batch.
+    :meth:`forward` runs it over whole batches, all rows at one iteration. The three may also be called with rows at
+    different iterations, so nothing in them may depend on the batch.
 
     ``keep_logits`` trades memory for time where a method mixes the vocabulary: see
     :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
@@ -56,7 +56,7 @@ class Method(Facts, nn.Module, ABC):
         """The state after a pass."""
 
     def advance(self, rows: Rows, state: State) -> State:
-        """The state before the next pass, once it is decided who takes part; not called after the last."""
+        """The state for the next pass; not called after the last. Methods that halt call ``rows.decide`` here, once."""
         return state
 
     def forward(self, execution: Execution, embedded: Tensor) -> Trajectory:

@@ -52,7 +52,7 @@ class Facts:
 
     @classmethod
     def passes(cls, iterations: int) -> int:
-        """Passes of the backbone, which are the iterations a ledger keeps apart."""
+        """How many passes of the backbone so many iterations take: the most rows that a ledger keeps per slot."""
         return iterations
 
     @classmethod
@@ -64,8 +64,9 @@ class Facts:
     def reuse_rule(cls, config: AdaPonderConfig) -> str:
         """What others see of a halted token.
 
-        ``state``: keys, values and hidden state of its last iteration; ``kv``: keys and values only; ``none``: it is
-        computed on; ``absent``: nothing.
+        ``state``: keys and values of its last iteration, and its hidden state stays too; ``kv``: keys and values of its
+        last iteration; ``none``: those of the newest pass, as if it had not halted; ``absent``: it cannot be attended
+        to.
         """
         return "state"
 
@@ -91,7 +92,7 @@ class Facts:
     def training_policy(self, progress: float) -> Policy | None:
         """The policy in training when ``progress`` of ``train.capacity_warmup`` has passed (1 where there is none).
 
-        ``None``: :meth:`default_policy`, and full depth for all tokens before ``train.ponder_start``.
+        ``None``: :meth:`default_policy`; before ``train.ponder_start`` full depth, unless ``train.halt_before_ponder``.
         """
         return None
 

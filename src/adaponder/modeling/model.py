@@ -36,9 +36,10 @@ _PLAIN = Objective()
 
 
 class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrainedModel):
-    """A stock Hugging Face decoder, read again and again by one method of the family.
+    """A stock Hugging Face decoder that one method of the family applies to each token up to K times.
 
-    ``model.backbone`` is the unmodified stock model; ``model.method`` holds what the method adds (gates, routers).
+    ``model.backbone`` is the stock model, of which only the name of its attention and the gradient of its padding token
+    change; ``model.method`` holds what the method adds (gates, routers).
     """
 
     config: AdaPonderConfig
@@ -86,7 +87,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     @classmethod
     def from_backbone(cls, stock: PreTrainedModel, **recurrence: Any) -> AdaPonderForCausalLM:
-        """Wraps a stock decoder, sharing its weights. ``embedding_scale`` is 1 unless told: so it was trained.
+        """Wraps a stock decoder, sharing its weights. ``embedding_scale`` is 1, as it was trained, unless given.
 
         >>> model = AdaPonderForCausalLM.from_backbone(pythia, method="adaponder", iterations=4)
         """
@@ -159,7 +160,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             use_cache: return a ledger to go on from.
             logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
             inputs_embeds: ``[batch, time, hidden]`` instead of ids: what ``get_input_embeddings()`` would give.
-            document_ids: documents packed into one row: equal ids see each other, and positions restart.
+            document_ids: documents packed into one sequence: equal ids see each other, and positions restart.
             policy: who decides depth instead of the learned rule.
             max_iterations: read each token at most this often.
             execution: ``dense`` or ``compact``; by default dense in training, compact where work can be skipped.

@@ -23,7 +23,7 @@ class AdaPonderOutput(ModelOutput):
         depth: ``[batch, time]``, how often each token was read; 0 for padding.
         gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
         iteration_logits: ``[passes, batch, kept, vocabulary]``, on request (pause makes one pass).
-        terms: the loss by name, e.g. ``cross_entropy`` and ``ponder``.
+        terms: the parts of the loss by name, before their weights, e.g. ``cross_entropy`` and ``ponder``.
     """
 
     loss: Tensor | None = None

@@ -28,8 +28,8 @@ class PolicyInput:
         hidden: final-normed hidden states.
         position: position of the token in its document.
         seed: int64, the caller's seed.
-        sequence: row of the batch that the token belongs to.
-        slot: index of the token in its row, padding and cached tokens counted.
+        sequence: index in the batch of the token's sequence.
+        slot: index of the token in its sequence, padding and cached tokens counted.
         active: tokens still in play; the others' answers do not matter.
         head: computes logits from hidden states; use :attr:`logits`.
         previous: final-normed hidden states of the same tokens one iteration earlier, of no meaning for rows at
@@ -60,7 +60,7 @@ class Policy(ABC):
     class is defined: ``--policy`` takes it and a profile stores it.
 
     Attributes:
-        causal: promises that a token's answer never depends on later tokens; a policy without it is for evaluation
+        causal: promises that a token's answer never depends on later tokens; a policy without it may train and evaluate
             and is refused in generation.
         row_by_row: promises that a row's answer depends on that row alone; a :class:`SequencePolicy` cannot, and
             chooses among the tokens of a whole sequence instead.

@@ -13,7 +13,10 @@ from adaponder.policies.values import check_share, set_fields
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Read on with probability ``keep``: a hash of (seed, position, iteration), so a batch equals its singles."""
+    """Read on with probability ``keep``, by a hash of (seed, position, iteration): the same in any batch.
+
+    Tokens at equal positions of different sequences decide alike.
+    """
 
     keep: float
     word: ClassVar[str] = "random"

@@ -44,7 +44,7 @@ class SequencePolicy(Policy):
 
 @dataclass(frozen=True)
 class Ranked(SequencePolicy):
-    """Prunes the lowest-gate tokens of each sequence down to the schedule's share: non-causal, evaluation only."""
+    """Prunes the lowest-gate tokens of each sequence down to the schedule's share: for training and evaluation."""
 
     schedule: Schedule
     word: ClassVar[str] = "ranked"

@@ -29,7 +29,7 @@ class Trajectory:
 
 
 class Losses(NamedTuple):
-    """The loss to differentiate, and its terms by name."""
+    """The loss to differentiate, and its terms by name, before their weights."""
 
     total: Tensor
     terms: dict[str, Tensor]
@@ -69,7 +69,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a schedule turns from step to step; each method makes its loss of it (``Method.objective``).
+    """No loss itself: the numbers that a schedule turns, of which each method makes its loss (``Method.objective``).
 
     The defaults add nothing to what the method has of its own.
 
@@ -80,8 +80,8 @@ class Objective:
             (freeze the backbone for it: the exit gate's gradient does not stop there).
         exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
         bottom_k: how the pool of gates is averaged; several processes rank their gates together.
-        share: what every term beside the losses of targets weighs. ``None``: this batch's part of
-            ``num_items_in_batch``, which is all that one forward can know; who averages forwards equally says 1.
+        share: factor on every term that is not a mean over targets (ponder, router). ``None``: this batch's targets
+            over ``num_items_in_batch``, right where a caller sums batches; a caller that averages them equally gives 1.
     """
 
     ponder_weight: float = limited(0, 1_000_000, default=0.0)

@@ -30,7 +30,7 @@ class ExpectedExitLoss:
 
 
 class ExitImprovementLoss:
-    """Stage II: the exit gate learns to go on where the next loop helped; cross-entropy is reported, not trained."""
+    """Stage II: the exit gate learns to go on where the loop just done helped; cross-entropy is only reported."""
 
     needs_states: ClassVar[bool] = True
 
@@ -57,7 +57,8 @@ def exit_log_probabilities(logit: Tensor) -> Tensor:
 
 
 def improvement_loss(logit: Tensor, losses: Tensor) -> Tensor:
-    """Per token: go on where the loop helped. Target ``sigmoid(50 (I_t - 0.005))`` for ``1 - lambda_t``."""
+    """Per token, the mean over loops t after the first of the binary cross-entropy of ``1 - lambda_t`` against
+    ``sigmoid(50 (I_t - 0.005))``, where ``I_t = max(0, L_{t-1} - L_t)`` is what the loop gained."""
     if len(losses) == 1:
         return torch.zeros_like(losses[0])
     improvement = (losses[:-1] - losses[1:]).clamp_min(0).detach()
