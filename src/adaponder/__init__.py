@@ -94,7 +94,7 @@ def __dir__() -> list[str]:
 class _ConfigOnDemand:
     """Stands for AdaPonderConfig in the table of the Auto classes until it is asked for something.
 
-    Then ``adaponder.modeling.model`` is imported, which puts config and model there themselves.
+    Then ``adaponder.modeling`` is imported, which puts config and model there themselves.
     """
 
     __name__ = "AdaPonderConfig"

@@ -1,8 +1,9 @@
 """Decoding in which every sequence stands at its own token and its own iteration: what an engine will do, plainly.
 
-One pass of the backbone holds one row of each sequence, whatever iteration that row is at. A row that halts makes room
-for its sequence's next token at once. The method's own ``start``, ``receive`` and ``advance`` are called, and nothing
-else of it; keys and values are read through a ledger's table, each row at its own iteration.
+One pass of the backbone holds one row of each sequence, whatever iteration that row is at; each sequence begins one
+pass after the one before it. A row that halts makes room for its sequence's next token at once. The method's own
+``start``, ``receive`` and ``advance`` are called, and nothing else of it; keys and values are read through a ledger's
+table, each row at its own iteration.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def decode(model: AdaPonderForCausalLM, ids: Tensor, policy: Policy | None, *, s
     every = torch.arange(sequences)
     state = method.start(rows, embedded[:, :1])
     apart, left = 0, torch.ones(sequences, 1, dtype=torch.bool)
+    waiting = every[:, None]
     while bool(left.any()):
         apart = max(apart, rows.iteration[left].unique().numel())
         state = method.receive(rows, state, rows.read(state.input, ledger, method.reuse() == "absent"))
@@ -128,11 +130,12 @@ def decode(model: AdaPonderForCausalLM, ids: Tensor, policy: Policy | None, *, s
         depth[at] = torch.where(left[:, 0], rows.iteration[:, 0] + 1, depth[at])
         rows.active = rows.iteration < rows.last
         state = method.advance(rows, state)
-        goes_on = rows.active & (rows.iteration < rows.last)
+        held, waiting = waiting > 0, (waiting - 1).clamp(min=0)  # these begin once more: nothing of theirs counts yet
+        goes_on = rows.active & (rows.iteration < rows.last) & ~held
         rows.before = reached
         # The next iteration of this token, or the first one of the next.
-        left = left & (goes_on | (rows.time + 1 < tokens))
-        rows.time = torch.where(goes_on, rows.time, (rows.time + 1).clamp(max=tokens - 1))
+        left = left & (held | goes_on | (rows.time + 1 < tokens))
+        rows.time = torch.where(goes_on | held, rows.time, (rows.time + 1).clamp(max=tokens - 1))
         rows.iteration = torch.where(goes_on, rows.iteration + 1, 0)
         fresh = method.start(rows, embedded[every, rows.time[:, 0]][:, None])
         state = _chosen(goes_on, state, fresh._replace(hidden=state.hidden))

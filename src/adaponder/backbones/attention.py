@@ -23,7 +23,7 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """PackedRows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
+    """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
 
     ``windows`` has one entry per layer (after :meth:`of_layer`, that layer's alone). Each layer that receives the lane
     appends to ``arrived``: a decoder that does not pass it on would attend to other tokens, so the pass counts them.

@@ -127,6 +127,7 @@ class Execution(Rows):
         passes: how many passes are done.
         gate_logits: what :meth:`gate` returned, in order.
         states: hidden states after each pass, where they are kept.
+        shown: how many passes :meth:`show` has shown.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Execution(Rows):
         self.passes = 0
         self.gate_logits: list[Tensor] = []
         self.states: list[Tensor] = []
+        self.shown = 0
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
@@ -174,6 +176,7 @@ class Execution(Rows):
 
     def show(self, hidden: Tensor, gate: Tensor | None = None) -> None:
         """Shows the pass just done to the caller's hook, and keeps its states where they are wanted."""
+        self.shown += 1
         if self.control.keep_states:
             self.states.append(hidden)
         if self.control.hook is not None:

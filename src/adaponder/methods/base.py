@@ -65,11 +65,11 @@ class Method(Facts, nn.Module, ABC):
         state = self.start(execution, embedded)
         for i in range(passes):
             state = self.receive(execution, state, execution.read(state.input))
-            last = i == passes - 1
-            if last or not self.halts:
-                execution.show(state.hidden)  # otherwise shown by decide, with the gate
-            if not last:
+            hidden = state.hidden
+            if i < passes - 1:
                 state = self.advance(execution, state)
+            if execution.shown == i:
+                execution.show(hidden)  # decide has not shown it, with a gate
         return Trajectory(state.hidden, _stacked(execution.gate_logits), execution.states)
 
     def scaled(self, embedded: Tensor) -> Tensor:

@@ -29,10 +29,12 @@ class RunTime:
     on_iteration: Callable[[Iteration], None] | None = None
     allow_mismatch: bool = False
 
-    def over(self, below: RunTime | None) -> RunTime:
-        """This control, and ``below`` where this one says nothing."""
+    def __post_init__(self) -> None:
         if not isinstance(self.seed, int):
             raise InputError(f"seed={self.seed!r}: a whole number is needed")
+
+    def over(self, below: RunTime | None) -> RunTime:
+        """This control, and ``below`` where this one says nothing."""
         if below is None:
             return self
         return RunTime(

@@ -82,7 +82,11 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """True for rows whose token is read again."""
+        """True for rows whose token is read again.
+
+        A policy that asks another one passes on ``check`` and ``check_batch`` to it: settings are refused there, before
+        anything is computed, and not here.
+        """
 
     @property
     def fingerprint(self) -> str:

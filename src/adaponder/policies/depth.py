@@ -66,7 +66,7 @@ class ForcedDepths(Policy):
 
     def check_batch(self, sequences: int, slots: int) -> None:
         if sequences > self.depths.shape[0] or slots > self.depths.shape[1]:
-            raise InputError(f"depths has shape {tuple(self.depths.shape)}: too small for this batch")
+            raise InputError(f"depths has shape {tuple(self.depths.shape)}: too small for this batch, padding counted")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         depths = self.depths.to(rows.slot.device)

@@ -31,6 +31,8 @@ def at(value: float | Sequence[float], iteration: Tensor, dtype: torch.dtype) ->
 
 def as_int64(seed: int) -> int:
     """``seed`` modulo 2**64, in the range of an int64: what wrapping int64 arithmetic makes of it."""
+    if -(1 << 63) <= seed < (1 << 63):
+        return seed  # as it is: a compiler that lets seeds vary could not hold the numbers below
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from adaponder import Objective
 from adaponder.errors import InputError
+from adaponder.methods.adaponder import AdaPonder
 from support import ids, tiny
 from toy_objective import Remember
 
@@ -51,3 +52,9 @@ def test_an_objective_of_values_gives_the_method_s_own_loss():
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(InputError, match=r"objective=0\.1: an Objective, or a callable"):
         tiny().train()(ids(), labels=ids(), objective=0.1)
+
+
+def test_every_pass_is_shown_where_a_method_does_not_decide(monkeypatch):
+    monkeypatch.setattr(AdaPonder, "advance", lambda self, rows, state: state)
+    output = tiny("adaponder", iterations=4)(ids(), output_hidden_states=True, execution="dense")
+    assert len(output.hidden_states) == 4

@@ -328,3 +328,16 @@ def test_ranking_chooses_the_highest_gates_of_active_tokens_and_the_first_of_equ
     keep = Ranked(Shares(shares=(0.5, 1.0))).choose(gate, active, torch.tensor([6, 3]), 0)
     assert keep.long().tolist() == [[0, 1, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0]]
     assert torch.equal(Ranked(Shares(shares=(0.5, 1.0))).choose(gate, active, torch.tensor([6, 3]), 1), active)
+
+
+@pytest.mark.gpu
+def test_seeds_that_vary_are_compiled():
+    """From its second value on a seed is a variable of the graph."""
+    position = torch.arange(100, device="cuda")
+
+    def draw(seed: int) -> Tensor:
+        return unit_hash(position, torch.full_like(position, as_int64(seed)), position % 3)
+
+    compiled = torch.compile(draw, fullgraph=True)
+    for seed in (3, 4, -7, 2**62, -(2**63)):
+        assert torch.equal(compiled(seed), draw(seed))

@@ -1,6 +1,6 @@
 """Attention of scattered rows as kernels: online softmax over the keys up to the last slot that a block asks from.
 
-A program owns a block of rows and one head. PackedRows are packed without padding, so a block may hold the end of one
+A program owns a block of rows and one head. Rows are packed without padding, so a block may hold the end of one
 sequence and the beginning of the next: it walks the keys of each sequence it holds rows of, usually one. Backward, the
 same walk gives the gradient of the queries; for keys and values a program owns a block of keys and walks the rows that
 see it.
@@ -198,7 +198,7 @@ def _load(at, mask, WHOLE: tl.constexpr):  # noqa: N803
 def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):  # noqa: N803
     """One step of the online softmax: a block's weights and values join what the rows have seen so far."""
     higher = tl.maximum(top, tl.max(scores, 1))
-    # PackedRows of another sequence have seen nothing yet: no infinity may be taken from itself.
+    # Rows of another sequence have seen nothing yet: no infinity may be taken from itself.
     floor = tl.where(higher == -float("inf"), 0.0, higher)
     weight = tl.exp2(scores - floor[:, None])
     fading = tl.exp2(top - floor)
