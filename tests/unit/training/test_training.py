@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 import adaponder
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
+from adaponder.backbones import wrapper
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
-from adaponder.methods import ponder
 from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
 from adaponder.ops.vocab_expectation import torch as vocab_expectation
 from adaponder.recipes import Recipe, load_recipe
@@ -199,13 +199,13 @@ def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_
 
 
 def test_kept_logits_change_no_bit_and_a_run_may_go_on_with_them(shards, tmp_path, monkeypatch):
-    asked, original = [], ponder.vocab_expectation
+    asked, original = [], wrapper.vocab_expectation
 
     def spy(*args, keep_logits, **options):
         asked.append(keep_logits)
         return original(*args, keep_logits=keep_logits, **options)
 
-    monkeypatch.setattr(ponder, "vocab_expectation", spy)
+    monkeypatch.setattr(wrapper, "vocab_expectation", spy)
     plain, keeping = small(shards), small(shards, "train.keep_logits=true")
     assert plain.fingerprint == keeping.fingerprint
     train(plain, out=tmp_path / "plain", quiet=True)
