@@ -91,7 +91,10 @@ def test_tables_of_losses_are_what_the_records_say():
         if (record := record_of(each, records, queue.data_hash))
     }
     kinds = {"vanilla, embedding scale 1": "mini/vanilla unscaled", "vanilla": "mini/vanilla", "Loop": "mini/loop"}
-    kinds |= {"PonderLM, K = 2": "mini/ponder-k2", "PonderLM, K = 4": "mini/ponder", "AdaPonder": "mini/adaponder"}
+    kinds |= {
+        f"PonderLM, K = {k}": recipe for k, recipe in ((2, "mini/ponder-k2"), (3, "mini/ponder-k3"), (4, "mini/ponder"))
+    }
+    kinds |= {"AdaPonder": "mini/adaponder"}
 
     def cells(text, start):
         for row in re.findall(r"^\| (.*) \|$", text[text.index(start) :].split("\n\n", 3)[2], re.M)[1:]:
@@ -128,7 +131,8 @@ def test_seeds_that_the_readmes_speak_of_have_records():
         for each in records
         if each["recipe"]["train"]["lr"] == 0.004 and each["embedding_scale"] == 16
     }
-    spoken = [losses["mini/vanilla", 1], losses["mini/vanilla", 2], losses["mini/ponder-k2", 1]]
+    spoken = [losses[f"mini/{name}", seed] for name in ("vanilla", "ponder-k2") for seed in (1, 2)]
+    spoken += [losses["mini/ponder-k3", 1]]
     for file in ("README.md", "experiments/README.md"):
         text = (ROOT / file).read_text()
         assert all(loss in text for loss in spoken), file
