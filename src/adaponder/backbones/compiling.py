@@ -114,6 +114,6 @@ def vary(tensors: Sequence[Tensor | None], dimension: int) -> None:
 
 def _vary_rows(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     # Hidden states and rotary angles: what a layer is given is made between the layers, and not marked yet.
-    given = [*arguments, *named.values()]
-    grids = [part for value in given for part in (value if type(value) is tuple else (value,))]
+    inputs = [*arguments, *named.values()]
+    grids = [part for value in inputs for part in (value if type(value) is tuple else (value,))]
     vary([grid for grid in grids if isinstance(grid, Tensor) and grid.ndim == 3], 1)

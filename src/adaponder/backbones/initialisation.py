@@ -1,7 +1,7 @@
-"""Weights for training from scratch: small enough that K readings of a deep stack do not blow up.
+"""Weights for training from scratch: small enough that K iterations of a deep stack do not blow up.
 
 PonderLM's rule, also its loop baseline's: every matrix and table from a normal of variance 2 / (5 d), cut off at three
-standard deviations; what each layer adds to the residual stream divided by sqrt(2 * layers * K), because K readings
+standard deviations; what each layer adds to the residual stream divided by sqrt(2 * layers * K), because K iterations
 add 2 * layers * K times.
 """
 

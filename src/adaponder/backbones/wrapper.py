@@ -230,10 +230,10 @@ class Backbone:
         answers = view(self.layers, **holding)
         if lane is not None:
             lane.arrived.clear()
-        seen: list[Tensor] = []
+        streams: list[Tensor] = []
         hook = None
         if stream and self.norm is not None:
-            hook = self.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+            hook = self.norm.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
         try:
             out = self.body(
                 inputs_embeds=x,
@@ -252,7 +252,7 @@ class Backbone:
                 " read: it does not hand keyword arguments on to its attention"
             )
         hidden = out.last_hidden_state
-        return PassOutput(hidden, seen[0] if seen else hidden, answers.rows())
+        return PassOutput(hidden, streams[0] if streams else hidden, answers.rows())
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The explicit attention mask, in the form this decoder takes it."""

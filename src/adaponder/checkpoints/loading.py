@@ -256,8 +256,8 @@ def require_exact_keys(where: str, info: dict[str, Any]) -> None:
 
 
 def _mismatch(key: Any) -> str:
-    name, found, wanted = key
-    return f"{name} is {tuple(found)}, the model has {tuple(wanted)}"
+    name, shape, wanted = key
+    return f"{name} is {tuple(shape)}, the model has {tuple(wanted)}"
 
 
 def model_card(config: AdaPonderConfig, parameters: int, added: int) -> str:

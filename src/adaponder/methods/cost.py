@@ -126,10 +126,10 @@ def cost_of(
     layout = _layout(config, iterations)
     active = [int((depth > i).sum()) for i in range(iterations)]
     tokens, reads = active[0], sum(active)
-    asked = tokens if logits is None else logits
+    with_logits = tokens if logits is None else logits
     rows, attended = _reading(depth, past, shape, layout, attention)
     once = _reading(depth.clamp(max=1), past.clamp(max=1), shape, _Layout(), attention)
-    head = 2 * shape.vocabulary * shape.hidden * asked
+    head = 2 * shape.vocabulary * shape.hidden * with_logits
     # The expected embedding is made for the tokens, and only those, that the next iteration reads.
     mixed = sum(active[1:]) if method.mixes_vocabulary else 0
     gates = sum(([tokens] * iterations if every_gate else active)[: method.gates_asked(iterations)])
@@ -241,12 +241,12 @@ def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int
 
     All are ``[batch, slots]``; ``order`` is the rank among real tokens, which is what a window counts in.
     """
-    seen = key.cumsum(1)
+    visible = key.cumsum(1)
     if window is not None:
         # The keys up to the newest one that has left the window, by rank.
         gone = torch.searchsorted(order, order - window, right=True)
-        seen = seen - nn.functional.pad(seen, (1, 0)).gather(1, gone)
-    return int(seen[query].sum())
+        visible = visible - nn.functional.pad(visible, (1, 0)).gather(1, gone)
+    return int(visible[query].sum())
 
 
 def _checked(depth: Tensor, past: int | Tensor, config: AdaPonderConfig, iterations: int) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,8 @@ class AdaPonderModel(AdaPonderForCausalLM):
     ) -> AdaPonderModelOutput | tuple:
         """Hidden states and depths as :meth:`AdaPonderForCausalLM.forward` computes them, without logits or loss."""
         for name in ("labels", "targets", "objective", "output_logits", "output_iteration_logits"):
-            asked = kwargs.pop(name, None)
-            if asked is not None and asked is not False:
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
                 raise InputError(f"{name}: AutoModel gives hidden states alone; open it with AutoModelForCausalLM")
         every = kwargs.pop("output_hidden_states", None)
         every = self.config.output_hidden_states if every is None else every

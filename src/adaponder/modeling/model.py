@@ -269,28 +269,29 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             raise InputError(f"objective={objective!r}: an Objective, or a callable(trajectory, score, execution)")
         return objective
 
-    def _iterations(self, asked: int | None) -> int:
-        if asked is None:
+    def _iterations(self, max_iterations: int | None) -> int:
+        if max_iterations is None:
             return self.config.iterations
-        if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= self.config.iterations:
-            raise InputError(f"max_iterations={asked}: from 1 to {self.config.iterations}, the model's iterations")
-        return asked
+        most, whole = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
+        if not whole or not 1 <= max_iterations <= most:
+            raise InputError(f"max_iterations={max_iterations}: from 1 to {most}, the model's iterations")
+        return max_iterations
 
-    def check_policy(self, asked: PolicyLike | None) -> None:
+    def check_policy(self, policy: PolicyLike | None) -> None:
         """Raises where this policy cannot decide for this model; ``None`` always can."""
-        if asked is None:
+        if policy is None:
             return
         if not self.method.halts:
             raise InputError(
                 f"policy: {self.config.method} reads every token equally often; use max_iterations to read less"
             )
-        policy = as_policy(asked)
+        policy = as_policy(policy)
         policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
         policy.check(self.config.method, self.config.iterations)
 
-    def _policy(self, asked: PolicyLike | None, *, generates: bool) -> Policy:
-        self.check_policy(asked)
-        policy = self.method.default_policy(training=self.training) if asked is None else as_policy(asked)
+    def _policy(self, chosen: PolicyLike | None, *, generates: bool) -> Policy:
+        self.check_policy(chosen)
+        policy = self.method.default_policy(training=self.training) if chosen is None else as_policy(chosen)
         if generates and not policy.causal:
             raise InputError(
                 f"policy={policy.fingerprint} looks at the future: it can be evaluated, not generated with "

@@ -14,12 +14,12 @@ from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cros
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:
-    """What each token should predict: the given targets, or labels moved one to the left within each document."""
-    for name, given in (("labels", labels), ("targets", targets)):
-        if given is not None and given.shape != ids.shape:
-            raise InputError(f"{name} has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}: they must agree")
-        if given is not None:
-            check_ids(name, given, vocabulary)
+    """What each token should predict: the targets as they are, or labels moved one to the left within each document."""
+    for name, values in (("labels", labels), ("targets", targets)):
+        if values is not None and values.shape != ids.shape:
+            raise InputError(f"{name} has shape {tuple(values.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+        if values is not None:
+            check_ids(name, values, vocabulary)
     if labels is None:
         return None if targets is None else targets.to(ids.device, torch.long)
     if targets is not None:
