@@ -1,4 +1,4 @@
-"""adaponder analyze: every token of a text written down, and from that alone the figures, the tables and the report."""
+"""adaponder analyze: writes a trace with a line per token of a text, and draws figures, tables and report from it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.text import Text
 from adaponder.terminal import console, counting, legend, line, table, write_json
 
-# What decides a trace, and means nothing where it is made already.
+# Options that decide what a trace holds; refused where a finished trace is named.
 _TRACING = ("data", "window", "stride", "max_tokens", "policy", "tau", "profile", "max_iterations", "tokenizer")
 
 
 def run(options: AnalyzeOptions) -> Report:
-    """Traces a checkpoint on ``data`` and reports; a trace, or a folder with one and no ``data``, is reported again.
+    """Traces a checkpoint on ``options.data`` and writes the report.
 
-    Interrupted, it keeps what it has read in ``out``, and the same call goes on from there.
+    Where ``options.checkpoint`` is a trace, or a folder with one and ``options.data`` is ``None``, only the report is
+    written again. If tracing is interrupted, finished portions stay in ``options.out``, and the same call goes on from
+    there.
     """
-    found, kept = _trace_of(options.checkpoint, options.data), None
-    if found is not None:
+    trace_path, kept = _trace_of(options.checkpoint, options.data), None
+    if trace_path is not None:
         if named := [name for name in _TRACING if getattr(options, name) is not None]:
             raise InputError(
-                f"--{named[0].replace('_', '-')}: {found} is a trace, made already; leave it out, or name a checkpoint"
+                f"--{named[0].replace('_', '-')}: {trace_path} is a trace, made already; "
+                "leave it out, or name a checkpoint"
             )
-        trace, out = read_trace(found), options.out or found.parent
+        trace, out = read_trace(trace_path), options.out or trace_path.parent
     else:
         data, out = options.data, options.out
         if data is None or out is None:
@@ -43,7 +46,7 @@ def run(options: AnalyzeOptions) -> Report:
             raise InputError(f"--out {out}: a file is in the way")
         subject = open_subject(options)
         how = subject.scoring(options, seed=options.seed)
-        # What was asked for by name and cannot be drawn is said before anything is read.
+        # Raises for a figure of --only that cannot be drawn, before any text is read.
         choose(kind_of(subject.model, how), options.only)
         text = subject.text(data, options)
         windows = subject.windows(options)
@@ -77,7 +80,7 @@ def run(options: AnalyzeOptions) -> Report:
 
 
 def _settings(subject: Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
-    """What portions of a trace must have in common, beside where they are from."""
+    """Settings, beside checkpoint and data, that must be equal for portions to belong to the same trace."""
     return {
         "weights and text": fingerprint(subject.model, text),
         "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "fingerprint", how.policy)),
@@ -89,7 +92,7 @@ def _settings(subject: Subject, text: Text, how: ScoringOptions) -> dict[str, An
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
-    """The trace meant by a Parquet file, or by a folder that holds one and is not to be read again; else ``None``."""
+    """The file of a finished trace: ``name`` itself, or in the folder ``name`` without ``data``; else ``None``."""
     path = Path(name)
     if path.suffix == ".parquet":
         if not path.is_file():
@@ -99,6 +102,7 @@ def _trace_of(name: str, data: str | None) -> Path | None:
 
 
 def show(trace: Trace, report: Report) -> None:
+    """Prints facts, captions and excerpts of the report, which figures were left out and why, and where it is."""
     deepest = trace.about.deepest
     console.print(table("What was read", ("", ""), list(facts(trace, report.numbers).items())))
     for one in report.drawn:
@@ -107,9 +111,9 @@ def show(trace: Trace, report: Report) -> None:
     for name, reason in report.left_out.items():
         console.print(line("\n", (name, "bold"), f" is left out: {reason}"))
     extremes = {"Hardest": excerpts.hardest(trace, 3), "Easiest": excerpts.easiest(trace, 3)} if report.excerpts else {}
-    for heading, found in extremes.items():
+    for heading, chosen in extremes.items():
         console.print(line("\n", (f"{heading} tokens", "bold"), "  "), legend(deepest))
-        for one in found:
-            console.print(f"\n{one.remark}")
-            console.print(excerpts.as_text(one, deepest))
+        for excerpt in chosen:
+            console.print(f"\n{excerpt.remark}")
+            console.print(excerpts.as_text(excerpt, deepest))
     console.print(line("\n→ ", (report.path, "bold")), soft_wrap=True)

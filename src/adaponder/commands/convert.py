@@ -1,4 +1,4 @@
-"""adaponder convert: a checkpoint in, a member of the family out, and the proof that nothing was lost."""
+"""adaponder convert: turns a checkpoint into a model of the family, and checks what must be equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaponder.terminal import console, line, table, write_json
 
 
 def run(options: ConvertOptions) -> Conversion:
-    """Converts ``options.source`` into ``options.out`` and shows what was checked."""
+    """Converts ``options.source`` into ``options.out`` and prints what was checked."""
     text = options.text
     if text is not None and os.path.isfile(text):
         text = read_bytes(Path(text), InputError).decode(errors="replace")
@@ -36,6 +36,7 @@ def run(options: ConvertOptions) -> Conversion:
 
 
 def show(done: Conversion) -> None:
+    """Prints what was converted, the checks of equality, and the losses on the text if there is one."""
     source, out = (done.source, "bold"), (done.out, "bold")
     console.print(line(source, f" ({done.kind}) → ", out, f" ({done.method}, K = {done.iterations})"))
     added = f", of which the method adds {done.added:,}" if done.added else ""

@@ -21,8 +21,8 @@ from adaponder.terminal import console, counting, table, write_json
 
 
 @dataclass(frozen=True)
-class Row:
-    """One scoring of the text."""
+class Scoring:
+    """The text scored once: by one checkpoint, at the depths that ``label`` names."""
 
     label: str
     scores: Scores
@@ -30,40 +30,44 @@ class Row:
     embedding_scale: float
 
     def cells(self) -> tuple[str, ...]:
-        found = self.summary
-        spread = "" if found.interval is None else f"{found.interval.low:.3f} … {found.interval.high:.3f}"
-        bits = "" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
-        return (self.label, f"{found.loss:.4f}", spread, f"{found.perplexity:,.2f}", bits)
+        """One line of the table, as text."""
+        summary = self.summary
+        spread = "" if summary.interval is None else f"{summary.interval.low:.3f} … {summary.interval.high:.3f}"
+        bits = "" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f}"
+        return (self.label, f"{summary.loss:.4f}", spread, f"{summary.perplexity:,.2f}", bits)
 
     def as_dict(self) -> dict[str, Any]:
         own = {"label": self.label, "embedding_scale": self.embedding_scale}
         return own | self.summary.as_dict() | {"cost": self.scores.spent.as_dict()}
 
 
-def show_rows(title: str, rows: list[Row], *, several_models: bool = False) -> None:
-    """What was reached, and under it what it cost; of several models also how they scale embeddings."""
-    head, cells = ["", "loss", "95 %", "perplexity", "bits/byte"], [list(row.cells()) for row in rows]
+def show_scorings(title: str, scorings: list[Scoring], *, several_models: bool = False) -> None:
+    """Prints a table of losses and a table of costs; with ``several_models``, also how each scales embeddings."""
+    head, cells = ["", "loss", "95 %", "perplexity", "bits/byte"], [list(scoring.cells()) for scoring in scorings]
     if several_models:
         head.append("emb. scale")
-        cells = [[*line, f"{row.embedding_scale:g}"] for line, row in zip(cells, rows, strict=True)]
+        cells = [[*line, f"{scoring.embedding_scale:g}"] for line, scoring in zip(cells, scorings, strict=True)]
     console.print(table(title, head, cells))
-    spent = [(row.label, *row.scores.spent.cells()) for row in rows]
+    spent = [(scoring.label, *scoring.scores.spent.cells()) for scoring in scorings]
     console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
 
 
 def run(options: EvalOptions) -> dict[str, Any]:
-    """Scores the text ``options.data`` at the checkpoint's own depths, and at each of ``options.depths``."""
+    """Scores the text ``options.data`` at the checkpoint's own depths, and at each of ``options.depths``.
+
+    Returns what ``--json`` writes.
+    """
     if options.data is None:
         raise InputError("--data: say which text to score")
     subject = open_subject(options)
     windows = subject.windows(options)
     how = subject.scoring(options, execution="dense" if options.dense else None, seed=options.seed)
-    readings = {own_label(subject, how): how} | forced(subject, options.depths, how)
+    by_label = {own_label(subject, how): how} | forced(subject, options.depths, how)
     text = subject.text(options.data, options)
-    rows = [scored(subject, text, windows, label, one, options.batch_size) for label, one in readings.items()]
+    scorings = [scored(subject, text, windows, label, one, options.batch_size) for label, one in by_label.items()]
     console.print(described(options.data, text, windows), soft_wrap=True)
-    show_rows(options.checkpoint, rows)
-    parts = by_source(text, rows[0].scores.nll, rows[0].scores.depth, seed=options.seed)
+    show_scorings(options.checkpoint, scorings)
+    parts = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=options.seed)
     show_sources(parts)
     result: dict[str, Any] = {
         "checkpoint": options.checkpoint,
@@ -78,28 +82,30 @@ def run(options: EvalOptions) -> dict[str, Any]:
         "max_iterations": options.max_iterations,
         "execution": "dense" if options.dense else "compact" if subject.model.method.halts else "dense",
         "max_tokens": options.max_tokens,
-        "rows": [row.as_dict() for row in rows],
+        "rows": [scoring.as_dict() for scoring in scorings],
         "sources": {name: part.as_dict() for name, part in parts.items()},
     }
     if subject.model.method.halts and not options.dense and options.check_tokens:
         few = text.first(options.check_tokens)
-        found = agreement(subject.model, few, windows, how=how, batch_size=options.batch_size)
-        console.print(f"\n{found}", style=None if found.holds else "bold red")
-        result["agreement"] = found.as_dict()
+        agreed = agreement(subject.model, few, windows, how=how, batch_size=options.batch_size)
+        console.print(f"\n{agreed}", style=None if agreed.holds else "bold red")
+        result["agreement"] = agreed.as_dict()
         write_json(options.json, result)
-        if not found.holds:
-            raise EvaluationError(f"{found}; this is a bug in adaponder: please report it; --dense is the plain way")
+        if not agreed.holds:
+            raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense is the plain way")
     write_json(options.json, result)
     return result
 
 
 def described(data: str, text: Text, windows: Windows) -> str:
+    """The sentence above the tables: numbers of tokens and documents, and the windows."""
     documents = f"{len(text.starts):,} documents" if len(text.starts) > 1 else "one document"
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
     return f"{data}: {text.predictions:,} tokens of {documents}{few}, {windows}"
 
 
 def own_label(subject: Subject, how: ScoringOptions) -> str:
+    """What the table calls a scoring with the options ``how``: the policy, the one depth, or "its own depths"."""
     if how.policy is not None:
         return getattr(how.policy, "fingerprint", "policy")
     most = how.max_iterations or subject.model.config.iterations
@@ -109,7 +115,7 @@ def own_label(subject: Subject, how: ScoringOptions) -> str:
 
 
 def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
-    """Who decided, as one would tell the command; ``None`` where nobody can."""
+    """The policy that decided depths, as ``--policy`` takes it; ``None`` for a method that never halts."""
     if not subject.model.method.halts:
         return None
     policy = how.policy if how.policy is not None else subject.model.method.default_policy(training=False)
@@ -117,7 +123,7 @@ def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
 
 
 def forced(subject: Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """The same checkpoint with every token read equally often, for each depth asked for."""
+    """For each of ``depths``, its label and the options that give every token that depth."""
     most = subject.model.config.iterations
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:
         raise InputError(f"--depths {','.join(map(str, wrong))}: from 1 to {most}, the model's iterations")
@@ -132,14 +138,16 @@ def forced(subject: Subject, depths: Sequence[int], how: ScoringOptions) -> dict
     }
 
 
-def scored(subject: Subject, text: Text, windows: Windows, label: str, how: ScoringOptions, batch_size: int) -> Row:
+def scored(subject: Subject, text: Text, windows: Windows, label: str, how: ScoringOptions, batch_size: int) -> Scoring:
+    """Scores ``text`` with the checkpoint and the options ``how``."""
     with counting(f"{subject.name}: {label}", text.predictions) as advance:
         scores = score(subject.model, text, windows, how=how, batch_size=batch_size, advance=advance)
     summary = summarise(text, scores.nll, scores.depth, seed=how.seed)
-    return Row(label, scores, summary, subject.model.config.table_scale)
+    return Scoring(label, scores, summary, subject.model.config.table_scale)
 
 
 def show_sources(parts: dict[str, Summary]) -> None:
+    """Prints a table with a line per source of the text; nothing if the text has no sources."""
     if not parts:
         return
     rows = [
@@ -157,7 +165,10 @@ def show_sources(parts: dict[str, Summary]) -> None:
 
 
 def compare(options: CompareOptions) -> dict[str, Any]:
-    """Scores both checkpoints on the same tokens in the same windows; the difference is B minus A."""
+    """Scores both checkpoints on the same tokens in the same windows; the difference is loss of B minus loss of A.
+
+    Returns what ``--json`` writes.
+    """
     first, second = options.first, options.second
     subjects = [
         open_subject(CheckpointOptions(checkpoint=name, dtype=options.dtype, device=options.device))
@@ -175,33 +186,33 @@ def compare(options: CompareOptions) -> dict[str, Any]:
         "-a": DepthOptions(policy=options.policy_a, profile=options.profile_a),
         "-b": DepthOptions(policy=options.policy_b, profile=options.profile_b),
     }
-    readings = [
+    scoring_options = [
         one.scoring(depth, seed=options.seed, side=side)
         for one, (side, depth) in zip(subjects, sides.items(), strict=True)
     ]
     text = subjects[0].text(options.data, options)
-    labels = [f"{side}: {own_label(one, how)}" for side, one, how in zip("AB", subjects, readings, strict=True)]
-    rows = [
+    labels = [f"{side}: {own_label(one, how)}" for side, one, how in zip("AB", subjects, scoring_options, strict=True)]
+    scorings = [
         scored(one, text, windows, label, how, options.batch_size)
-        for one, label, how in zip(subjects, labels, readings, strict=True)
+        for one, label, how in zip(subjects, labels, scoring_options, strict=True)
     ]
-    found = paired_difference(text, rows[0].scores.nll, rows[1].scores.nll, seed=options.seed)
+    difference = paired_difference(text, scorings[0].scores.nll, scorings[1].scores.nll, seed=options.seed)
     console.print(described(options.data, text, windows), soft_wrap=True)
-    show_rows(f"A {first}, B {second}", rows, several_models=True)
-    if found.interval is None:
+    show_scorings(f"A {first}, B {second}", scorings, several_models=True)
+    if difference.interval is None:
         words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
     else:
-        verdict = "told apart" if found.told_apart else "not told apart"
-        words = f"95 % {found.interval}, paired by document: {verdict} on this text"
-    console.print(f"\nB - A: {found.mean:+.4f} nats per token; {words}")
-    console.print(f"B finds {found.wins:.1%} of the tokens easier")
+        verdict = "told apart" if difference.told_apart else "not told apart"
+        words = f"95 % {difference.interval}, paired by document: {verdict} on this text"
+    console.print(f"\nB - A: {difference.mean:+.4f} nats per token; {words}")
+    console.print(f"B finds {difference.wins:.1%} of the tokens easier")
     result = {
         "data": options.data,
         "split": options.split,
         "windows": str(windows),
         "seed": options.seed,
-        "rows": [row.as_dict() for row in rows],
-        "difference": found.as_dict(),
+        "rows": [scoring.as_dict() for scoring in scorings],
+        "difference": difference.as_dict(),
     }
     write_json(options.json, result)
     return result

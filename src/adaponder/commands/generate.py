@@ -22,7 +22,16 @@ from adaponder.terminal import by_depth, console, legend, table, write_json
 
 @dataclass(frozen=True)
 class Generated:
-    """Prompt and continuation as pieces of text, with each piece's depth; the last token was never read: 0."""
+    """A prompt and its continuation, token by token.
+
+    Attributes:
+        pieces: the text of each token.
+        depths: the depth of each token; 0 for the last, which was generated but never read.
+        prompt: number of tokens of the prompt, the first of ``pieces``.
+        deepest: the most iterations that were allowed.
+        prefill: what reading the prompt cost.
+        decode: what reading the tokens after it cost; its seconds are those of the whole generation.
+    """
 
     pieces: list[str]
     depths: list[int]
@@ -33,6 +42,7 @@ class Generated:
 
     @property
     def mean_depth(self) -> float:
+        """Mean depth of the tokens that were read."""
         read = [depth for depth in self.depths if depth]
         return sum(read) / len(read)
 
@@ -49,6 +59,7 @@ class Generated:
 
 
 def run(options: GenerateOptions) -> Generated:
+    """Continues ``options.prompt`` with the checkpoint, and prints text, depths and cost."""
     with console.status(f"loading {options.checkpoint} …"):
         model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
         words = open_tokenizer(model, folder, options.tokenizer)
@@ -82,11 +93,12 @@ def generate(
     seed: int,
     settings: dict[str, Any],
 ) -> Generated:
+    """The prompt as continued by ``model.generate``, which is also given ``settings``."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if ids.shape[1] == 0:
         raise InputError("--prompt is empty: give at least one token")
     torch.manual_seed(seed)
-    asked = {} if policy is None else {"policy": policy}
+    policy_argument = {} if policy is None else {"policy": policy}
     began = time.perf_counter()
     result = model.generate(
         ids,
@@ -95,7 +107,7 @@ def generate(
         return_dict_in_generate=True,
         seed=seed,
         max_iterations=max_iterations,
-        **asked,
+        **policy_argument,
         **settings,
     )
     seconds = time.perf_counter() - began
@@ -108,7 +120,7 @@ def generate(
         prompt=ids.shape[1],
         deepest=max_iterations or model.config.iterations,
         prefill=prefill,
-        # The first reading of the prompt is in there too: what a user waits for.
+        # What a user waits for: the time to read the prompt is included.
         decode=replace(decode, seconds=seconds),
     )
 
@@ -116,29 +128,30 @@ def generate(
 def _cost(
     model: AdaPonderForCausalLM, depths: list[int], prompt: int, *, policy: Policy | None, max_iterations: int | None
 ) -> tuple[Spent, Spent]:
-    """What reading the prompt cost, and what each token after it did, at the length its attention really had."""
+    """Costs of reading the prompt, and of reading the tokens after it, each with attention to those before it."""
     meters = [Meter(model.config, dtype=model.dtype, device=model.device) for _ in range(2)]
     read = torch.tensor([depths])
-    asked: dict[str, Any] = {"max_iterations": max_iterations, "logits": 1, "policy": policy}
-    meters[0].add(read[:, :prompt], **asked)
-    for place in range(prompt, len(depths)):
-        meters[1].add(read[:, place : place + 1], past=read[:, :place], **asked)
+    arguments: dict[str, Any] = {"max_iterations": max_iterations, "logits": 1, "policy": policy}
+    meters[0].add(read[:, :prompt], **arguments)
+    for slot in range(prompt, len(depths)):
+        meters[1].add(read[:, slot : slot + 1], past=read[:, :slot], **arguments)
     return meters[0].spent(), meters[1].spent()
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """Each token's text in context. A character spread over several tokens goes to the token that completes it."""
-    found, shown = [], ""
+    """The text of each token in context; a character of several tokens belongs to the token that completes it."""
+    texts, shown = [], ""
     for end in range(1, len(tokens) + 1):
         text = str(tokenizer.decode(tokens[:end]))
         # An unfinished character decodes to U+FFFD, which the next token may turn into something else.
         text = text if end == len(tokens) else text.rstrip("\ufffd")
-        found.append(text[len(shown) :] if text.startswith(shown) else "")
+        texts.append(text[len(shown) :] if text.startswith(shown) else "")
         shown = text if text.startswith(shown) else shown
-    return found
+    return texts
 
 
 def show(done: Generated, *, colours: bool) -> None:
+    """Prints the text; with ``colours``, tokens are coloured by depth, and depths and costs follow in tables."""
     if not colours:
         console.print("".join(done.pieces))
         return

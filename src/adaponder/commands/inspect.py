@@ -14,6 +14,7 @@ from adaponder.terminal import console, table, write_json
 
 
 def run(options: InspectOptions) -> dict[str, Any]:
+    """Prints facts, parameters and the cost of one more token at each depth; returns what ``--json`` writes."""
     config = describe(options.checkpoint)
     limit = config.max_position_embeddings
     context = min(2048, limit or 2048) - 1 if options.context is None else options.context
@@ -62,4 +63,5 @@ def run(options: InspectOptions) -> dict[str, Any]:
 
 
 def _mega(flops: int) -> str:
+    """Millions, with two decimals."""
     return f"{flops / 1e6:,.2f}"

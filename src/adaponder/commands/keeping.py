@@ -1,4 +1,4 @@
-"""A command that is interrupted says what it keeps and how to go on."""
+"""Messages of an interrupted command: what it has kept, and how to go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from adaponder.terminal import console, errors
 
 @contextmanager
 def keeping(kept: Kept | None, part: str) -> Iterator[None]:
-    """Around a measurement that saves each ``part`` in ``kept`` when it is done, or nowhere without ``--out``."""
+    """Wraps a measurement that saves each finished ``part`` in ``kept`` (``None``: there is no ``--out``).
+
+    Prints how many parts an earlier call has left and, when interrupted, how many are kept.
+    """
     if kept is not None and len(kept):
         console.print(Text(f"going on after an interruption: {_finished(kept, part)} in {kept.folder}"))
     try:
@@ -30,6 +33,7 @@ def keeping(kept: Kept | None, part: str) -> Iterator[None]:
 
 @contextmanager
 def saying_if_interrupted(sentence: str) -> Iterator[None]:
+    """Prints ``sentence`` if the block is interrupted."""
     try:
         yield
     except KeyboardInterrupt:
@@ -38,6 +42,7 @@ def saying_if_interrupted(sentence: str) -> Iterator[None]:
 
 
 def _finished(kept: Kept, part: str) -> str:
+    """Subject and verb of a sentence: "1 finished row is", "2 finished rows are"."""
     count = len(kept)
     return f"1 finished {part} is" if count == 1 else f"{count} finished {part}s are"
 

@@ -65,7 +65,7 @@ class AdaPonderLM(HarnessLM):
         super().__init__(
             model,
             open_tokenizer(model, folder, tokenizer),
-            batch_size=_rows(batch_size),
+            batch_size=_whole_number(batch_size),
             how=ScoringOptions(policy=rule, max_iterations=max_iterations, seed=seed),
         )
         self.pretrained = str(pretrained)
@@ -84,16 +84,20 @@ class AdaPonderLM(HarnessLM):
         }
 
 
-def _device(asked: str | None) -> str:
-    """The device to read on. lm-eval says ``cuda:0`` unless told; without a GPU that means the CPU, as for ``hf``."""
+def _device(requested: str | None) -> str:
+    """The requested device; by default a GPU if there is one.
+
+    lm-eval passes ``cuda:0`` by default; without a GPU that means the CPU, as for lm-eval's ``hf``.
+    """
     if torch.cuda.is_available():
-        return asked or "cuda"
-    if asked == "cuda:0":
+        return requested or "cuda"
+    if requested == "cuda:0":
         errors.print("no GPU is here: reading on the CPU", style="yellow")
-    return "cpu" if asked in (None, "cuda:0") else asked
+    return "cpu" if requested in (None, "cuda:0") else requested
 
 
-def _rows(batch_size: int | str) -> int:
+def _whole_number(batch_size: int | str) -> int:
+    """The batch size as a number; ``auto`` and the like are refused."""
     if not str(batch_size).isdecimal():
         raise InputError(f"--batch_size {batch_size}: a whole number is needed; nothing is tried out here")
     return int(batch_size)

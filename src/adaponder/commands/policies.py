@@ -1,4 +1,4 @@
-"""adaponder policies: who gives out depth best? Every policy at the same mean depth, on text it was not tuned on."""
+"""adaponder policies: every policy tuned to the same mean depth on one half of a text, and measured on the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ RESULT = "policies.json"
 
 
 class Bars(NamedTuple):
-    """Two bars: the rows of the table, and the run that is under way."""
+    """Two progress bars, for the rows of the table and for the tokens of the scoring that is under way.
+
+    Attributes:
+        show: ``show(title, tokens)`` starts the second bar anew and returns what advances it by some tokens.
+        expect: sets the number of rows.
+        done: counts one more row as finished.
+    """
 
     show: Callable[[str, int], Callable[[int], None]]
     expect: Callable[[int], None]
@@ -35,7 +41,10 @@ class Bars(NamedTuple):
 
 
 def run(options: PoliciesOptions) -> dict[str, Any]:
-    """Measures every policy at each budget; interrupted, it keeps finished rows in ``options.out``."""
+    """Measures every policy at each budget; returns what ``--json`` writes.
+
+    If it is interrupted, finished measurements stay in ``options.out``, and the same call goes on from there.
+    """
     if options.data is None:
         raise InputError("--data: say on which text to compare them")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
@@ -81,7 +90,7 @@ def run(options: PoliciesOptions) -> dict[str, Any]:
 
 
 def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: str, seed: int) -> dict[str, Any]:
-    """What a result must carry to be understood without the command that made it."""
+    """What was measured and how, for the result: checkpoint, text, halves, windows, precision, device and seed."""
     model = subject.model
     return {
         "checkpoint": subject.name,
@@ -101,6 +110,7 @@ def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: s
 
 
 def described_intervals(halves: Halves) -> str:
+    """How the confidence intervals are made, or why there are none."""
     count = len(halves.held_out.own_text.starts)
     if count < FEW:
         return f"left out, {count} {halves.drawn} being too few to draw again"
@@ -108,6 +118,7 @@ def described_intervals(halves: Halves) -> str:
 
 
 def described(result: dict[str, Any]) -> str:
+    """The sentence above the tables: text, halves, windows and intervals."""
     tuning, held_out = (f"{result[half]['tokens']:,} tokens" for half in ("tuning", "held_out"))
     how = f"{result['halves']}; {result['windows']}; intervals {result['intervals']}"
     return f"{result['data']}: tuned on {tuning}, measured on {held_out}; {how}"
@@ -124,7 +135,7 @@ FOOTNOTES = (
 
 
 def budget_table(rows: Sequence[Measurement], budget: float) -> Any:
-    """Rows of one budget, below the policy as trained: how each was tuned, then what it came to."""
+    """Two tables of one budget, the policy as trained first: how each policy was tuned, and what was measured."""
     shown = [cells(row) for row in rows if row.budget in (None, budget)]
     parts = []
     spreads = any(cell[_SPREAD] for cell in shown)
@@ -137,7 +148,7 @@ def budget_table(rows: Sequence[Measurement], budget: float) -> Any:
 
 
 def cells(row: Measurement) -> tuple[str, ...]:
-    """A row under :data:`HEAD`."""
+    """One line of the table, as text: a cell for each column of :data:`HEAD`."""
     flag = "yes" if row.causal else "NO"
     if row.depth is None or row.loss is None or row.mflops is None:
         return (row.policy, flag, f"cannot: {row.missed}", "–", "–", "–", "–", "", "–")
@@ -161,7 +172,7 @@ def cells(row: Measurement) -> tuple[str, ...]:
 
 
 def save(result: dict[str, Any], out: Path) -> None:
-    """The result as JSON, CSV and Parquet, and its figures."""
+    """Writes the result as JSON, CSV and Parquet, and its figures, into ``out``."""
     from adaponder.analysis.policies_figure import flat
 
     out.mkdir(parents=True, exist_ok=True)
@@ -174,7 +185,7 @@ def save(result: dict[str, Any], out: Path) -> None:
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
-    """Every figure of a result, which is all that is needed."""
+    """Draws every figure of a result into ``out`` and returns the files."""
     from adaponder.analysis import policies_figure as figures
     from adaponder.analysis.style import save as save_figure
 
@@ -187,26 +198,27 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     return drawn
 
 
-def redraw(result: Path, *, out: Path) -> list[Path]:
-    """The figures again, from ``policies.json`` alone."""
-    found = load_result(result, "policies", "rows", "budgets")
+def redraw(path: Path, *, out: Path) -> list[Path]:
+    """Draws the figures again, from the ``policies.json`` at ``path`` alone, and returns the files."""
+    result = load_result(path, "policies", "rows", "budgets")
     out.mkdir(parents=True, exist_ok=True)
-    return draw(found, out)
+    return draw(result, out)
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
-    """What a command wrote with ``--json`` or ``--out``, if it is that."""
+    """The result that ``command`` wrote to ``path``; raises if the file is none, or lacks a ``needed`` key."""
     try:
-        found = read_json(path, InputError)
+        result = read_json(path, InputError)
     except InputError as error:
         raise InputError(f"{path}: not a result of this command ({error})") from None
-    if found.get("command") != command or any(key not in found for key in needed):
+    if result.get("command") != command or any(key not in result for key in needed):
         raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)} of {command}")
-    return found
+    return result
 
 
 @contextmanager
 def watching() -> Iterator[Bars]:
+    """Shows the progress bars as long as the block runs."""
     with progress_bars() as progress:
         whole = progress.add_task("rows", total=None)
         part = progress.add_task("", total=None)

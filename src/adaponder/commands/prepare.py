@@ -1,4 +1,4 @@
-"""adaponder prepare: text in, shards out; run it again after an interruption and it goes on where it stopped."""
+"""adaponder prepare: turns text into token shards; the same command again goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _STAGES = {
 
 
 def run(options: PrepareOptions) -> dict[str, Any]:
+    """Prepares ``options.inputs`` in ``options.out``, if that is not done yet; returns what ``--json`` writes."""
     finished_before = os.path.isfile(options.out / MANIFEST)
     if os.path.isfile(options.out / JOURNAL) and not finished_before:
         console.print(f"{options.out} was begun before: going on after the last complete shard")
@@ -73,6 +74,7 @@ def _bar() -> Bar:
 
 
 def show(manifest: Manifest, out: Path) -> None:
+    """Prints documents, tokens and bytes of each split, and the manifest's remarks."""
     rows = []
     for split, shards in manifest.splits.items():
         tokens, size = manifest.total(split, "tokens"), manifest.total(split, "utf8_bytes")

@@ -1,4 +1,4 @@
-"""adaponder recipes: what there is to choose from, and each of them field by field."""
+"""adaponder recipes: lists the recipes that ship, or shows one of them field by field."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def run(options: RecipesOptions) -> None:
 
 
 def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose: bool = False) -> None:
-    """What is about to be done, before it is: the recipe's hash, and its fields that differ from its base.
+    """Prints the recipe's hash, and its fields that differ from its base, or from the defaults if it has no base.
 
-    Without a base: that differ from their defaults. What was overridden is shown in any case; ``verbose`` shows all.
+    Overridden fields are always printed; ``verbose`` prints every field.
     """
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     values, base = flat(recipe), base_of(name)
@@ -48,23 +48,24 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Every ``section.field`` of a recipe that has a value, a backbone's own fields too."""
-    found: dict[str, Any] = {}
+    """Values by ``section.field``, of every field that has one; a backbone's fields are ``model.backbone.field``."""
+    by_field: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
         if isinstance(value, Mapping):
             for inner, its in value.items():
                 add(f"{key}.{inner}", its)
         elif value is not None:
-            found[key] = _shown(value)
+            by_field[key] = _shown(value)
 
     values = recipe.as_dict()
     for section in ("model", "data", "train"):
         add(section, values[section])
-    return found
+    return by_field
 
 
 def _defaults() -> dict[str, Any]:
+    """Default values by ``section.field``."""
     sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
     return {
         f"{section}.{item.name}": _shown(item.default) for section, kind in sections.items() for item in fields(kind)
@@ -72,24 +73,24 @@ def _defaults() -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value without a space in it, so that no window breaks it."""
+    """The value; a list as text without spaces, so that a narrow terminal does not break it."""
     return str(list(value)).replace(" ", "") if isinstance(value, (tuple, list)) else value
 
 
 def list_recipes(*, json: Path | None = None) -> None:
-    """One recipe after another in two lines each: name and size, and what it is."""
+    """Prints two lines per recipe: name and size, and what it is."""
     recipes = [load_recipe(name) for name in recipe_names()]
     for recipe in recipes:
-        readings = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
+        iterations = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
         size = f"{recipe.train.steps:,} steps, {_brief(_tokens(recipe))} tokens"
         # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
-        console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{readings}, {size}"), soft_wrap=True)
+        console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{iterations}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
     write_json(json, {recipe.name: recipe.as_dict() for recipe in recipes})
 
 
 def describe(name: str, *, json: Path | None = None) -> None:
-    """Every field of one recipe, and where its value is from if the recipe says."""
+    """Prints every field of one recipe, and where its value is from if the recipe says."""
     recipe = load_recipe(name)
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     values = flat(recipe)
@@ -103,7 +104,7 @@ def describe(name: str, *, json: Path | None = None) -> None:
 
 
 def _brief(count: int) -> str:
-    """``98.3M`` and the like."""
+    """The count with three digits and a unit, such as ``98.3M``."""
     size, unit = next(
         ((size, unit) for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if count >= size), (1, "")
     )
@@ -111,4 +112,5 @@ def _brief(count: int) -> str:
 
 
 def _tokens(recipe: Recipe) -> int:
+    """Number of tokens that the recipe trains on."""
     return recipe.train.steps * recipe.train.global_batch * recipe.data.sequence

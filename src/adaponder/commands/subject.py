@@ -1,4 +1,4 @@
-"""What evaluation commands begin with: a checkpoint that is opened, its tokenizer, and who decides depth."""
+"""What evaluation commands begin with: opening a checkpoint and its tokenizer, and choosing the policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaponder.terminal import console
 
 
 class Subject(NamedTuple):
-    """A checkpoint under examination: its name as given, and what it holds."""
+    """A checkpoint that is evaluated: its name on the command line, its model, its folder and its vocabulary."""
 
     name: str
     model: AdaPonderForCausalLM
@@ -34,14 +34,14 @@ class Subject(NamedTuple):
             return open_text(data, self.vocabulary, whose=self.name, split=options.split, max_tokens=options.max_tokens)
 
     def windows(self, options: WindowOptions) -> Windows:
-        """The windows that the options ask for, or as long as the backbone allows."""
+        """The windows that the options describe; without ``options.window``, of :func:`default_length`."""
         length = default_length(self.model) if options.window is None else options.window
         return Windows(length, options.stride, options.across_documents)
 
     def scoring(
         self, options: DepthOptions, *, execution: str | None = None, seed: int = 0, side: str = ""
     ) -> ScoringOptions:
-        """Who decides depth, from at most one of the three ways to say it; errors name ``--profile{side}``."""
+        """How to score, with the policy of :func:`choose_policy`; raises if the model cannot run that policy."""
         chosen = choose_policy(self.model, self.folder, options, side=side)
         self.model.check_policy(chosen)  # before a text is read
         return ScoringOptions(policy=chosen, max_iterations=options.max_iterations, execution=execution, seed=seed)
@@ -62,17 +62,17 @@ def open_tokenizer(model: AdaPonderForCausalLM, folder: Path, named: str | None)
     name = named or str(folder)
     if Path(name).is_file():
         backend, end = read_tokenizer(name)
-        found: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=backend.id_to_token(end))
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=backend.id_to_token(end))
     else:
-        found = tokenizer_of(name)
-    refuse_other_tokenizer(model, folder, named, found.get_vocab())
-    return found
+        tokenizer = tokenizer_of(name)
+    refuse_other_tokenizer(model, folder, named, tokenizer.get_vocab())
+    return tokenizer
 
 
 def refuse_other_tokenizer(
     model: AdaPonderForCausalLM, folder: Path, named: str | None, vocabulary: dict[str, int]
 ) -> None:
-    """Raises where the model has no such ids, or the checkpoint's own tokenizer has other ids for these tokens."""
+    """Raises if ``vocabulary`` has ids that the model lacks, or differs from the checkpoint's own tokenizer."""
     highest, size = max(vocabulary.values(), default=-1), model.config.vocab_size
     if highest >= size:
         raise InputError(
@@ -91,9 +91,10 @@ def refuse_other_tokenizer(
 
 
 def choose_policy(model: AdaPonderForCausalLM, folder: Path, options: DepthOptions, *, side: str = "") -> Policy | None:
-    """The policy that the options ask for; ``None`` leaves it to the method. Errors say ``--policy{side}``.
+    """The policy of ``--policy``, ``--tau`` or ``--profile``; ``None`` if there is none of them: the method's own.
 
-    More iterations than the model has are refused too, before it is run.
+    Raises if there are two, or if ``--max-iterations`` is not from 1 to the model's. Errors call the options
+    ``--policy{side}`` and so on, for commands that have them twice.
     """
     most = model.config.iterations
     if options.max_iterations is not None and not 1 <= options.max_iterations <= most:

@@ -1,6 +1,7 @@
-"""adaponder sweep: a recipe and what to vary in; a folder per run, one table and one figure out.
+"""adaponder sweep: trains a recipe with several settings, and compares the runs in one table and one figure.
 
-The same command again goes on where it was stopped, and only draws and shows what is there when all is done.
+Each run has its own folder. The same command again resumes unfinished runs; if all are finished, it only shows and
+draws them.
 """
 
 from __future__ import annotations
@@ -31,35 +32,43 @@ from adaponder.training.sweeps.sweep import carry_out, examine
 from adaponder.version import __version__
 
 
-class Outcome(NamedTuple):
-    """What the sweep found, as written to sweep.json, and the exit code that says how it ended."""
+class SweepEnd(NamedTuple):
+    """How a sweep ended.
+
+    Attributes:
+        result: settings, runs and points, as written to sweep.json.
+        exit_code: 0 if every run is finished, 1 if one failed, 130 if the sweep was stopped before its end.
+    """
 
     result: dict[str, Any]
     exit_code: int
 
 
-def run(options: SweepOptions, *, quiet: bool = False) -> Outcome:
-    """Trains what is not trained yet of the sweep; ``quiet`` runs show no progress."""
+def run(options: SweepOptions, *, quiet: bool = False) -> SweepEnd:
+    """Trains the runs of the sweep that are not finished, and shows, draws and writes all of them.
+
+    ``options.dry_run`` only shows the plan. With ``quiet``, runs show no progress.
+    """
     name = options.recipe
     runs = plan(
         name, options.grid, overrides=options.overrides, one_at_a_time=options.one_at_a_time, seeds=options.seeds
     )
     folder = options.out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
-    asked = {"recipe": name, "overrides": list(options.overrides), "one_at_a_time": options.one_at_a_time}
+    settings = {"recipe": name, "overrides": list(options.overrides), "one_at_a_time": options.one_at_a_time}
     if options.dry_run:
         summaries = [pending(each, config_of(each.recipe)) for each in runs]
         show_plan(name, runs, summaries, folder, options.device)
-        result = asked | {"runs": [dataclasses.asdict(summary) for summary in summaries]}
+        result = settings | {"runs": [dataclasses.asdict(summary) for summary in summaries]}
         write_json(options.json, result)
-        return Outcome(result, 0)
+        return SweepEnd(result, 0)
     _make(folder, default=options.out is None)
     with console.status("checking every run, and preparing the data where it is not yet"):
         summaries = examine(runs, out=folder, device=options.device)
-    asked |= {"device": hardware_name(options.device), "versions": _versions()}
+    settings |= {"device": hardware_name(options.device), "versions": _versions()}
     left = [summary for summary in summaries if summary.status == PENDING]
     done_before = len(runs) - len(left)
     console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
-    result = _write(asked, summaries, folder)
+    result = _write(settings, summaries, folder)
 
     def starting(index: int, summary: RunSummary, seconds: float | None) -> None:
         at = f", from step {summary.step}" if summary.step else ""
@@ -69,7 +78,7 @@ def run(options: SweepOptions, *, quiet: bool = False) -> Outcome:
     for index, summary in carry_out(runs, summaries, out=folder, device=options.device, quiet=quiet, starting=starting):
         summaries[index] = summary
         console.print(_ended(summary), soft_wrap=True)
-        result = _write(asked, summaries, folder)
+        result = _write(settings, summaries, folder)
     show(name, summaries)
     draw(result, folder)
     write_json(options.json, result)
@@ -77,10 +86,11 @@ def run(options: SweepOptions, *, quiet: bool = False) -> Outcome:
     if unfinished:
         console.print(f"stopped with {len(unfinished)} of {len(runs)} runs to do; the same command goes on")
     failed = any(summary.status == FAILED for summary in summaries)
-    return Outcome(result, 130 if unfinished else 1 if failed else 0)
+    return SweepEnd(result, 130 if unfinished else 1 if failed else 0)
 
 
 def _make(folder: Path, *, default: bool) -> None:
+    """Creates ``folder``; unless it is the ``default`` one, its parent must exist."""
     if not default and not folder.parent.is_dir():
         wrong = "is a file, not a folder" if folder.parent.exists() else "does not exist"
         raise InputError(f"--out {folder}: {folder.parent} {wrong}")
@@ -100,7 +110,7 @@ def _versions() -> dict[str, str]:
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
-    """What would be run, and the command of each run: spread by hand over machines, they fill the same folders."""
+    """Prints the runs, and for each the command that trains it into its folder of the sweep, on any machine."""
     rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")
@@ -111,19 +121,21 @@ def show_plan(
 
 
 def show(name: str, summaries: Sequence[RunSummary]) -> None:
-    found = points([dataclasses.asdict(summary) for summary in summaries])
-    axes = list(found[0].fields)
+    """Prints a table with one line per setting (the mean over its seeds), and the errors of failed runs."""
+    averaged = points([dataclasses.asdict(summary) for summary in summaries])
+    axes = list(averaged[0].fields)
     # A field's last name is enough where only one axis has it.
     lasts = [axis.rpartition(".")[2] for axis in axes]
     heads = [last if lasts.count(last) == 1 else axis for axis, last in zip(axes, lasts, strict=True)] or ["recipe"]
     columns = (*heads, "emb. scale", "loss", "requested", "realised", "halted", "tok/s", "runs")
-    console.print(table(f"\nSweep of {name} (validation)", columns, [_row(point, name) for point in found]))
+    console.print(table(f"\nSweep of {name} (validation)", columns, [_cells(point, name) for point in averaged]))
     for summary in summaries:
         if summary.status == FAILED:
             console.print(f"{summary.name} failed: {summary.error}", soft_wrap=True)
 
 
-def _row(point: Point, name: str) -> tuple[str, ...]:
+def _cells(point: Point, name: str) -> tuple[str, ...]:
+    """One line of the table, as text."""
     values = [text_of(value) for value in point.fields.values()] or [name]
     return (
         *values,
@@ -138,10 +150,12 @@ def _row(point: Point, name: str) -> tuple[str, ...]:
 
 
 def _number(value: float | None, spec: str) -> str:
+    """``value`` formatted by ``spec``; a dash for ``None``."""
     return "—" if value is None else f"{value:{spec}}"
 
 
 def _ended(summary: RunSummary) -> str:
+    """The sentence that is printed when a run has ended."""
     if summary.status == FAILED:
         return f"failed: {summary.error}"
     if summary.status == FINISHED:
@@ -151,6 +165,7 @@ def _ended(summary: RunSummary) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever reads best."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -159,28 +174,32 @@ def _duration(seconds: float) -> str:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def _write(asked: dict[str, Any], summaries: Sequence[RunSummary], folder: Path) -> dict[str, Any]:
-    """sweep.json and sweep.csv, whole at every moment: what is known so far is never lost."""
+def _write(settings: dict[str, Any], summaries: Sequence[RunSummary], folder: Path) -> dict[str, Any]:
+    """Writes sweep.json and sweep.csv and returns what sweep.json holds.
+
+    Each file is replaced as a whole: an interruption leaves the one before.
+    """
     runs = [dataclasses.asdict(summary) for summary in summaries]
-    result = asked | {"runs": runs, "points": [_as_dict(point) for point in points(runs)]}
+    result = settings | {"runs": runs, "points": [_as_dict(point) for point in points(runs)]}
     write_whole(folder / "sweep.json", (jsonlib.dumps(result, indent=2, allow_nan=False) + "\n").encode())
     write_whole(folder / "sweep.csv", as_csv(runs).encode())
     return result
 
 
 def _as_dict(point: Point) -> dict[str, Any]:
+    """The point for JSON; its spreads become dicts too."""
     spread = {"loss": point.loss, "depth": point.depth}
     return dataclasses.asdict(point) | {key: value and value._asdict() for key, value in spread.items()}
 
 
 def as_csv(runs: Sequence[dict[str, Any]]) -> str:
-    """One line per run; axes and halted shares are columns of their own."""
+    """The CSV text with one line per run; each varied setting and each iteration's halted share has a column."""
     gates = max((len(each["validation_halted"] or []) for each in runs), default=0)
     lines = []
     for each in runs:
         flat = {key: value for key, value in each.items() if key not in ("fields", "validation_halted")}
         halted = [*(each["validation_halted"] or []), *[None] * gates][:gates]
-        shares = {f"validation_halted_{place}": share for place, share in enumerate(halted, 1)}
+        shares = {f"validation_halted_{iteration}": share for iteration, share in enumerate(halted, 1)}
         lines.append({"name": flat.pop("name")} | each["fields"] | flat | shares)
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(lines[0]), lineterminator="\n")
@@ -190,7 +209,7 @@ def as_csv(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
-    """The sensitivity figure of what has finished."""
+    """Saves the sensitivity figure of the finished runs in ``folder``, as PNG and SVG."""
     if not any(each["status"] == FINISHED for each in result["runs"]):
         console.print("no run has finished yet: no figure")
         return

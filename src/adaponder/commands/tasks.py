@@ -23,7 +23,10 @@ HEAD = ("task", "shots", "split", "items", "metric", "value")
 
 
 def run(options: EvalOptions) -> dict[str, Any]:
-    """Runs each task at each number of examples. A suite brings its own; naming some of them runs those alone."""
+    """Runs each task at each number of examples, and returns what ``--json`` writes.
+
+    Tasks and numbers of examples that the options leave out are those of ``options.suite``.
+    """
     if find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval, which is not installed: pip install 'adaponder[eval]'")
     from adaponder.evaluation.tasks.harness import HarnessLM
@@ -69,7 +72,7 @@ def run(options: EvalOptions) -> dict[str, Any]:
 
 
 def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> tuple[list[str], list[int]]:
-    """What to run, each once: as asked, else what the suite holds, else no examples."""
+    """Tasks and numbers of examples without repetitions; those left out are the suite's, or 0 examples without one."""
     if not tasks and suite is None:
         raise InputError("--tasks: name at least one task of lm-eval, or a --suite")
     if suite is not None and (foreign := [task for task in tasks if task not in suite.tasks]):
@@ -84,7 +87,10 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
 def scored(
     harness: Any, tasks: list[str], fewshot: list[int], data: TaskData | None, *, limit: int | None, seed: int
 ) -> Iterator[TaskScore]:
-    """Each task at each number of examples; all are opened before one is run: a missing file is told at once."""
+    """Yields the score of each task at each number of examples.
+
+    All tasks are opened before the first is run, so that a missing file is an error at once.
+    """
     from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, run_task
 
     with console.status("looking up tasks …"):
@@ -103,6 +109,7 @@ def scored(
 
 
 def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
+    """Prints a table of metrics and a table of costs."""
     rows = []
     for score in scores:
         opened = score.opened
@@ -121,23 +128,25 @@ def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
 
 
 def _with_error(value: float, stderr: float | None) -> str:
+    """``value ± stderr``, or the value alone."""
     form = ".4f" if abs(value) < 100 else ".4g"
     return f"{value:{form}}" if stderr is None else f"{value:{form}} ± {stderr:{form}}"
 
 
 def compare(suite: Suite, scores: list[TaskScore], matched: Reference | None) -> list[Comparison]:
-    """Per number of examples: this checkpoint in percent beside its reference."""
+    """For each number of examples, the suite's metric of this checkpoint, in percent, beside its reference's."""
     compared = []
     for shots in dict.fromkeys(score.opened.shots for score in scores):
-        some = [score for score in scores if score.opened.shots == shots]
-        found = {score.opened.name: score.value(suite.metric) for score in some}
+        at_shots = [score for score in scores if score.opened.shots == shots]
+        by_task = {score.opened.name: score.value(suite.metric) for score in at_shots}
         compared.append(
-            suite.compare({task: 100 * value for task, value in found.items() if value is not None}, shots, matched)
+            suite.compare({task: 100 * value for task, value in by_task.items() if value is not None}, shots, matched)
         )
     return compared
 
 
 def show_suite(suite: Suite, compared: list[Comparison], matched: Reference | None) -> None:
+    """Prints a table per number of examples: this checkpoint, its reference and their difference."""
     for one in compared:
         rows = [(task, f"{value:.1f}", *_beside(value, one.theirs.get(task))) for task, value in one.ours.items()]
         rows.append(("average", f"{one.average:.1f}", *_beside(one.average, one.reference_average)))
@@ -150,4 +159,5 @@ def show_suite(suite: Suite, compared: list[Comparison], matched: Reference | No
 
 
 def _beside(ours: float, theirs: float | None) -> tuple[str, str]:
+    """The reference's value and the difference to it, as text; both empty without a reference."""
     return ("", "") if theirs is None else (f"{theirs:.1f}", f"{ours - theirs:+.1f}")

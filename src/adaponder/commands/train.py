@@ -1,4 +1,4 @@
-"""adaponder train: a recipe in, a run folder out."""
+"""adaponder train: trains a recipe in a run folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from adaponder.training.run import Outcome, train
 
 
 def run(options: TrainOptions) -> Outcome:
+    """Prints the recipe, trains it, and prints where the final model is, or how to resume."""
     recipe = load_recipe(options.recipe, options.overrides)
     out = options.out or Path("runs") / recipe.name.replace("/", "-")
     out.parent.mkdir(parents=True, exist_ok=True) if out.parent == Path("runs") else None
