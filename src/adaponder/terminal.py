@@ -26,7 +26,7 @@ _VISIBLE |= dict.fromkeys([*range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFF
 
 
 def plain(text: str) -> str:
-    """The text, equally long, without a character that a terminal would obey instead of showing it."""
+    """The text, equally long, with control characters replaced by visible ones, so that a terminal obeys none."""
     return text.translate(_VISIBLE)
 
 
@@ -78,18 +78,20 @@ _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231,
 
 
 def depth_style(depth: int, deepest: int) -> str:
-    """The rich style of a token read ``depth`` of at most ``deepest`` times; nothing for a token not read."""
+    """The rich style of a token read ``depth`` of at most ``deepest`` times; dim for a token not read."""
     if depth < 1:
         return "dim"
-    place = 0 if deepest == 1 else (depth - 1) * (len(_STEPS) - 1) / (deepest - 1)
-    low = min(int(place), len(_STEPS) - 2)
-    red, green, blue = (round(a + (b - a) * (place - low)) for a, b in zip(_STEPS[low], _STEPS[low + 1], strict=True))
+    position = 0 if deepest == 1 else (depth - 1) * (len(_STEPS) - 1) / (deepest - 1)
+    low = min(int(position), len(_STEPS) - 2)
+    red, green, blue = (
+        round(a + (b - a) * (position - low)) for a, b in zip(_STEPS[low], _STEPS[low + 1], strict=True)
+    )
     ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 110 else "white"
     return f"{ink} on rgb({red},{green},{blue})"
 
 
 def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text:
-    """Text whose background says how often each piece was read."""
+    """The pieces as one text, each coloured by how often it was read."""
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
         text.append(piece, style=depth_style(depth, deepest))
@@ -97,6 +99,7 @@ def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text
 
 
 def legend(deepest: int) -> Text:
+    """The colours of the depths 1 to ``deepest``, in one line."""
     text = Text("read ")
     for depth in range(1, deepest + 1):
         text.append(f" {depth}x ", style=depth_style(depth, deepest))
@@ -127,7 +130,7 @@ class Titled:
             yield drawn
 
     def _widths(self, most: int) -> list[tuple[int, int]]:
-        """Per column the least width, at which its head breaks between words, and the width at which nothing does."""
+        """Per column the least width, with its head broken between words, and the width that needs no break."""
         widths = []
         for index, head in enumerate(self.columns):
             cells = max((cell_len(row[index]) for row in self.rows), default=0)
@@ -168,11 +171,12 @@ def _grouped(widths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:
+    """A table to print, its cells as strings."""
     return Titled(title, columns, [[str(cell) for cell in row] for row in rows])
 
 
 def progress_bars() -> Progress:
-    """Bars with their ETA that vanish when done; where nobody watches, they would only leave empty lines."""
+    """Progress bars with the time left, which vanish when done; none are shown outside a terminal."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn())
     columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -180,14 +184,14 @@ def progress_bars() -> Progress:
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar: ``with counting("scoring", n) as advance: … advance(some)``."""
+    """Shows a progress bar: ``with counting("scoring", n) as advance: … advance(some)``."""
     with progress_bars() as progress:
         task = progress.add_task(what, total=total)
         yield lambda some: progress.advance(task, some)
 
 
 def quiet_libraries() -> None:
-    """Progress bars and notices of libraries do not belong between our lines; who wants them sets the variables."""
+    """Turns off progress bars and notices of libraries; environment variables that are set already stay as they are."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:  # it has read them already; and is not imported for this
@@ -198,6 +202,7 @@ def quiet_libraries() -> None:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
+    """Writes ``result`` as JSON, replacing the file atomically; does nothing if ``path`` is ``None``."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         from adaponder.files import replace_file  # here, since it imports YAML, which --help does not need

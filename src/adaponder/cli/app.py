@@ -22,8 +22,9 @@ app = App(
 )
 
 
-def show_version(asked: bool) -> None:
-    if asked:
+def show_version(version: bool) -> None:
+    """Prints the version and ends the command if ``--version`` is there."""
+    if version:
         typer.echo(f"adaponder {__version__}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""adaponder bench: ours and the plain version in one run, as a table and as a record of what it was measured on."""
+"""adaponder bench: times our version and the plain one in one command; prints a table and writes a record."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Named = TypeVar("Named", training_bench.Variant, prefill_bench.Variant, op_bench
 
 
 def run_train(options: TrainBenchOptions) -> dict[str, Any]:
-    """One training step of each variant; with ``largest``, also the largest batch that fits.
+    """Times a training step of each variant and returns the record; with ``largest``, also the largest batch that fits.
 
-    With ``keep`` a share of the tokens halts, and skipping them is compared with computing them: a record of its own.
+    With ``keep`` a share of the tokens halts, and compact execution is compared with dense; its record is apart.
     """
     device = checked(options)
     keep, compiles = options.keep, options.compiles
@@ -107,7 +107,7 @@ def _check_largest(options: TrainBenchOptions, device: torch.device) -> None:
 
 
 def run_prefill(options: PrefillBenchOptions) -> dict[str, Any]:
-    """One forward of each variant over prompts of which only a share reads on."""
+    """Times a forward of each variant over prompts of which a share of the tokens halts; returns the record."""
     device = checked(options)
     chosen = choose_recipe(options, device)
     prompts = choose_batch(options.batch, chosen)
@@ -135,7 +135,7 @@ def run_prefill(options: PrefillBenchOptions) -> dict[str, Any]:
 
 
 def run_ops(options: OpsBenchOptions) -> dict[str, Any]:
-    """Every operation, forward and with its backward, plain and ours."""
+    """Times every operation, plain and ours, forward alone and with its backward; returns the record."""
     device = checked(options)
     low = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
@@ -176,31 +176,32 @@ def run_ops(options: OpsBenchOptions) -> dict[str, Any]:
 
 
 def choose_recipe(options: TrainBenchOptions | PrefillBenchOptions, device: torch.device) -> Recipe:
-    """The recipe with the seed that was asked for, refused before any work if bench cannot build it."""
+    """The recipe, with ``--seed`` if there is one; raises if bench cannot build its model."""
     recipe = load_recipe(options.recipe or (ON_GPU if device.type == "cuda" else ON_CPU), options.overrides)
     vocabulary_of(recipe)
     return recipe if options.seed is None else replace(recipe, train=replace(recipe.train, seed=options.seed))
 
 
-def choose_batch(asked: int | None, recipe: Recipe) -> int:
-    """Sequences at once: as asked, or what the recipe gives one process at a time."""
-    if asked is not None and asked < 1:
-        raise InputError(f"--batch {asked}: at least one sequence is needed")
-    return asked or recipe.train.micro_batch or recipe.train.global_batch
+def choose_batch(batch: int | None, recipe: Recipe) -> int:
+    """Sequences per step: ``batch``, or else what one process of the recipe computes at a time."""
+    if batch is not None and batch < 1:
+        raise InputError(f"--batch {batch}: at least one sequence is needed")
+    return batch or recipe.train.micro_batch or recipe.train.global_batch
 
 
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
-    """How often each token is read, if these shares are possible."""
+    """How often each token is read, ``[batch, sequence]``; raises if these shares are impossible."""
     check_keep(keep, config_of(recipe, METHOD).iterations)
     return depths_of(keep, batch, recipe.data.sequence, seed=recipe.train.seed)
 
 
 def halting_settings(keep: Sequence[float], depths: Tensor) -> dict[str, Any]:
+    """What a record says of halting: the shares that read on, and the mean depth."""
     return {"keep": list(keep), "mean_depth": float(depths.double().mean())}
 
 
 def compared_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> dict[str, Any]:
-    """By how much dense and compact execution differ, refused if that is more than rounding."""
+    """By how much dense and compact execution differ; raises if that is more than rounding."""
     console.print("comparing dense and compact execution …")
     try:
         return {"dense_and_compact_differ_by": disagreement(recipe, depths, device=device)}
@@ -213,19 +214,19 @@ def compared_executions(recipe: Recipe, depths: Tensor, device: torch.device) ->
 
 
 def label(variant: Any) -> str:
-    """What a variant is called on the screen: an operation's has that before it."""
+    """The name of a variant on the screen; that of an operation's begins with the operation."""
     return f"{variant.op}: {variant.name}" if hasattr(variant, "op") else variant.name
 
 
 def announced(chosen: Iterable[Any]) -> Iterator[Any]:
-    """Says what is measured next, when it is: a line each, so that long work shows where it is."""
+    """The same variants, each printed as its measurement begins."""
     for one in chosen:
         console.print(f"measuring {label(one)} …")
         yield one
 
 
 def chosen_variants(variants: Sequence[Named], only: Sequence[str]) -> list[Named]:
-    """The plain version, and those that have one of the words in their names; without words, all."""
+    """The plain version, and the variants with a word of ``only`` in their names; all if ``only`` is empty."""
     for word in only:
         if not any(word in label(variant) for variant in variants):
             names = "; ".join(dict.fromkeys(map(label, variants)))
@@ -243,29 +244,29 @@ def collect(
     as_rows: Callable[[Sequence[Measured]], list[dict[str, Any]]],
     record: Record,
 ) -> list[Measured]:
-    """All results, kept as they come and shown together; if interrupted, those there are are shown before leaving."""
-    found: list[Measured] = []
+    """All results as a list: each is written as it comes, and at the end, or when interrupted, all are printed."""
+    measured: list[Measured] = []
     try:
         for result in results:
-            found.append(result)
-            record.keep({"rows": as_rows(found)})
+            measured.append(result)
+            record.keep({"rows": as_rows(measured)})
     except KeyboardInterrupt:
-        where = f"; {record.options.json} has what there is" if found and record.options.json is not None else ""
+        where = f"; {record.options.json} has what there is" if measured and record.options.json is not None else ""
         console.print(f"interrupted: no record is written{where}")
-        if found:
-            show(found)
+        if measured:
+            show(measured)
         raise
-    show(found)
-    return found
+    show(measured)
+    return measured
 
 
 # --- after ---------------------------------------------------------------------------------------------------------
 
 
 def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The largest batch of the plain version, and of ours when it saves memory.
+    """The largest batch that fits, a row each: of the plain version, and of ours with checkpointing.
 
-    Nothing is compiled for the search itself; the compiled variant is looked for around what the eager one found.
+    Both are searched uncompiled; the search for the compiled variant starts at the batch of the uncompiled one.
     """
     eager = training_bench.Variant(METHOD, compile=False, checkpointing=True)
     settings: dict[str, Any] = {"start": start, "device": device, "tried": _say_fit}
@@ -286,6 +287,7 @@ def _say_fit(batch: int, fits: bool) -> None:
 
 
 def reading(keep: Sequence[float]) -> str:
+    """The part of a title that names the shares of tokens read; empty if all are."""
     return f" that reads {', '.join(f'{share:g}' for share in keep)} of the tokens" if keep else ""
 
 

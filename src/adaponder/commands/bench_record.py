@@ -1,4 +1,4 @@
-"""What every measurement is told, and its record: begun after the operations' tests, kept as figures come."""
+"""The record of a benchmark: begun once the operations' tests have passed, and written as figures come."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaponder.terminal import console, line, write_json
 
 
 def checked(options: BenchOptions) -> torch.device:
-    """The device, if all that every measurement needs is right."""
+    """The device to measure on; raises if an option that all benchmarks share is wrong."""
     if options.repeats < 1:
         raise InputError(f"--repeats {options.repeats}: at least one repetition is needed")
     if options.warmup < 0:
@@ -29,7 +29,7 @@ def checked(options: BenchOptions) -> torch.device:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known before the first figure, the figures as they come, and where all that goes."""
+    """A record in the making: ``known`` before the first figure, ``metrics`` so far, and the ``path`` to write."""
 
     options: BenchOptions
     path: Path | None
@@ -41,12 +41,12 @@ class Record:
         return self.known["hardware"]
 
     def keep(self, metrics: dict[str, Any]) -> None:
-        """Adds to what was found and writes ``--json``: no figure is lost with those that are still to come."""
+        """Adds metrics and writes all so far to ``--json``, so that an interruption loses none."""
         self.metrics.update(metrics)
         write_json(self.options.json, self.known | {"complete": False, "metrics": self.metrics})
 
     def finish(self) -> dict[str, Any]:
-        """The whole record, written where it is wanted."""
+        """Returns the complete record, written to ``path`` and ``--json`` if there are any."""
         ceilings = (
             f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
             f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
@@ -68,7 +68,7 @@ def begin(
     recipe: Recipe | None = None,
     overrides: Sequence[str] = (),
 ) -> Record:
-    """What a record, named ``command`` or ``command-what``, begins with, after the operations' tests have passed."""
+    """A record without metrics, named ``command`` or ``command-variety``, after the operations' tests have passed."""
     # A record stands for the whole comparison: a part of it must not take its place.
     path = record_path(name, device, recipe) if options.record and not options.only else None
     commit = commit_of(options.commit, needed=options.record)

@@ -1,4 +1,4 @@
-"""adaponder calibrate: a mean depth in, thresholds out, verified on other text and stored under a name."""
+"""adaponder calibrate: finds thresholds for a mean depth, measures them on other text and stores them by name."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def run(options: CalibrateOptions) -> dict[str, Any]:
         bars.expect((budget is not None) + (len(steps) + most if options.frontier else 0))
         lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
         if budget is not None and name is not None:
-            found = calibrate(lab, budget, rule=rule)
-            result |= {"rule": rule, "name": name, "calibration": found.as_dict()}
-            show(found)
-            path = profiles.store(subject.folder, name, profile(found, result))
+            calibration = calibrate(lab, budget, rule=rule)
+            result |= {"rule": rule, "name": name, "calibration": calibration.as_dict()}
+            show(calibration)
+            path = profiles.store(subject.folder, name, profile(calibration, result))
             console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
             bars.done()
         for row in frontier_rows(lab, steps, kept=kept) if options.frontier else ():
@@ -79,7 +79,7 @@ def run(options: CalibrateOptions) -> dict[str, Any]:
 def _kept_rows(
     options: CalibrateOptions, result: dict[str, Any], model: AdaPonderForCausalLM, text: Text
 ) -> Kept | None:
-    """Rows of the frontier that an interrupted command has measured, if it is the same; ``None`` without a folder."""
+    """The frontier's rows that an interrupted call of the same command has measured; ``None`` without ``--out``."""
     if not options.frontier or options.out is None:
         return None
     settings = {
@@ -103,13 +103,13 @@ def _checked_data(options: CalibrateOptions) -> str:
     return options.data
 
 
-def profile(found: Calibration, result: dict[str, Any]) -> dict[str, Any]:
-    """What is stored: the policy, and on which text it was found and verified."""
-    row = found.chosen
+def profile(calibration: Calibration, result: dict[str, Any]) -> dict[str, Any]:
+    """The profile to store: the policy, what it measured on held-out text, and which text and settings were used."""
+    row = calibration.chosen
     told = ("rule", "data", "split", "windows", "halves", "tuning", "held_out", "intervals", "dtype", "seed")
     return {
         "policy": row.spec,
-        "budget": found.budget,
+        "budget": calibration.budget,
         "depth": row.depth,
         "depth_interval": row.depth_interval,
         "tuning_depth": row.tuning_depth,
@@ -135,19 +135,20 @@ HEAD = (
 )
 
 
-def show(found: Calibration) -> None:
+def show(calibration: Calibration) -> None:
+    """Prints each choice on both halves of the text, and how far the chosen one is from the budget."""
     rows = []
-    for choice in found.choices:
+    for choice in calibration.choices:
         row = choice.row
         label = f"{row.policy} (chosen)" if choice.chosen else row.policy
         there = (_number(row.tuning_depth, 3), _number(choice.tuning_loss, 4))
         rows.append((label, row.setting, *there, *_held_out(row)))
-    console.print(table(f"\nMean depth {found.budget:g}", HEAD, rows))
-    if len(found.choices) > 1:
+    console.print(table(f"\nMean depth {calibration.budget:g}", HEAD, rows))
+    if len(calibration.choices) > 1:
         console.print("A tau per iteration is chosen where its loss there is told apart from one tau's.", style="dim")
-    chosen = found.chosen
+    chosen = calibration.chosen
     assert chosen.depth is not None  # calibrate measured it
-    off = chosen.depth - found.budget
+    off = chosen.depth - calibration.budget
     console.print(f"\nOn text not used to calibrate: depth {chosen.depth:.3f}, {off:+.3f} off")
     if abs(off) > 0.05:
         console.print(
@@ -159,6 +160,7 @@ def show(found: Calibration) -> None:
 
 
 def show_frontier(rows: Sequence[Measurement]) -> None:
+    """Prints one line per row: its budget, rule and setting, and what it measured on held-out text."""
     cells = []
     for row in rows:
         budget = "–" if row.budget is None else f"{row.budget:g}"
@@ -168,6 +170,7 @@ def show_frontier(rows: Sequence[Measurement]) -> None:
 
 
 def _held_out(row: Measurement) -> tuple[str, ...]:
+    """The cells of depth, loss and cost on held-out text, with their 95 % intervals."""
     depth, loss = _number(row.depth, 3), _number(row.loss, 4)
     return depth, _spread(row.depth_interval, 3), loss, _spread(row.loss_interval, 3), _number(row.mflops, 2)
 
@@ -181,12 +184,12 @@ def _spread(interval: Interval | None, digits: int) -> str:
 
 
 def _short(spec: str) -> str:
-    """A policy's line with as many digits as one wants to look at."""
+    """A policy's text form with its numbers rounded to four significant digits."""
     return re.sub(r"\d+\.[\d.e-]+", lambda number: f"{float(number.group()):.4g}", spec)
 
 
 def save(result: dict[str, Any], out: Path) -> None:
-    """The frontier as JSON, CSV and Parquet, and as a figure."""
+    """Writes the frontier to ``out`` as JSON, CSV and Parquet, and as a figure."""
     from adaponder.analysis.policies_figure import flat
 
     out.mkdir(parents=True, exist_ok=True)
@@ -198,6 +201,7 @@ def save(result: dict[str, Any], out: Path) -> None:
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
+    """Draws the frontier; returns the files of the figure."""
     from adaponder.analysis import policies_figure as figures
     from adaponder.analysis.style import save as save_figure
 
@@ -207,16 +211,16 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 
 def redraw(result: Path, *, out: Path) -> list[Path]:
-    """The figure again, from ``frontier.json`` alone."""
-    found = load_result(result, "calibrate", "rows")
+    """Draws the figure again from ``frontier.json``, without a model; returns its files."""
+    frontier = load_result(result, "calibrate", "rows")
     out.mkdir(parents=True, exist_ok=True)
-    return draw(found, out)
+    return draw(frontier, out)
 
 
 def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any]:
-    """The profiles of a checkpoint; no model is opened."""
+    """Prints and returns the profiles of a checkpoint, by name; no model is opened."""
     folder = fetch(checkpoint)
-    found = profiles.stored(folder)
+    stored = profiles.stored(folder)
     rows = [
         (
             name,
@@ -226,12 +230,12 @@ def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any
             _spread(None if one["depth_interval"] is None else Interval(*one["depth_interval"]), 3),
             Path(one["data"]).name,
         )
-        for name, one in found.items()
+        for name, one in stored.items()
     ]
     head = ("profile", "budget", "policy", "depth", "95 % of depth", "text")
     if rows:
         console.print(table(f"Profiles of {checkpoint}, depth as held out", head, rows))
     else:
         console.print(f"{checkpoint} has no profiles; adaponder calibrate makes them")
-    write_json(json, {"checkpoint": checkpoint, "profiles": found})
-    return found
+    write_json(json, {"checkpoint": checkpoint, "profiles": stored})
+    return stored

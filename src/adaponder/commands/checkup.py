@@ -1,4 +1,4 @@
-"""adaponder doctor CKPT: whether a checkpoint is whole, safe and of one mind; --seal takes it as it is."""
+"""adaponder doctor CKPT: whether a checkpoint is complete, safe and consistent; --seal writes its manifest anew."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from adaponder.terminal import console, table, write_json
 
 
 def run(options: DoctorOptions) -> dict[str, Any]:
-    """Examines a checkpoint and shows what is wrong with it; ``problems`` of the result is empty if nothing is."""
+    """Examines a checkpoint and prints what is wrong with it; ``problems`` of the result is empty if nothing is."""
     if options.checkpoint is None:
         raise InputError("CKPT: name the checkpoint to examine")
     folder = fetch(options.checkpoint)
     changes = seal_folder(folder) if options.seal else []
-    found = {"checkpoint": str(folder), "changes": changes, **examine(folder)}
-    rows = [(what, "wrong" if what in found["problems"] else said) for what, said in found["checks"].items()]
+    report = {"checkpoint": str(folder), "changes": changes, **examine(folder)}
+    rows = [(what, "wrong" if what in report["problems"] else said) for what, said in report["checks"].items()]
     console.print(table(str(folder), ("", ""), rows))
     for change in changes:
         console.print(change, soft_wrap=True)
-    for problem in found["problems"].values():
+    for problem in report["problems"].values():
         console.print(problem, style="red", soft_wrap=True)
-    if not found["problems"]:
+    if not report["problems"]:
         console.print("all well", style="green")
-    write_json(options.json, found)
-    return found
+    write_json(options.json, report)
+    return report
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """``checks`` by name, each with what it found; ``problems`` has an error's line for those that failed."""
+    """``checks``: the result of each check, by name; ``problems``: the error of each one that failed."""
     checks: dict[str, str] = {}
     problems: dict[str, str] = {}
     for what, check in _CHECKS.items():
@@ -48,7 +48,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def seal_folder(folder: Path) -> list[str]:
-    """Lets the tokenizer decide on end and padding, and writes the manifest anew; returns what changed, in words."""
+    """Takes the end and padding tokens from the tokenizer and writes a new manifest; returns what changed, in words."""
     if folder.resolve().parent.name == "snapshots":
         raise InputError(f"--seal: {folder} is the hub's cache; name a folder of your own")
     refuse_unsafe(folder)

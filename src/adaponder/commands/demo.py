@@ -1,4 +1,4 @@
-"""adaponder demo: the main job on a laptop: prepare, pretrain, look at what was learned; nothing is downloaded."""
+"""adaponder demo: prepares data, pretrains a small model, scores it and samples from it; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "def "
 
 
 def run(options: DemoOptions) -> dict[str, Any]:
-    """Prepares, trains and assesses ``cpu/demo`` in ``options.out``, or goes on with it."""
+    """Trains or resumes ``cpu/demo`` in ``options.out``; returns its assessment, or ``step`` if training stopped."""
     out = options.out
     recipe = load_recipe("cpu/demo", options.overrides)
     console.rule("1  pretrain AdaPonderLM on the Python standard library")
@@ -40,22 +40,22 @@ def run(options: DemoOptions) -> dict[str, Any]:
 
     console.rule("2  what it learned")
     trainer = done.trainer or open_finished(recipe, out, data=data)
-    found = assess(recipe, trainer)
-    show_assessment(found, recipe)
+    result = assess(recipe, trainer)
+    show_assessment(result, recipe)
 
     console.rule("3  what it writes, each token coloured by how often it was read")
     model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
     words = open_tokenizer(model, done.final, None)
     settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
-    replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, found).encode())
+    replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, result).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
-    write_json(options.json, found)
-    return found
+    write_json(options.json, result)
+    return result
 
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
-    """Validation loss of the trained model, at its own depths and at every forced one, beside what needs no model."""
+    """Validation losses at the model's own depths, at each fixed depth, of token frequencies and of a uniform guess."""
     tokens = recipe.train.eval_tokens
     learned = trainer.evaluate(tokens)
     forced = [
@@ -77,34 +77,37 @@ def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
 
 
 def validation_tokens(trainer: Trainer, tokens: int) -> int:
-    """How many an evaluation of ``tokens`` scores: whole windows of those there are."""
+    """The number of tokens that an evaluation of at most ``tokens`` scores: only whole windows count."""
     assert trainer.validation is not None
     length = trainer.recipe.data.sequence
     return whole_windows(trainer.validation, tokens, length=length) * length
 
 
-def show_assessment(found: dict[str, Any], recipe: Recipe) -> None:
+def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
+    """Prints what ``assess`` returned: a table of losses and one of the tokens that halted early."""
     rows = [
-        ("before training (uniform)", f"{found['uniform']:.3f}", ""),
-        ("token frequencies alone", f"{found['unigram']:.3f}", ""),
-        ("AdaPonder, its own depths", f"{found['validation_loss']:.3f}", f"{found['validation_depth']:.2f}"),
+        ("before training (uniform)", f"{result['uniform']:.3f}", ""),
+        ("token frequencies alone", f"{result['unigram']:.3f}", ""),
+        ("AdaPonder, its own depths", f"{result['validation_loss']:.3f}", f"{result['validation_depth']:.2f}"),
     ]
     rows += [
         (f"the same checkpoint, every token read {depth}x", f"{loss:.3f}", f"{depth:.2f}")
-        for depth, loss in enumerate(found["forced"], 1)
+        for depth, loss in enumerate(result["forced"], 1)
     ]
-    title = f"Validation loss (nats per token, its first {found['tokens']:,} tokens)"
+    title = f"Validation loss (nats per token, its first {result['tokens']:,} tokens)"
     console.print(table(title, ("", "loss", "mean depth"), rows))
-    halted = found["validation_halted"]
+    halted = result["validation_halted"]
     rows = [(f"after iteration {i}", f"{share:.1%}") for i, share in enumerate(halted, 1)]
     console.print(table("\nTokens halted early", ("", "share of all tokens"), rows))
 
 
-def _readme(out: Path, data: Path, found: dict[str, Any]) -> str:
+def _readme(out: Path, data: Path, result: dict[str, Any]) -> str:
+    """The README of the run's folder: its result, its files and the commands to try next."""
+    tokens = result["tokens"]
     return f"""# A run of `adaponder demo`
 
-Validation loss {found["validation_loss"]:.3f} at mean depth {found["validation_depth"]:.2f} over the first
-{found["tokens"]:,} tokens of validation (token frequencies alone: {found["unigram"]:.3f}); `adaponder eval` scores all.
+Validation loss {result["validation_loss"]:.3f} at mean depth {result["validation_depth"]:.2f} over the first
+{tokens:,} tokens of validation (token frequencies alone: {result["unigram"]:.3f}); `adaponder eval` scores all.
 
 | | |
 |---|---|

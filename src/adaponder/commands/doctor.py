@@ -1,4 +1,4 @@
-"""adaponder doctor: what is installed, what it would run on, with which kernels, and whether the meter is right."""
+"""adaponder doctor: versions, devices, the kernels each would run, and our FLOP count against torch's."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ _FLOORS = {"torch": (2, 11), "transformers": (5, 17)}
 
 
 def run(options: DoctorOptions) -> dict[str, Any]:
-    found = examine()
+    """Prints and returns what ``examine`` does."""
+    report = examine()
     rows = [
-        (name, value or "not installed", found["problems"].get(name, "")) for name, value in found["versions"].items()
+        (name, value or "not installed", report["problems"].get(name, "")) for name, value in report["versions"].items()
     ]
     console.print(table("Versions", ("package", "version", ""), rows))
-    rows = [(device["name"], device["what"]) for device in found["devices"]]
+    rows = [(device["name"], device["what"]) for device in report["devices"]]
     console.print(table("Devices", ("device", "what"), rows))
-    rows = [(kernel["op"], kernel["device"], kernel["runs"]) for kernel in found["kernels"]]
+    rows = [(kernel["op"], kernel["device"], kernel["runs"]) for kernel in report["kernels"]]
     console.print(table("Kernels", ("operation", "device", "would run"), rows))
     rows = [
         (check["method"], f"{check['formula']:,}", f"{check['counted']:,}", f"{check['ratio']:.4f}")
-        for check in found["flops"]
+        for check in report["flops"]
     ]
     console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), rows))
-    if found["problems"]:
-        console.print("; ".join(f"{name} {why}" for name, why in found["problems"].items()), style="red")
+    if report["problems"]:
+        console.print("; ".join(f"{name} {why}" for name, why in report["problems"].items()), style="red")
     else:
         console.print("all well", style="green")
-    write_json(options.json, found)
-    return found
+    write_json(options.json, report)
+    return report
 
 
 def examine() -> dict[str, Any]:
+    """Versions, devices, kernels and FLOP checks; ``problems`` has a sentence for each thing that is wrong."""
     versions = {"adaponder": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in _PACKAGES}
     problems = {
@@ -67,7 +69,7 @@ def examine() -> dict[str, Any]:
 
 
 def operations() -> list[str]:
-    """The operations that ship, by their folders."""
+    """The names of the operations in ``adaponder.ops``, sorted."""
     spec = importlib.util.find_spec("adaponder.ops")
     folders = spec.submodule_search_locations if spec is not None else None
     folder = Path(next(iter(folders or [])))
@@ -75,7 +77,7 @@ def operations() -> list[str]:
 
 
 def would_run(op: str, device: str) -> str:
-    """Which implementation of an operation a device gets."""
+    """The implementation of an operation that would run on a device, in words."""
     written = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
     if device == "cpu" or not written:
         return "torch (reference)"
@@ -83,6 +85,7 @@ def would_run(op: str, device: str) -> str:
 
 
 def _version(name: str) -> str | None:
+    """The version of an installed package; ``None`` if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -90,4 +93,5 @@ def _version(name: str) -> str | None:
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
+    """The first two numbers of a version: (2, 11) for ``2.11.0+cu130``."""
     return tuple(int(part) for part in (text or "0").split("+")[0].split(".")[:2] if part.isdigit())

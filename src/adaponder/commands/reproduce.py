@@ -1,4 +1,4 @@
-"""adaponder reproduce: the runs that a claim needs, several at once, one record each; what has a record is skipped."""
+"""adaponder reproduce: trains the runs that a claim needs, several at once; a run that has a record is skipped."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LOOK, _SAY = 0.5, 30.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where things are and where they go; the same for every run of a command."""
+class Setup:
+    """What all runs of one command share: the queue's file, folders of data, runs and records, device and commit."""
 
     queue: Path
     data: Path
@@ -38,17 +38,17 @@ class Place:
     commit: str
 
     def command(self, experiment: Experiment, beside: int) -> list[str]:
-        """The command of a process that carries out one run."""
-        here = {"queue": self.queue, "data": self.data, "runs": self.runs, "records": self.records}
-        options = here | {"device": self.device, "commit": self.commit, "beside": beside, "run": experiment.label}
+        """The command line of the process that trains one run, with ``beside`` others at the same time."""
+        paths = {"queue": self.queue, "data": self.data, "runs": self.runs, "records": self.records}
+        options = paths | {"device": self.device, "commit": self.commit, "beside": beside, "run": experiment.label}
         words = [f"--{name}={value}" for name, value in options.items()]
         return [sys.executable, "-m", "adaponder", "reproduce", *words, f"--seeds={experiment.seed}"]
 
 
 def run(options: ReproduceOptions) -> int:
-    """What was asked for: the list, one run, a claim's runs, or the next ones. Returns the exit code."""
+    """Lists the runs, or trains one run, a claim's runs or the whole queue. Returns the exit code."""
     path = options.queue or checkout() / "experiments" / "queue.yaml"
-    wanted = read_queue(path)
+    queue = read_queue(path)
     records = options.records or path.parent / "records"
     claim, seeds = options.claim, options.seeds
     if sum([claim is not None, options.listed and claim is None, options.following, options.one is not None]) != 1:
@@ -56,48 +56,49 @@ def run(options: ReproduceOptions) -> int:
     if seeds and claim is None and options.one is None:
         raise InputError("--seeds: name the claim whose runs are to have them; the queue has its own")
     if options.listed:
-        chosen = wanted.of_claim(claim, seeds) if claim else list(wanted.experiments)
-        found = wanted.data_hash if options.data is None else _data_hash(options.data, wanted)
-        show(wanted, chosen, read_records(records), found, json=options.json)
+        chosen = queue.of_claim(claim, seeds) if claim else list(queue.experiments)
+        data_hash = queue.data_hash if options.data is None else _data_hash(options.data, queue)
+        show(queue, chosen, read_records(records), data_hash, json=options.json)
         return 0
-    folder = options.data or Path(wanted.data_folder)
-    found = _data_hash(folder, wanted)
-    place = Place(path, folder, options.runs, records, options.device, commit_of(options.commit, needed=True))
+    folder = options.data or Path(queue.data_folder)
+    data_hash = _data_hash(folder, queue)
+    setup = Setup(path, folder, options.runs, records, options.device, commit_of(options.commit, needed=True))
     if options.one is not None:
-        experiment = _by_label(wanted, options.one, seeds)
+        experiment = _by_label(queue, options.one, seeds)
         written = carry_out(
             experiment,
             data=folder,
             runs=options.runs,
             records=records,
             device=options.device,
-            commit=place.commit,
+            commit=setup.commit,
             beside=options.beside,
         )
         console.print(line("record in ", (written, "bold")), soft_wrap=True)
         return 0
-    chosen = list(wanted.experiments) if claim is None else wanted.of_claim(claim, seeds)
-    code = _work_through(wanted, chosen, place, found, minutes=options.minutes, jobs=options.jobs)
-    show(wanted, chosen, read_records(records), found, json=options.json)
+    chosen = list(queue.experiments) if claim is None else queue.of_claim(claim, seeds)
+    code = _work_through(queue, chosen, setup, data_hash, minutes=options.minutes, jobs=options.jobs)
+    show(queue, chosen, read_records(records), data_hash, json=options.json)
     return code
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
-    """The hash of the prepared data; other data than the queue's has records of its own."""
+    """The hash of the prepared data in ``folder``; prints a notice if the queue has another."""
     if not (folder / "manifest.json").is_file():
         raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.prepare}")
     # Without checksums: each run compares every byte when it opens the data.
-    found = Shards.open(folder, "train", verify=False).content_hash()
-    if found != queue.data_hash:
+    data_hash = Shards.open(folder, "train", verify=False).content_hash()
+    if data_hash != queue.data_hash:
         console.print(
-            line(("other data:", "yellow"), f" {folder} has hash {found}, the queue's records {queue.data_hash}; "),
+            line(("other data:", "yellow"), f" {folder} has hash {data_hash}, the queue's records {queue.data_hash}; "),
             line("records of this data stand apart"),
             soft_wrap=True,
         )
-    return found
+    return data_hash
 
 
 def _by_label(queue: Queue, label: str, seeds: Sequence[int]) -> Experiment:
+    """The run of that label, with the queue's seeds or with ``seeds``."""
     every = [each for claim in queue.claims for each in [*queue.of_claim(claim), *queue.of_claim(claim, seeds)]]
     match = next((each for each in every if each.label == label), None)
     if match is None:
@@ -110,23 +111,28 @@ def _by_label(queue: Queue, label: str, seeds: Sequence[int]) -> Experiment:
 
 @dataclass
 class _Running:
+    """A run that has been started: its process and the file with what it prints."""
+
     experiment: Experiment
     process: subprocess.Popen[bytes]
     log: Path
 
 
 def _work_through(
-    queue: Queue, chosen: Sequence[Experiment], place: Place, data: str, *, minutes: float | None, jobs: int
+    queue: Queue, chosen: Sequence[Experiment], setup: Setup, data_hash: str, *, minutes: float | None, jobs: int
 ) -> int:
-    """Starts runs as others end, until none is left that fits; 1 if one failed, 130 if interrupted."""
+    """Trains ``jobs`` runs at a time until none is left that fits; returns the exit code.
+
+    0 if all went well, 1 if a run failed, 130 if interrupted.
+    """
     begin = time.monotonic()
-    known = read_records(place.records)
+    known = read_records(setup.records)
     # A run may serve several claims, under one label: it is trained once.
     runs = list({each.label: each for each in reversed(chosen)}.values())[::-1]
-    waiting = [each for each in runs if record_of(each, known, data) is None]
+    waiting = [each for each in runs if record_of(each, known, data_hash) is None]
     console.print(f"{len(runs)} runs: {len(runs) - len(waiting)} have a record, {len(waiting)} to do")
-    cost = _costs(queue, waiting, known, place.device, jobs, limited=minutes is not None)
-    place.runs.mkdir(parents=True, exist_ok=True)
+    cost = _costs(queue, waiting, known, setup.device, jobs, limited=minutes is not None)
+    setup.runs.mkdir(parents=True, exist_ok=True)
     running: list[_Running] = []
     failed, said, before = 0, begin, signal.getsignal(signal.SIGTERM)
 
@@ -141,7 +147,7 @@ def _work_through(
                 failed += _report(ended)
             while len(running) < jobs and (each := choose(waiting, cost.__getitem__, left=left())) is not None:
                 waiting.remove(each)
-                running.append(_start(each, place, beside=jobs - 1))
+                running.append(_start(each, setup, beside=jobs - 1))
             if not running:
                 break
             if (rest := left()) is not None and rest <= 0:
@@ -150,7 +156,7 @@ def _work_through(
                 break
             if time.monotonic() - said >= _SAY:
                 said = time.monotonic()
-                console.print(_progress(running, place, waiting, left()), soft_wrap=True)
+                console.print(_progress(running, setup, waiting, left()), soft_wrap=True)
             time.sleep(_LOOK)
     except KeyboardInterrupt:
         console.print(f"stopped: {len(running)} runs are cut and leave no record; the same command repeats them")
@@ -164,7 +170,7 @@ def _work_through(
 
 
 def _interrupt(*_: object) -> None:
-    """Who ends this command ends the runs it has started."""
+    """Treats SIGTERM as Ctrl-C, so that the runs which were started end too."""
     raise KeyboardInterrupt
 
 
@@ -177,7 +183,7 @@ def _costs(
     *,
     limited: bool,
 ) -> dict[Experiment, float]:
-    """Seconds that each run takes beside the others; only a limit needs to know."""
+    """Seconds that each run takes with ``jobs`` at a time; all 0 if time is not ``limited``."""
     if not limited:
         return dict.fromkeys(waiting, 0.0)
     hardware, costs = hardware_name(device), {}
@@ -192,16 +198,17 @@ def _costs(
     return costs
 
 
-def _start(experiment: Experiment, place: Place, *, beside: int) -> _Running:
-    log = place.runs / f"{experiment.label}.log"
+def _start(experiment: Experiment, setup: Setup, *, beside: int) -> _Running:
+    """Starts one run in a process of its own."""
+    log = setup.runs / f"{experiment.label}.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(place.command(experiment, beside), stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(setup.command(experiment, beside), stdout=out, stderr=subprocess.STDOUT)
     console.print(line("started ", (experiment.label, "bold"), f", log in {log}"), soft_wrap=True)
     return _Running(experiment, process, log)
 
 
 def _report(ended: _Running) -> bool:
-    """Says how a run ended; true if it failed."""
+    """Prints how a run ended; returns whether it failed."""
     failed = ended.process.returncode != 0
     if failed:
         last = ended.log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -211,13 +218,15 @@ def _report(ended: _Running) -> bool:
     return failed
 
 
-def _progress(running: Sequence[_Running], place: Place, waiting: Sequence[Experiment], left: float | None) -> str:
-    parts = [f"{each.experiment.label} {_step(place.runs / each.experiment.label)}" for each in running]
+def _progress(running: Sequence[_Running], setup: Setup, waiting: Sequence[Experiment], left: float | None) -> str:
+    """One line: the step of each run, how many wait, and the minutes left if there is a limit."""
+    parts = [f"{each.experiment.label} {_step(setup.runs / each.experiment.label)}" for each in running]
     rest = "" if left is None else f"; {left / 60:.1f} minutes left"
     return f"{' · '.join(parts)}; {len(waiting)} waiting{rest}"
 
 
 def _step(run: Path) -> str:
+    """The last step in a run's ``metrics.jsonl``, as ``step 1,200``, or ``starting`` before the first."""
     try:
         last = (run / "metrics.jsonl").read_text().splitlines()[-1]
         return f"step {jsonlib.loads(last)['step'] + 1:,}"
@@ -226,7 +235,7 @@ def _step(run: Path) -> str:
 
 
 def _end(running: Sequence[_Running]) -> None:
-    """Ends what still runs: politely, then at once."""
+    """Ends the runs that still go on: with SIGTERM, and after 10 seconds with SIGKILL."""
     for each in running:
         each.process.send_signal(signal.SIGTERM)
     for each in running:
@@ -244,31 +253,33 @@ def show(
     queue: Queue,
     chosen: Sequence[Experiment],
     records: Sequence[Mapping[str, Any]],
-    data: str,
+    data_hash: str,
     *,
     json: Path | None = None,
 ) -> None:
-    """One table per claim: its runs, their state and what came of them."""
+    """Prints one table per claim: its runs, whether each is done, and its loss and depth."""
     entries = []
     for claim in dict.fromkeys(each.claim for each in chosen):
         rows = []
         for each in (each for each in chosen if each.claim == claim):
-            record = record_of(each, records, data)
+            record = record_of(each, records, data_hash)
             entries.append(_entry(each, record))
             changed = " ".join(change.partition(".")[2] for change in each.changes)
             loss, depth, scale = ("—", "—", "—") if record is None else _figures(record)
             rows.append((each.recipe, changed, str(each.seed), scale, loss, depth, entries[-1]["state"]))
         columns = ("recipe", "changed", "seed", "emb. scale", "loss", "depth", "state")
         console.print(table(f"\n{claim}: {queue.claims[claim]}", columns, rows))
-    write_json(json, {"data": data, "runs": entries})
+    write_json(json, {"data": data_hash, "runs": entries})
 
 
 def _entry(experiment: Experiment, record: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A run as ``--json`` lists it; with a record, also its file and its result."""
     entry = {"claim": experiment.claim, "recipe": experiment.recipe, "set": list(experiment.changes)}
     entry |= {"seed": experiment.seed, "label": experiment.label, "state": "waiting" if record is None else "done"}
     return entry if record is None else entry | {"record": record["file"]} | dict(result(record))
 
 
 def _figures(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Loss, mean depth and embedding scale, as a table shows them."""
     last = result(record)
     return f"{last['validation_loss']:.4f}", f"{last['validation_depth']:.2f}", f"{record['embedding_scale']:.4g}"
