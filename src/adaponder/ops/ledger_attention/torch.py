@@ -1,0 +1,144 @@
+"""Attention through an index: keys and values lie in a pool, and the index says which rows a query reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from adaponder.ops.masks import masked_attention
+
+# Most elements of gathered keys at a time.
+GATHERED = 1 << 27
+
+
+class Cohort(NamedTuple):
+    """Consecutive rows of a pass that share a lane and an iteration, slots ascending. All host integers."""
+
+    start: int
+    stop: int
+    lane: int
+    iteration: int
+    last_slot: int
+
+
+class LedgerRows(NamedTuple):
+    """Which rows ask in a pass, and what each sees.
+
+    Attributes:
+        index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
+        lane: int64 ``[n]``, like ``slot`` and ``iteration``: where each row stands.
+        slot: see ``lane``.
+        iteration: see ``lane``.
+        row: int64 ``[n]``, the pool row of each row's own keys and values.
+        alone: how many rows, from the first, are single queries; the rest lies in cohorts.
+        cohorts: the rest, in order.
+        longest: a bound on ``slot + 1`` over the rows alone, known on the host; ``None`` for all slots of the index.
+    """
+
+    index: Tensor
+    lane: Tensor
+    slot: Tensor
+    iteration: Tensor
+    row: Tensor
+    alone: int
+    cohorts: tuple[Cohort, ...] = ()
+    longest: int | None = None
+
+    @property
+    def reach(self) -> int:
+        """How many slots of the index the rows alone may see."""
+        return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
+
+
+def ledger_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Equals ``softmax(q K^T * scale) V`` over the rows that the index names for each query.
+
+    A query at (lane, slot, iteration) sees the slots up to its own, at most ``window`` of them, where
+    ``index[lane, iteration, slot] >= 0``. Its own row is in the index and in the pools already. A query that sees
+    nothing gets zeros. Rows that the index names up to a query's slot hold numbers; no others are read.
+
+    Args:
+        query: ``[n, heads, size]``.
+        keys: ``[rows, key heads, size]``; heads are a multiple of key heads.
+        values: ``[rows, key heads, value size]``.
+        rows: where the queries stand.
+        window: how many slots a query sees at most, its own included; ``None`` for all.
+        scale: of the scores; by default one over the root of the size.
+
+    Returns:
+        ``[n, heads, value size]``.
+    """
+    mixed = query.new_empty(*query.shape[:2], values.shape[-1])
+    reach = rows.reach
+    step = max(1, GATHERED // max(1, reach * keys.shape[1] * keys.shape[2]))
+    with masked_attention():
+        for start in range(0, rows.alone, step):
+            part = slice(start, min(start + step, rows.alone))
+            mixed[part] = _alone(query[part], keys, values, rows, part, reach, window=window, scale=scale)
+        for cohort in rows.cohorts:
+            part = slice(cohort.start, cohort.stop)
+            mixed[part] = _together(query[part], keys, values, rows, cohort, window=window, scale=scale)
+    return mixed
+
+
+def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
+    """``[queries, slots]``: which slots each query sees, of those whose rows are ``ids``."""
+    slots = torch.arange(ids.shape[-1], device=ids.device)
+    seen = (slots <= slot[:, None]) & (ids >= 0)
+    return seen if window is None else seen & (slots > slot[:, None] - window)
+
+
+def _alone(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    part: slice,
+    reach: int,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """Each query with keys of its own; heads that share a key head are its queries."""
+    ids = rows.index[rows.lane[part], rows.iteration[part], :reach]
+    seen = _seen(ids, rows.slot[part], window)
+    # What is not seen reads the query's own row, which holds numbers: no NaN of an unwritten row times zero.
+    ids = torch.where(seen, ids, rows.row[part, None])
+    found_keys, found_values = keys[ids].transpose(1, 2), values[ids].transpose(1, 2)
+    asked = query.unflatten(1, (keys.shape[1], -1))
+    mask = seen[:, None, None].expand(-1, -1, asked.shape[2], -1)
+    mixed = scaled_dot_product_attention(asked, found_keys, found_values, attn_mask=mask, scale=scale)
+    return mixed.flatten(1, 2).masked_fill(~seen.any(1)[:, None, None], 0.0)
+
+
+def _together(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    cohort: Cohort,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """Queries that share their keys: key heads are the batch, heads that share one its heads."""
+    ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
+    seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
+    ids = torch.where(ids >= 0, ids, rows.row[cohort.start])
+    asked = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+    heads = asked.shape[1]
+    found_keys, found_values = (x[ids].transpose(0, 1)[:, None].expand(-1, heads, -1, -1) for x in (keys, values))
+    mask = seen[None, None].expand(asked.shape[0], -1, -1, -1)
+    mixed = scaled_dot_product_attention(asked, found_keys, found_values, attn_mask=mask, scale=scale)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
