@@ -1,0 +1,1 @@
+"""Generation that costs what the gates decided: requests in, tokens out."""

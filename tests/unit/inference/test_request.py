@@ -1,0 +1,191 @@
+"""Every request that cannot be honoured is refused with its field named; every other one passes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.errors import InputError
+from adaponder.inference.outputs import Completion, PromptToken, Token
+from adaponder.inference.request import Request, check_request, forced_depths, policy_of
+from adaponder.policies import Custom, ExitThreshold, FixedDepth, ForcedDepths, LearnedGate, Ranked, Uniform
+from support import POSITIONS, VOCABULARY, tiny
+from toy_policy import TopProbability
+
+PROMPT = [3, 1, 4, 1, 5]
+K = 4
+
+
+@pytest.fixture(scope="module")
+def model() -> AdaPonderForCausalLM:
+    return tiny("adaponder", iterations=K)
+
+
+def check(model: AdaPonderForCausalLM, request: Request, **other: Any) -> None:
+    settings = {"vocabulary": VOCABULARY, "positions": POSITIONS, "iterations": K, "eos_ids": (0,), "model": model}
+    check_request(request, **settings | other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_new_tokens": POSITIONS - len(PROMPT) + 1},
+        {"temperature": 0},
+        {"temperature": np.float32(0.7), "top_k": np.int64(5), "seed": 1 << 80},
+        {"top_p": 1, "min_p": 1.0, "top_k": 10**9},
+        {"repetition_penalty": 0.5, "presence_penalty": -2, "frequency_penalty": 2.0},
+        {"logit_bias": {0: -100, VOCABULARY - 1: 100.0}},
+        {"stop_ids": [7, np.int32(8)], "min_new_tokens": 128 - 100, "max_new_tokens": 28},
+        {"log_probabilities": 0, "prompt_log_probabilities": 20, "iteration_top": 20, "gates": True},
+        {"tau": math.inf},
+        {"tau": 0.3, "max_iterations": 1},
+        {"policy": FixedDepth(K), "depths": {0: 1, 9: K, 10: 0}, "max_new_tokens": 20},
+        {"policy": ForcedDepths(torch.ones(1, 12, dtype=torch.long)), "max_new_tokens": 8},
+        {"policy": lambda rows: rows.active, "depths": [1, 2, 0], "max_new_tokens": 20},
+        {"policy": TopProbability(0.5), "samples": 128, "seed": -5},
+    ],
+)
+def test_what_can_be_honoured_passes(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> None:
+    check(model, Request(PROMPT, **{"max_new_tokens": 40} | settings))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, tuple(PROMPT), np.array(PROMPT), torch.tensor(PROMPT), range(3)])
+def test_a_prompt_may_be_any_list_of_whole_numbers(model: AdaPonderForCausalLM, prompt: Any) -> None:
+    check(model, Request(prompt, max_new_tokens=1))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], "text", b"text", 5, {1: 2}, [1.0], [True], [-1], [VOCABULARY], [None], [[1]], ["1"], [1 << 300], None],
+)
+def test_a_prompt_of_anything_else_is_refused(model: AdaPonderForCausalLM, prompt: Any) -> None:
+    with pytest.raises(InputError, match=r"^prompt"):
+        check(model, Request(prompt))
+
+
+NO_NUMBERS = (math.nan, "1", True, None, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_new_tokens", (0, -1, 1.5, True, "9", None, POSITIONS - len(PROMPT) + 2)),
+        ("min_new_tokens", (-1, 41, 1.0, None)),
+        ("temperature", (-0.1, math.inf, 101, 1j, *NO_NUMBERS)),
+        ("top_k", (-1, 0.5, math.nan, True)),
+        ("top_p", (0, 0.0, -0.1, 1.01, math.inf, *NO_NUMBERS)),
+        ("min_p", (-0.1, 1.1, *NO_NUMBERS)),
+        ("repetition_penalty", (0, -1, math.inf, *NO_NUMBERS)),
+        ("presence_penalty", (-2.1, 2.1, -math.inf, *NO_NUMBERS)),
+        ("frequency_penalty", (-2.1, 2.1, math.inf, *NO_NUMBERS)),
+        ("logit_bias", ({VOCABULARY: 1.0}, {-1: 1.0}, {1.5: 1.0}, {1: math.nan}, {1: -math.inf}, {1: 101}, [1], None)),
+        ("seed", (1.5, True, "1", None)),
+        ("samples", (0, 129, 1.0, True)),
+        ("stop_ids", ([VOCABULARY], [-1], [0.5], "ab", None, [1] * 257)),
+        ("ignore_eos", (1, None)),
+        ("log_probabilities", (-1, 21, 0.5, True)),
+        ("prompt_log_probabilities", (-1, 21, "3")),
+        ("iteration_top", (-1, 21, None)),
+        ("tau", (-0.1, 1.1, -math.inf, math.nan, True, "0.5", (0.1, 0.2, 0.3))),
+        ("max_iterations", (0, K + 1, 2.0, True)),
+        ("depths", ([1] * 99, [K + 1], [-1], [1.5], {99: 1}, {-1: 1}, {0: True}, 3, "12")),
+        ("gates", (1, None)),
+        ("salt", (None, 5, b"x")),
+    ],
+)
+def test_absurd_values_are_refused_by_the_name_of_their_field(
+    model: AdaPonderForCausalLM, field: str, values: tuple[Any, ...]
+) -> None:
+    for value in values:
+        with pytest.raises(InputError, match=rf"^{field}"):
+            check(model, Request(PROMPT, **{"max_new_tokens": 40} | {field: value}))
+
+
+def test_too_many_biases_are_refused(model: AdaPonderForCausalLM) -> None:
+    with pytest.raises(InputError, match="logit_bias has 1025"):
+        check(model, Request(PROMPT, max_new_tokens=1, logit_bias=dict.fromkeys(range(1025), 1.0)), vocabulary=5000)
+
+
+def test_a_prompt_beyond_the_positions_is_refused_and_one_up_to_them_is_not(model: AdaPonderForCausalLM) -> None:
+    check(model, Request([1] * POSITIONS, max_new_tokens=1))
+    check(model, Request([1] * 999, max_new_tokens=999), positions=None)
+    with pytest.raises(InputError, match=r"^prompt: it has 65 tokens"):
+        check(model, Request([1] * (POSITIONS + 1), max_new_tokens=1))
+
+
+def test_some_token_must_remain_until_the_least_number_of_tokens(model: AdaPonderForCausalLM) -> None:
+    others = list(range(1, VOCABULARY))
+    with pytest.raises(InputError, match=r"^min_new_tokens"):
+        check(model, Request(PROMPT, max_new_tokens=9, min_new_tokens=1, stop_ids=others))
+    check(model, Request(PROMPT, max_new_tokens=9, min_new_tokens=1, stop_ids=others, ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": FixedDepth(K + 1)},
+        {"policy": ExitThreshold(0.5)},
+        {"policy": LearnedGate((0.1, 0.2))},
+        {"policy": Ranked(Uniform(keep=0.5))},
+        {"policy": 3},
+        {"policy": ForcedDepths(torch.ones(1, 11, dtype=torch.long))},
+    ],
+)
+def test_a_policy_that_cannot_decide_is_refused(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        check(model, Request(PROMPT, max_new_tokens=8, **settings))
+
+
+def test_tau_is_the_learned_gates_alone(model: AdaPonderForCausalLM) -> None:
+    with pytest.raises(InputError, match=r"^tau"):
+        check(model, Request(PROMPT, max_new_tokens=8, tau=0.5, policy=FixedDepth(1)))
+    for method in ("ouro", "ponder"):
+        with pytest.raises(InputError, match=r"^tau"):
+            check(tiny(method, iterations=K), Request(PROMPT, max_new_tokens=8, tau=0.5))
+
+
+def test_a_method_that_never_halts_takes_no_depths_and_no_policy() -> None:
+    ponder = tiny("ponder", iterations=K)
+    for settings in ({"depths": [1]}, {"policy": FixedDepth(1)}):
+        with pytest.raises(InputError, match="reads every token equally often"):
+            check(ponder, Request(PROMPT, max_new_tokens=8, **settings))
+
+
+def test_who_decides(model: AdaPonderForCausalLM) -> None:
+    assert policy_of(Request(PROMPT), model) == model.method.default_policy(training=False)
+    assert policy_of(Request(PROMPT, tau=0.25), model) == LearnedGate(0.25)
+    assert policy_of(Request(PROMPT, policy=FixedDepth(2)), model) == FixedDepth(2)
+    assert isinstance(policy_of(Request(PROMPT, policy=lambda rows: rows.active), model), Custom)
+
+
+def test_forced_depths_by_slot() -> None:
+    assert forced_depths(Request(PROMPT)) == {}
+    assert forced_depths(Request(PROMPT, depths=[0, 2, 0, 1])) == {1: 2, 3: 1}
+    assert forced_depths(Request(PROMPT, depths={7: 3, 2: 0})) == {7: 3}
+
+
+def test_a_completion_knows_the_depth_of_every_token_read() -> None:
+    tokens = [Token(9, 2, -0.5, ((9, -0.5),)), Token(8, 3), Token(7, 1)]
+    completion = Completion(Request([1, 2, 3]), 0, [1, 2, 3], tokens, prompt_depths=[4, 1, 2], finish_reason="length")
+    assert completion.ids == [9, 8, 7]
+    assert completion.depths == [4, 1, 2, 3, 1]  # the last token is returned without being read
+    assert completion.mean_depth == pytest.approx(11 / 5)
+    completion.prompt_log_probabilities = [PromptToken(1), PromptToken(2, -1.5), PromptToken(3, -2.5, ((3, -2.5),))]
+    read_back = json.loads(json.dumps(completion.as_dict()))
+    assert read_back["tokens"][0] == {
+        "id": 9,
+        "depth": 2,
+        "log_probability": -0.5,
+        "top": [[9, -0.5]],
+        "gates": [],
+        "iteration_top": [],
+    }
+    assert read_back["prompt_log_probabilities"][1] == {"id": 2, "log_probability": -1.5, "top": []}
+    assert Completion(Request([1]), 0, [1]).mean_depth == 0.0
