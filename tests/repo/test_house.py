@@ -33,6 +33,7 @@ ORDER = [
     "methods",
     "checkpoints",
     "modeling",
+    "inference",
     "conversion",
     "terminal",
     "data",

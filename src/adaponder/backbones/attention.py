@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from adaponder.errors import InputError
 from adaponder.ops.compact_attention import PackedRows, compact_attention
+from adaponder.ops.ledger_attention import LedgerRows, ledger_attention
 
 NAME = "adaponder"
 
@@ -37,6 +38,22 @@ class Lane(NamedTuple):
         """The lane as one layer is handed it, in which nothing says which layer that is (see compiling.py)."""
         return Lane(self.rows, [self.windows[layer]], [])
 
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
+        return compact_attention(query, key, value, self.rows, window=window, **options)
+
+
+class LedgerLane(NamedTuple):
+    """Like :class:`Lane`, for rows that read keys and values through a ledger's index: those of an inference engine."""
+
+    rows: LedgerRows
+    windows: list[int | None]
+    arrived: list[bool]
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, *, scale: float | None, dropout: float
+    ) -> Tensor:
+        return ledger_attention(query, key, value, self.rows, window=window, scale=scale)
+
 
 def attend(
     module: Any,
@@ -44,17 +61,16 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    lane: Lane | None = None,
+    lane: Lane | LedgerLane | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if lane is not None:
         lane.arrived.append(True)
-        mixed = compact_attention(
+        mixed = lane.mix(
             query[0].transpose(0, 1).to(value.dtype),
             key,
             value,
-            lane.rows,
-            window=lane.windows[module.layer_idx if len(lane.windows) > 1 else 0],
+            lane.windows[module.layer_idx if len(lane.windows) > 1 else 0],
             scale=kwargs.get("scaling"),
             dropout=kwargs.get("dropout", 0.0),
         )

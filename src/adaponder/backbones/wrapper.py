@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from adaponder.backbones import attention, compiling
-from adaponder.backbones.attention import Lane
+from adaponder.backbones.attention import Lane, LedgerLane
 from adaponder.backbones.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
 from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues
 from adaponder.errors import BackboneError
@@ -89,12 +89,12 @@ class Backbone:
             self._between[function] = compiling.compiled(function, 1.0, options)
         return self._between[function]
 
-    def _compiles(self, view: type[IterationView], lane: Lane | None) -> bool:
+    def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
         """Whether a pass runs compiled: if that was asked for, dense ones and those over plain packed rows."""
         if self.compile_options is None or view not in (DenseView, GridView):
             return False
-        if lane is None:
-            return True
+        if not isinstance(lane, Lane):
+            return lane is None
         plain = lane.rows.query.document is None and set(lane.windows) == {None}
         return plain and not (self.body.training and drops_attention(self.stock.config))
 
@@ -191,7 +191,7 @@ class Backbone:
         mask: Tensor | dict[str, Tensor] | None,
         view: type[IterationView],
         holding: dict[str, Any] | None = None,
-        lane: Lane | None = None,
+        lane: Lane | LedgerLane | None = None,
         replay: bool = False,
         stream: bool = True,
     ) -> PassOutput:
@@ -209,7 +209,7 @@ class Backbone:
         if mask is not None:
             one_pass = partial(_under_mask, one_pass)
         if lane is not None:
-            if compiles:
+            if compiles and isinstance(lane, Lane):
                 _vary(x, position, lane, holding)
             # Any mask that is there already keeps the decoder from building one of rows by rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
@@ -225,7 +225,7 @@ class Backbone:
         view: type[IterationView],
         holding: dict[str, Any],
         stream: bool,
-        lane: Lane | None,
+        lane: Lane | LedgerLane | None,
     ) -> PassOutput:
         answers = view(self.layers, **holding)
         if lane is not None:

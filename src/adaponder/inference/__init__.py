@@ -1,1 +1,1 @@
-"""Generation that costs what the gates decided: requests in, tokens out."""
+"""Continuous batching over sequences and depth: see :class:`adaponder.inference.engine.Engine`."""

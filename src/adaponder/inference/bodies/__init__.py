@@ -1,0 +1,1 @@
+"""Backbones as the engine reads them: through their stock layers, or fused."""
