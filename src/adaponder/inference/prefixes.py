@@ -37,7 +37,7 @@ class Prefixes:
     """Blocks of ``size`` tokens by what comes before them, the oldest unused ones dropped when pages are wanted.
 
     A block is found by the block before it and its own tokens, compared as they are: no hash decides. The first block
-    of a prompt is found by ``root``: whose decisions are equal, see :func:`adaponder.inference.lane_policies.shareable`.
+    of a prompt is found by ``root``, which says whose decisions are equal.
     """
 
     def __init__(self, pages: Pages, size: int):

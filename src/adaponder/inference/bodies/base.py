@@ -34,7 +34,9 @@ class Pools(NamedTuple):
     def empty(cls, shapes: list[RowShape], rows: int, dtype: torch.dtype, device: torch.device) -> Pools:
         """Room for so many rows. They hold zeros: attention multiplies what it masks by 0, and 0 times NaN is NaN."""
         keys = [torch.zeros(rows, shape.heads, shape.key_size, dtype=dtype, device=device) for shape in shapes]
-        values = [torch.zeros(rows, shape.value_heads, shape.value_size, dtype=dtype, device=device) for shape in shapes]
+        values = [
+            torch.zeros(rows, shape.value_heads, shape.value_size, dtype=dtype, device=device) for shape in shapes
+        ]
         return cls(keys, values)
 
 
