@@ -1,0 +1,91 @@
+"""Products of few rows with wide matrices, with the norm before them and the activation or residual after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+class Norm(NamedTuple):
+    """A norm over the last dimension: LayerNorm where ``centred``, RMSNorm elsewhere.
+
+    Attributes:
+        weight: ``[d]``.
+        bias: ``[d]`` or none; of a LayerNorm only.
+        eps: added to the variance.
+        centred: whether the mean is taken off.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool
+
+
+class Linear(NamedTuple):
+    """A linear map: ``weight [out, in]``, ``bias [out]`` or none."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Piece(NamedTuple):
+    """One of several products of the same rows: ``activation(linear(norm(x)))``, norm and activation optional."""
+
+    linear: Linear
+    norm: Norm | None = None
+    activation: str | None = None
+
+
+class Term(NamedTuple):
+    """A summand of a residual sum: ``linear(x)``, ``x [n, in]``."""
+
+    x: Tensor
+    linear: Linear
+
+
+def row_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Equals the stock LayerNorm or RMSNorm of each row of ``x […, d]``, never computed in less than float32."""
+    if norm.centred:
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * wide.to(x.dtype)
+
+
+def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Equals each piece's result of ``x [n, d]``: ``[n, its size]``, which may be a view of a wider tensor."""
+    normed: dict[int, Tensor] = {}
+    results = []
+    for linear, norm, activation in pieces:
+        if norm is not None and id(norm.weight) not in normed:
+            normed[id(norm.weight)] = row_norm(x, norm)
+        product = functional.linear(x if norm is None else normed[id(norm.weight)], *linear)
+        results.append(product if activation is None else ACTIVATIONS[activation](product))
+    return results
+
+
+def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
+    """Equals ``activation(gate(norm(x))) * up(norm(x))``."""
+    normed = row_norm(x, norm)
+    return ACTIVATIONS[activation](functional.linear(normed, *gate)) * functional.linear(normed, *up)
+
+
+def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
+    """Equals ``residual`` plus the sum of the terms, added from the last to the first."""
+    total: Tensor | None = None
+    for x, linear in reversed(terms):
+        product = functional.linear(x, *linear)
+        total = product if total is None else total + product
+    return residual if total is None else total + residual

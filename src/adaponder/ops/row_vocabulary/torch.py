@@ -1,0 +1,39 @@
+"""The head of a tick's rows, once, and the embedding that those of them that go on expect next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Equals ``hidden @ weight.T + bias``: ``[n, vocabulary]``, in the precision that the head itself would return."""
+    return functional.linear(hidden, weight, bias)
+
+
+def row_expectation(
+    logits: Tensor,
+    table: Tensor,
+    goes_on: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    top_k: int | None = None,
+) -> Tensor:
+    """Equals ``softmax(logits) @ table * scale`` for rows that go on, zeros for all others.
+
+    Args:
+        logits: ``[n, vocabulary]``.
+        table: ``[vocabulary, e]``, the embeddings to mix.
+        goes_on: bool ``[n]``; ``None``: every row does.
+        scale: of the result.
+        top_k: the softmax runs over the k largest logits only.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if top_k is None:
+        mixed = wide.softmax(-1).to(table.dtype) @ table
+    else:
+        best, index = wide.topk(min(top_k, wide.shape[-1]), dim=-1)
+        mixed = (best.softmax(-1).to(table.dtype).unsqueeze(-2) @ table[index]).squeeze(-2)
+    mixed = mixed * scale
+    return mixed if goes_on is None else mixed.masked_fill(~goes_on[:, None], 0.0)

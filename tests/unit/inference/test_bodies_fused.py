@@ -1,0 +1,149 @@
+"""A fused body equals the stock layers: rows at different iterations, single queries and cohorts, every family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adaponder.backbones.wrapper import Backbone
+from adaponder.inference.bodies.base import Body, Pools
+from adaponder.inference.bodies.llama import LlamaBody
+from adaponder.inference.bodies.neox import NeoxBody
+from adaponder.inference.bodies.stock import StockBody
+from adaponder.ops.ledger_attention import Cohort, LedgerRows
+from support import FAMILIES, stock
+
+LANES, ITERATIONS, SLOTS, ROWS = 3, 3, 12, 120
+FUSED = {"gpt_neox": NeoxBody, "llama": LlamaBody, "mistral": LlamaBody, "qwen2": LlamaBody, "qwen3": LlamaBody}
+FUSED |= {"qwen2-mixed": LlamaBody, "neox-serial": NeoxBody, "neox-partial": NeoxBody, "llama-biased": LlamaBody}
+VARIANTS = {
+    "neox-serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "neox-partial": ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+
+
+def backbone_of(name: str) -> Backbone:
+    family, changes = VARIANTS.get(name, (name, {}))
+    with pytest.MonkeyPatch.context() as patch:
+        config = copy.deepcopy(FAMILIES[family])
+        for field, value in changes.items():
+            setattr(config, field, value)
+        if name == "neox-partial":
+            config.rope_parameters["partial_rotary_factor"] = 0.5
+        patch.setitem(FAMILIES, family, config)
+        model = stock(family)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():  # norms and biases that are not 1 and 0
+        if parameter.ndim == 1:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data.add_(noise.to(parameter.dtype) * 0.3)
+    return Backbone(model)
+
+
+def scattered(seed: int) -> tuple[Tensor, LedgerRows]:
+    """Three rows alone, each at another iteration and slot, and a cohort of four rows of one lane: (position, rows)."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randperm(ROWS, generator=generator)[: LANES * ITERATIONS * SLOTS].int()
+    index = index.reshape(LANES, ITERATIONS, SLOTS)
+    index[torch.rand(index.shape, generator=generator) < 0.2] = -1  # slots that an iteration does not see
+    lane = torch.tensor([1, 0, 2, 0, 0, 0, 0])
+    iteration = torch.tensor([2, 0, 1, 1, 1, 1, 1])
+    slot = torch.tensor([11, 4, 7, 1, 2, 5, 6])
+    row = torch.arange(ROWS - len(lane), ROWS)
+    index[index >= ROWS - len(lane)] = 0  # the pass writes those
+    index[lane, iteration, slot] = row.int()
+    rows = LedgerRows(index, lane, slot, iteration, row, alone=3, cohorts=(Cohort(3, 7, 0, 1, 6),), longest=12)
+    return slot + torch.tensor([3, 0, 1, 0, 0, 0, 0]), rows
+
+
+def read(body: Body, seed: int) -> tuple[Tensor, ...]:
+    """What two passes return and leave in the pools."""
+    generator = torch.Generator().manual_seed(seed)
+    pools = Pools.empty(body.row_shapes(), ROWS, torch.float64, torch.device("cpu"))
+    for pool in (*pools.keys, *pools.values):
+        pool.copy_(torch.randn(pool.shape, generator=generator, dtype=torch.float64))
+    results: list[Tensor] = []
+    for number in range(2):
+        position, rows = scattered(seed + number)
+        x = torch.randn(len(rows.lane), 16, generator=generator, dtype=torch.float64)
+        output = body.read(x, position, rows, pools)
+        results += [output.hidden, output.stream]
+    return (*results, *pools.keys, *pools.values)
+
+
+def errors(backbone: Backbone, body: Body, seed: int = 0) -> list[float]:
+    """Relative differences from the stock layers, whose keys and values are gathered and masked row by row."""
+    plain = StockBody(backbone, stream=True)
+    plain.gathers = True
+    with torch.no_grad():
+        ours, theirs = read(body, seed), read(plain, seed)
+    return [float((mine - true).abs().max() / true.abs().max()) for mine, true in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_body_equals_the_stock_layers_in_results_and_in_what_it_writes(name):
+    backbone = backbone_of(name)
+    assert FUSED[name].fits(backbone) is None
+    body = FUSED[name](backbone)
+    assert body.row_shapes() == StockBody(backbone, stream=True).row_shapes()
+    assert max(errors(backbone, body)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3"])
+def test_a_wrong_weight_anywhere_is_seen(name):
+    """The comparison has teeth: each parameter of the last layer matters to it."""
+    backbone = backbone_of(name)
+    body = FUSED[name](backbone)
+    layers = backbone.body.layers
+    twin = copy.deepcopy(layers[-1])
+    for parameter in [*layers[-1].parameters(), *backbone.norm.parameters()]:
+        kept = parameter.detach().clone()
+        plain = read(body, 0)
+        parameter.data[0] += 0.5
+        assert any(not torch.equal(mine, other) for mine, other in zip(plain, read(body, 0), strict=True))
+        parameter.data.copy_(kept)
+    assert all(map(torch.equal, layers[-1].parameters(), twin.parameters()))
+
+
+def test_the_parameters_are_the_modules_own():
+    """No memory beside the tables of angles, and what changes in place is seen (above)."""
+    backbone = backbone_of("gpt_neox")
+    held = {parameter.data_ptr() for parameter in backbone.body.parameters()}
+    body = NeoxBody(backbone)
+    assert {layer.qkv.linear.weight.data_ptr() for layer in body.layers} <= held
+    assert {layer.down.weight.data_ptr() for layer in body.layers} <= held
+
+
+class _Adapter(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda body: setattr(body.layers[0].mlp, "dense_4h_to_h", _Adapter(24, 16)), "adapter"),
+        (lambda body: setattr(body.rotary_emb, "rope_type", "dynamic"), "dynamic"),
+        (lambda body: setattr(body.config, "hidden_act", "mish"), "mish"),
+        (lambda body: body.layers[1].to(torch.float32), "precisions"),
+        (lambda body: body.layers[1].mlp.register_forward_hook(lambda *args: None), "hooks"),
+        (lambda body: (setattr(body.emb_dropout, "p", 0.1), body.train()), "eval"),
+        (lambda body: setattr(body.layers[0], "input_layernorm", nn.Identity()), "Identity"),
+    ],
+    ids=["adapter", "rope", "activation", "precision", "hook", "dropout", "norm"],
+)
+def test_what_is_not_plain_is_left_to_the_stock_layers(change, reason):
+    backbone = backbone_of("gpt_neox")
+    change(backbone.body)
+    said = NeoxBody.fits(backbone)
+    assert said is not None
+    assert reason in said
+
+
+def test_each_body_names_the_families_it_reads():
+    assert "llama" in str(NeoxBody.fits(backbone_of("llama")))
+    assert "gpt_neox" in str(LlamaBody.fits(backbone_of("gpt_neox")))
+    assert LlamaBody.fits(backbone_of("olmo2")) is not None
