@@ -1,0 +1,249 @@
+"""The next token of each row, chosen on the device: the same whatever else is in the batch.
+
+A row's logits go through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition,
+presence and frequency penalties; temperature; top-k; top-p of what top-k left; min-p. Tokens as likely as the k-th stay
+in the top k. A token is drawn by Gumbel noise that is a hash of (seed, sample, position, token id). Greedy rows take
+the first of the likeliest tokens. Log-probabilities are of the model's own distribution, before all of this.
+
+Settings of all lanes lie in device tensors that never move, shapes depend on the number of rows and on
+:class:`Features` alone, and the host never waits: a CUDA graph can hold :meth:`SamplerState.choose`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adaponder.inference.noise import gumbel, stream_key
+from adaponder.inference.penalties import LaneBiases, Occurrences
+from adaponder.inference.request import Request
+
+# Rows that are drawn at a time: noise and sorted logits exist for so many.
+_ROWS = 64
+# How many likeliest tokens are computed where some are asked for: few sizes, so that few graphs are captured.
+_TOP_SIZES = (0, 5, 20)
+
+
+class Features(NamedTuple):
+    """What any lane needs; the rest is not computed. Rows whose lane does not need it get the same token either way.
+
+    ``log_probabilities`` is the number of likeliest tokens to return with them; ``None``: no log-probabilities at all.
+    """
+
+    sampled: bool = False
+    truncated: bool = False
+    penalised: bool = False
+    biased: bool = False
+    log_probabilities: int | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Features:
+        top = request.log_probabilities
+        return cls(
+            sampled=not request.greedy,
+            truncated=not request.greedy and bool(request.top_k or request.top_p < 1 or request.min_p > 0),
+            penalised=request.repetition_penalty != 1
+            or request.presence_penalty != 0
+            or request.frequency_penalty != 0,
+            biased=bool(request.logit_bias) or request.min_new_tokens > 0,
+            log_probabilities=None if top is None else next(size for size in _TOP_SIZES if size >= top),
+        )
+
+    @classmethod
+    def union(cls, features: Iterable[Features]) -> Features:
+        """What is needed by any of these."""
+        every = tuple(features)
+        tops = [one.log_probabilities for one in every if one.log_probabilities is not None]
+        return cls(
+            sampled=any(one.sampled for one in every),
+            truncated=any(one.truncated for one in every),
+            penalised=any(one.penalised for one in every),
+            biased=any(one.biased for one in every),
+            log_probabilities=max(tops, default=None),
+        )
+
+
+class Scored(NamedTuple):
+    """Log-probabilities of one token per row, ``[n]``, and the likeliest tokens with theirs, ``[n, top]``."""
+
+    log_probability: Tensor
+    top_ids: Tensor
+    top_log_probabilities: Tensor
+
+
+class Chosen(NamedTuple):
+    """The chosen token of each row, int64 ``[n]``.
+
+    ``bad`` marks rows without a choice, whose token has no meaning: logits that are NaN or infinite, or every token
+    banned. ``scored`` is ``None`` where no lane asks for log-probabilities.
+    """
+
+    token: Tensor
+    bad: Tensor
+    scored: Scored | None = None
+
+
+class SamplerState:
+    """The sampling settings of every lane, and the choice by them.
+
+    ``eos_ids`` are banned with a request's stop ids until its ``min_new_tokens``. Logits are computed in their own
+    precision, and at least in float32.
+    """
+
+    def __init__(
+        self,
+        lanes: int,
+        vocabulary: int,
+        device: torch.device | str = "cpu",
+        *,
+        eos_ids: Collection[int] = (),
+    ):
+        self.lanes, self.vocabulary, self.device = lanes, vocabulary, torch.device(device)
+        self.eos_ids = tuple(eos_ids)
+        self._numbers = torch.ones(lanes, 6, dtype=torch.float64, device=self.device)
+        self._integers = torch.ones(lanes, 3, dtype=torch.int64, device=self.device)
+        self._biases: LaneBiases | None = None
+        self._occurrences: Occurrences | None = None
+        self._live: dict[int, Features] = {}
+
+    def set(
+        self, lane: int, request: Request, sample: int, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()
+    ) -> None:
+        """Gives a lane to one sample of a request; ``output_ids`` are what it has generated already."""
+        features = self._live[lane] = Features.of(request)
+        top_k = min(operator.index(request.top_k), self.vocabulary) or self.vocabulary
+        integers = [stream_key(operator.index(request.seed), sample), top_k, int(request.greedy)]
+        numbers = [
+            float(request.temperature) or 1.0,
+            float(request.top_p),
+            math.log(request.min_p) if request.min_p > 0 else -math.inf,
+            float(request.repetition_penalty),
+            float(request.presence_penalty),
+            float(request.frequency_penalty),
+        ]
+        for buffer, values in ((self._integers, integers), (self._numbers, numbers)):
+            buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
+        if features.biased and self._biases is None:
+            self._biases = LaneBiases(self.lanes, self.device, len(self.eos_ids))
+        if self._biases is not None:
+            ends = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)}
+            # The row at the prompt's last position chooses the first token.
+            until = len(prompt_ids) - 1 + request.min_new_tokens
+            self._biases.set(lane, request.logit_bias, ends if request.min_new_tokens else (), until)
+        if features.penalised and self._occurrences is None:
+            self._occurrences = Occurrences(self.lanes, self.vocabulary, self.device)
+        if self._occurrences is not None and features.penalised:
+            self._occurrences.set(lane, prompt_ids, output_ids)
+
+    def clear(self, lane: int) -> None:
+        """Takes a lane back."""
+        self._live.pop(lane, None)
+
+    def features(self) -> Features:
+        """What the lanes that are set need."""
+        return Features.union(self._live.values())
+
+    def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Chosen:
+        """The next token of each row.
+
+        Args:
+            logits: ``[n, V]``, of any floating type.
+            lanes: int64 ``[n]``, the lane of each row; padding rows may name any.
+            position: int64 ``[n]``, the position of each row's token, from 0.
+            features: at least what the rows' lanes need.
+        """
+        adjusted = logits
+        if features.biased and self._biases is not None:
+            adjusted = self._biases.add(_wide(adjusted), lanes, position)
+        numbers = self._numbers[lanes] if features.sampled or features.penalised else None
+        if features.penalised and self._occurrences is not None and numbers is not None:
+            adjusted = self._occurrences.penalise(_wide(adjusted), lanes, *numbers[:, 3:].split(1, dim=1))
+        best, token = adjusted.max(-1)
+        bad = ~(best.abs() < math.inf)  # NaN compares as false
+        if features.sampled and numbers is not None:
+            integers = self._integers[lanes]
+            rows = (adjusted, best, numbers, integers, position)
+            drawn = torch.cat(
+                [
+                    _drawn(*part, truncated=features.truncated)
+                    for part in zip(*(t.split(_ROWS) for t in rows), strict=True)
+                ]
+            )
+            token = torch.where(integers[:, 2] != 0, token, drawn)
+        scored = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
+        return Chosen(token, bad, scored)
+
+    def record(self, tokens: Tensor, lanes: Tensor, taken: Tensor) -> None:
+        """Counts the tokens of rows where ``taken`` as output of their lanes, for the penalties; all are ``[n]``."""
+        if self._occurrences is not None:
+            self._occurrences.record(tokens, lanes, taken)
+
+
+def _drawn(
+    logits: Tensor, best: Tensor, numbers: Tensor, integers: Tensor, position: Tensor, *, truncated: bool
+) -> Tensor:
+    """One token of each row, drawn from ``softmax(logits / temperature)`` after truncation."""
+
+    def scaled(values: Tensor) -> Tensor:
+        # Relative to the best, so that a tiny temperature makes no infinity of it.
+        return (values.double() - best.double()[:, None]) / numbers[:, :1]
+
+    scores = scaled(logits) + gumbel(integers[:, 0], position, logits.shape[1])
+    if truncated:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        keep = kept(scaled(values), top_k=integers[:, 1:2], top_p=numbers[:, 1:2], log_min_p=numbers[:, 2:3])
+        scores = torch.where(torch.zeros_like(keep).scatter(1, ids, keep), scores, -math.inf)
+    return scores.argmax(-1)
+
+
+def kept(values: Tensor, *, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
+    """Which tokens truncation leaves, bool ``[n, V]``; the likeliest always stays.
+
+    ``values`` are descending logits less their largest, so that ``values >= log_min_p`` says ``p >= min_p * max(p)``.
+    The others are ``[n, 1]``; ``top_k`` is from 1 to V.
+    """
+    keep = values >= values.gather(1, top_k - 1)
+    probability = torch.where(keep, values, -math.inf).softmax(-1)
+    # A token stays while those before it do not sum to top_p.
+    before = torch.cat([torch.zeros_like(top_p), probability.cumsum(-1)[:, :-1]], dim=1)
+    keep &= (before < top_p) | (top_p >= 1.0)
+    return keep & (values >= log_min_p)
+
+
+def score(logits: Tensor, tokens: Tensor, top: int) -> Scored:
+    """Log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, in the distribution of ``logits [n, V]``."""
+    wide = _wide(logits)
+    normaliser = wide.logsumexp(-1, keepdim=True)
+    ids = likeliest(wide, top)
+    return Scored((wide.gather(1, tokens[:, None]) - normaliser).squeeze(1), ids, wide.gather(1, ids) - normaliser)
+
+
+def prompt_log_probabilities(logits: Tensor, targets: Tensor, n: int) -> Scored:
+    """What :func:`score` says of each prompt token ``targets [rows]`` by the row before it, a few rows at a time."""
+    parts = [score(*part, n) for part in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)]
+    return Scored(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def likeliest(logits: Tensor, n: int) -> Tensor:
+    """Ids ``[rows, n]`` of the n largest of each row of float32 or float64 ``logits``; of equals, the smaller id first.
+
+    There are at most V of them.
+    """
+    n = min(n, logits.shape[1])
+    if logits.dtype == torch.float64:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :n]
+    # A float's bits order as whole numbers do once negative ones are flipped; + 0.0 makes one zero of two.
+    bits = (logits + 0.0).view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    last = (1 << 32) - 1
+    keys = order + (last - torch.arange(logits.shape[1], device=logits.device))
+    return last - (keys.topk(n, dim=-1).values & last)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

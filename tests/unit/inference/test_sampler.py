@@ -1,0 +1,381 @@
+"""A row's token depends on its own logits, settings, seed and position, and on nothing else in the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from adaponder.inference.noise import gumbel, stream_key
+from adaponder.inference.request import Request
+from adaponder.inference.sampler import (
+    Chosen,
+    Features,
+    SamplerState,
+    kept,
+    likeliest,
+    prompt_log_probabilities,
+    score,
+)
+
+VOCABULARY = 23
+EVERYTHING = Features(True, True, True, True, 5)
+REQUESTS = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "cool": {"temperature": 0.3, "seed": 5},
+    "top-k": {"top_k": 4},
+    "top-p": {"top_p": 0.6},
+    "min-p": {"min_p": 0.2, "temperature": 1.5},
+    "all three": {"top_k": 9, "top_p": 0.8, "min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    "greedy penalties": {"temperature": 0, "repetition_penalty": 1.4, "frequency_penalty": 1.0},
+    "bias": {"logit_bias": {3: 2.0, 7: -100.0}},
+    "least": {"min_new_tokens": 4, "stop_ids": [1, 2, 3]},
+}
+
+
+def noise(rows: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(rows, VOCABULARY, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def request(**fields: Any) -> Request:
+    return Request(**{"prompt": [1, 2, 3]} | fields)
+
+
+def alone(
+    logits: Tensor,
+    asked: Request,
+    position: int,
+    *,
+    lane: int = 0,
+    sample: int = 0,
+    output: tuple[int, ...] = (),
+    features: Features | None = None,
+) -> Chosen:
+    """The choice for one row by itself."""
+    state = SamplerState(lane + 1, logits.shape[-1], eos_ids=(0,))
+    state.set(lane, asked, sample, asked.prompt, output)
+    where = torch.tensor([lane]), torch.tensor([position])
+    return state.choose(logits[None], *where, state.features() if features is None else features)
+
+
+def draws(logits: Tensor, count: int, *, sample: int = 0, **fields: Any) -> Tensor:
+    """Tokens drawn at ``count`` positions from the same logits."""
+    state = SamplerState(1, logits.shape[-1])
+    state.set(0, request(**fields), sample, [1])
+    lanes, position = torch.zeros(count, dtype=torch.long), torch.arange(count)
+    return state.choose(logits.expand(count, -1), lanes, position, state.features()).token
+
+
+def chi_square(tokens: Tensor, probability: Tensor) -> float:
+    """Pearson's statistic in standard deviations from its mean."""
+    observed = torch.bincount(tokens, minlength=len(probability)).double()
+    assert observed[probability == 0].sum() == 0
+    possible = probability > 0
+    expected = len(tokens) * probability[possible]
+    freedom = int(possible.sum()) - 1
+    statistic = float(((observed[possible] - expected) ** 2 / expected).sum())
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from(sorted(REQUESTS)), st.integers(0, 40)), min_size=1, max_size=8),
+    shuffle=st.randoms(use_true_random=False),
+    padding=st.integers(0, 5),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_a_token_does_not_depend_on_batch_lane_or_padding(
+    rows: list[tuple[str, int]], shuffle: Any, padding: int, dtype: torch.dtype
+) -> None:
+    logits = noise(len(rows) + padding, dtype=dtype)
+    lanes = list(range(len(rows) + 3))
+    shuffle.shuffle(lanes)
+    state = SamplerState(len(lanes), VOCABULARY, eos_ids=(0,))
+    output = (5, 5, 9)
+    for lane, (name, _) in zip(lanes, rows, strict=False):
+        state.set(lane, request(**REQUESTS[name]), lane % 3, [1, 2, 3], output)
+    where = torch.tensor(lanes[: len(rows)] + [lanes[-1]] * padding)
+    position = torch.tensor([place for _, place in rows] + [0] * padding)
+    for features in (state.features(), EVERYTHING):
+        together = state.choose(logits, where, position, features)
+        for row, (lane, (name, place)) in enumerate(zip(lanes, rows, strict=False)):
+            settings = {"sample": lane % 3, "output": output}
+            solo = alone(logits[row], request(**REQUESTS[name]), place, **settings)
+            assert int(together.token[row]) == int(solo.token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_greedy_takes_the_first_of_the_likeliest_whatever_the_others_need(dtype: torch.dtype) -> None:
+    logits = noise(9, dtype=dtype).round()  # full of ties
+    first = (logits == logits.amax(-1, keepdim=True)).long().argmax(-1)
+    state = SamplerState(9, VOCABULARY)
+    for lane in range(9):
+        state.set(lane, request(temperature=0) if lane % 2 else request(top_k=1, seed=lane), 0, [1])
+    assert state.features() == Features()
+    state.set(8, request(**REQUESTS["penalties"], logit_bias={1: 1.0}), 0, [1])
+    for features in (Features(), EVERYTHING):
+        chosen = state.choose(logits[:8], torch.arange(8), torch.arange(8), features)
+        assert chosen.token.tolist() == first[:8].tolist()
+        assert not chosen.bad.any()
+
+
+def test_draws_have_the_distribution_of_the_logits() -> None:
+    logits = noise(1)[0]
+    for fields in ({}, {"temperature": 2.5}, {"seed": 1 << 70}, {"seed": -1}):
+        tokens = draws(logits, 40_000, **fields)
+        expected = (logits / fields.get("temperature", 1.0)).softmax(-1)
+        assert abs(chi_square(tokens, expected)) < 4
+
+
+def test_draws_of_truncated_distributions_are_renormalised() -> None:
+    logits = noise(1, seed=3)[0]
+    ranked = logits.argsort(descending=True)
+    expected = torch.zeros_like(logits)
+    expected[ranked[:5]] = logits[ranked[:5]].softmax(-1)
+    assert abs(chi_square(draws(logits, 20_000, top_k=5), expected)) < 4
+
+
+def test_rare_tokens_are_as_rare_as_they_should_be() -> None:
+    # One token takes nearly all; 1,999 others share 5 %, each 2.5e-5.
+    logits = torch.zeros(2000, dtype=torch.float64)
+    logits[17] = math.log(19 * 1999)
+    tokens = torch.cat([draws(logits, 1000, seed=seed) for seed in range(6)])
+    rare = tokens[tokens != 17]
+    assert abs(len(rare) - 300) < 4 * math.sqrt(300)
+    assert abs(float(rare.double().mean()) - 1000) < 4 * 2000 / math.sqrt(12 * len(rare))
+
+
+def test_noise_is_of_gumbels_distribution_up_to_its_tail() -> None:
+    values = gumbel(torch.arange(40), torch.arange(40) * 7, 20_000).flatten()
+    for bound in (-2.0, 0.0, 1.0, 3.0, 6.0, 9.0):
+        beyond = 1 - math.exp(-math.exp(-bound))
+        deviation = math.sqrt(len(values) * beyond * (1 - beyond))
+        assert abs(int((values > bound).sum()) - len(values) * beyond) < 4 * deviation
+    assert values.unique().numel() == len(values)
+    assert values.isfinite().all()
+
+
+def test_noise_is_the_same_on_every_machine() -> None:
+    # From a splitmix64 in whole numbers of Python.
+    key, position, token, mask = stream_key(7, 2), 11, 5, (1 << 64) - 1
+    x = (key + ((position << 32) + token) * 0x9E3779B97F4A7C15) & mask
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+    x ^= x >> 31
+    expected = -math.log(-math.log1p(-((x >> 12) + 0.5) / 2**52))
+    assert float(gumbel(torch.tensor([key]), torch.tensor([position]), 9)[0, token]) == pytest.approx(
+        expected, rel=1e-14
+    )
+    assert stream_key(7, 2) == stream_key(7 - (1 << 64), 2) == -1088427420777695408
+    assert len({stream_key(seed, sample) for seed in range(-50, 50) for sample in range(50)}) == 5000
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
+def test_seeds_and_samples_draw_independently(other: dict[str, int]) -> None:
+    logits = torch.zeros(8, dtype=torch.float64)
+    one, two = draws(logits, 20_000), draws(logits, 20_000, **other)
+    assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
+    # Neighbouring positions, too.
+    assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4
+
+
+def test_the_same_seed_draws_the_same_and_seeds_are_modulo_two_to_the_64th() -> None:
+    logits = noise(1)[0]
+    assert draws(logits, 50, seed=9).tolist() == draws(logits, 50, seed=9 + (1 << 64)).tolist()
+    assert draws(logits, 50, seed=9).tolist() != draws(logits, 50, seed=10).tolist()
+
+
+def support(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Probabilities after temperature and truncation, as the sampler sees them."""
+    values, ids = (logits - logits.amax(-1, keepdim=True)).sort(dim=-1, descending=True, stable=True)
+    keep = kept(
+        values,
+        top_k=torch.full((len(logits), 1), top_k or logits.shape[1]),
+        top_p=torch.full((len(logits), 1), top_p, dtype=torch.float64),
+        log_min_p=torch.full((len(logits), 1), math.log(min_p) if min_p else -math.inf, dtype=torch.float64),
+    )
+    return logits.masked_fill(~torch.zeros_like(keep).scatter(1, ids, keep), -math.inf).softmax(-1)
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.floats(0.2, 5.0),
+    top_k=st.integers(0, VOCABULARY + 5),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
+)
+def test_truncation_is_that_of_hugging_face(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits, ids = noise(16, seed=seed), torch.zeros(16, 1, dtype=torch.long)
+    warped = TemperatureLogitsWarper(temperature)(ids, logits)
+    warpers = [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    for warper in warpers:
+        warped = warper(ids, warped)
+    truncated = {"top_k": min(top_k, VOCABULARY), "top_p": top_p, "min_p": min_p}
+    ours, theirs = support(logits / temperature, **truncated), warped.softmax(-1)
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_sampler_itself_draws_only_what_hugging_face_leaves() -> None:
+    logits = noise(1, seed=4)[0]
+    warped = logits[None] / 2
+    for warper in (TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)):
+        warped = warper(None, warped)
+    tokens = draws(logits, 20_000, temperature=2, top_k=9, top_p=0.8, min_p=0.1)
+    assert abs(chi_square(tokens, warped[0].softmax(-1))) < 4
+
+
+def test_penalties_are_those_of_hugging_face_and_of_their_definition() -> None:
+    prompt, output = [1, 2, 2, 3], [4, 2, 4]
+    logits = noise(1, seed=8)[0]
+    state = SamplerState(2, VOCABULARY)
+    fields = {"repetition_penalty": 1.7, "presence_penalty": 0.4, "frequency_penalty": -0.3}
+    state.set(1, request(**fields), 0, prompt, output[:1])
+    for token in output[1:]:
+        lanes = torch.tensor([1, 0, 1])
+        state.record(torch.tensor([token, 9, 9]), lanes, torch.tensor([True, True, False]))
+    assert state._occurrences is not None
+    numbers = state._numbers[torch.tensor([1])][:, 3:].split(1, dim=1)
+    penalised = state._occurrences.penalise(logits[None], torch.tensor([1]), *numbers)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits[None].clone())
+    for token, count in ((4, 2), (2, 1)):
+        expected[0, token] -= 0.4 - 0.3 * count
+    torch.testing.assert_close(penalised, expected)
+
+
+def test_penalties_begin_anew_with_each_request() -> None:
+    logits = torch.zeros(VOCABULARY, dtype=torch.float64)
+    logits[5] = 1.0
+    state, here = SamplerState(1, VOCABULARY), (torch.tensor([0]), torch.tensor([3]))
+    strict = request(temperature=0, frequency_penalty=2.0)
+    state.set(0, strict, 0, [5])
+    assert int(state.choose(logits[None], *here, state.features()).token) == 5  # the prompt does not count
+    state.record(torch.tensor([5]), torch.tensor([0]), torch.tensor([True]))
+    assert int(state.choose(logits[None], *here, state.features()).token) == 0
+    state.set(0, strict, 0, [5])
+    assert int(state.choose(logits[None], *here, state.features()).token) == 5
+
+
+def test_buffers_stay_where_they_are() -> None:
+    state = SamplerState(3, VOCABULARY)
+    state.set(0, request(**REQUESTS["penalties"], **REQUESTS["bias"]), 0, [1])
+    assert state._occurrences is not None
+    assert state._biases is not None
+    buffers = (state._numbers, state._integers, state._occurrences._output, state._biases._value)
+    before = [buffer.data_ptr() for buffer in buffers]
+    for lane in range(3):
+        state.set(lane, request(**REQUESTS["penalties"], **REQUESTS["bias"]), 0, [1, 2])
+        state.record(torch.tensor([1]), torch.tensor([lane]), torch.tensor([True]))
+    assert [buffer.data_ptr() for buffer in buffers] == before
+
+
+def test_logit_bias_adds_and_is_forgotten_with_its_request() -> None:
+    logits = torch.zeros(VOCABULARY, dtype=torch.float32)
+    state, here = SamplerState(1, VOCABULARY), (torch.tensor([0]), torch.tensor([0]))
+    biased = Features(biased=True)
+    for fields, expected in (({"logit_bias": {7: 0.5, 0: -1.0}}, 7), ({"logit_bias": {0: -0.5}}, 1), ({}, 0)):
+        state.set(0, request(temperature=0, **fields), 0, [1])
+        assert int(state.choose(logits[None], *here, biased).token) == expected
+
+
+def test_nothing_stops_before_the_least_number_of_tokens() -> None:
+    logits = torch.zeros(VOCABULARY, dtype=torch.float64)
+    logits[[0, 4]] = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    logits[9] = 1.0
+    asked = request(prompt=[1, 2, 3], temperature=0, min_new_tokens=2, stop_ids=[4])
+    tokens = [int(alone(logits, asked, position).token) for position in (2, 3, 4)]
+    assert tokens == [9, 9, 4]
+    heedless = request(prompt=[1, 2, 3], temperature=0, min_new_tokens=2, stop_ids=[4], ignore_eos=True)
+    assert int(alone(logits, heedless, 2).token) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-300, 100.0])
+def test_rows_without_a_choice_are_marked_and_the_others_go_on(temperature: float) -> None:
+    logits = noise(5)
+    logits[1, 3] = math.nan
+    logits[2] = -math.inf
+    logits[3, 0] = math.inf
+    logits[4, 0] = -math.inf  # a token without probability is no fault
+    state = SamplerState(5, VOCABULARY)
+    for lane in range(5):
+        state.set(lane, request(temperature=temperature, top_p=0.9), 0, [1])
+    chosen = state.choose(logits, torch.arange(5), torch.arange(5), state.features())
+    assert chosen.bad.tolist() == [False, True, True, True, False]
+    assert ((chosen.token >= 0) & (chosen.token < VOCABULARY)).all()
+    if temperature < 1e-100:
+        assert chosen.token[[0, 4]].tolist() == logits[[0, 4]].argmax(-1).tolist()
+
+
+def test_a_ban_of_everything_is_marked() -> None:
+    asked = request(temperature=0, min_new_tokens=3, stop_ids=list(range(VOCABULARY)))
+    assert alone(noise(1)[0], asked, 2).bad.tolist() == [True]
+    assert alone(noise(1)[0], asked, 5).bad.tolist() == [False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probabilities_are_of_the_models_own_distribution(dtype: torch.dtype) -> None:
+    logits = noise(1, dtype=dtype)[0]
+    asked = request(temperature=0.5, top_k=3, logit_bias={2: 50.0}, log_probabilities=3)
+    chosen = alone(logits, asked, 0)
+    assert int(chosen.token) == 2
+    expected = torch.log_softmax(logits.double(), -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert chosen.scored is not None
+    assert chosen.scored.log_probability.dtype == wide
+    torch.testing.assert_close(chosen.scored.log_probability, expected[2:3].to(wide))
+    best = logits.double().sort(descending=True, stable=True).indices[:5]
+    assert chosen.scored.top_ids.tolist() == [best.tolist()]
+    torch.testing.assert_close(chosen.scored.top_log_probabilities, expected[best][None].to(wide))
+    assert alone(logits, request(), 0).scored is None
+
+
+def test_the_likeliest_of_equals_is_the_smallest_id_in_every_precision() -> None:
+    logits = noise(40, seed=2).round().clamp(-1, 1)
+    logits[0] *= -0.0
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :7]
+    for dtype in (torch.float64, torch.float32):
+        assert torch.equal(likeliest(logits.to(dtype), 7), expected)
+    assert likeliest(logits, 99).shape == (40, VOCABULARY)
+
+
+def test_a_prompt_is_scored_row_by_row() -> None:
+    logits, targets = noise(150, dtype=torch.float32), torch.arange(150) % VOCABULARY
+    scored = prompt_log_probabilities(logits, targets, 4)
+    for part, whole in zip(scored, score(logits, targets, 4), strict=True):
+        torch.testing.assert_close(part, whole)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(scored.log_probability, -expected)
+
+
+def test_features_are_what_any_lane_needs_and_no_more() -> None:
+    state = SamplerState(4, VOCABULARY)
+    assert state.features() == Features()
+    state.set(0, request(temperature=0, top_p=0.5, stop_ids=[3]), 0, [1])
+    assert state.features() == Features()
+    state.set(1, request(log_probabilities=0), 0, [1])
+    assert state.features() == Features(sampled=True, log_probabilities=0)
+    state.set(2, request(top_p=0.5, log_probabilities=6, min_new_tokens=1, presence_penalty=1.0), 0, [1])
+    assert state.features() == Features(True, True, True, True, 20)
+    state.clear(2)
+    state.clear(3)
+    assert state.features() == Features(sampled=True, log_probabilities=0)
