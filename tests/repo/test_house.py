@@ -36,6 +36,7 @@ ORDER = [
     "inference",
     "conversion",
     "terminal",
+    "text",
     "data",
     "recipes",
     "evaluation",

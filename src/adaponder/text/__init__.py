@@ -1,0 +1,7 @@
+"""From token ids to text as they come: whole characters only, and nothing beyond a stop string."""
+
+from adaponder.text.detokenizer import Detokenizer, pieces
+from adaponder.text.stops import StopStrings
+from adaponder.text.stream import Piece, TextStream
+
+__all__ = ["Detokenizer", "Piece", "StopStrings", "TextStream", "pieces"]
