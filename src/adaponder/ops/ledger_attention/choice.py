@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import ModuleType
 
-import torch
 from torch import Tensor
 
+from adaponder.ops.fused import runs_fused
 from adaponder.ops.ledger_attention import entry as plain_entry
 from adaponder.ops.ledger_attention import torch as reference
 from adaponder.ops.ledger_attention.entry import Projection, Turn
+from adaponder.ops.ledger_attention.scratch import Scratch
 from adaponder.ops.ledger_attention.torch import LedgerRows
 
-# Most parts that the keys of a row are split into.
-MOST_SPLITS = 32
 
+def _kernels(pool: Tensor) -> ModuleType | None:
+    """The Triton version where it runs: CUDA, pools in bf16 or fp16."""
+    if not runs_fused(pool) or pool.dtype.itemsize != 2:
+        return None
+    from adaponder.ops.ledger_attention import launch
 
-class Scratch(NamedTuple):
-    """Memory in which programs that split a row's keys meet; calls that follow one another may share it.
-
-    Attributes:
-        partial: float32 ``[rows * heads, splits, size]``, results of the parts.
-        level: float32 ``[rows * heads, splits]``, the base-2 logarithm of what each part was normalised by.
-        counter: int32 ``[rows * key heads]``, how many parts are done; 0 between calls.
-    """
-
-    partial: Tensor
-    level: Tensor
-    counter: Tensor
-
-
-def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
-    """Enough for any pass of at most ``rows`` rows alone."""
-    partial = torch.empty(rows * heads, MOST_SPLITS, size, dtype=torch.float32, device=device)
-    level = torch.empty(rows * heads, MOST_SPLITS, dtype=torch.float32, device=device)
-    return Scratch(partial, level, torch.zeros(rows * heads, dtype=torch.int32, device=device))
+    return launch
 
 
 def ledger_attention(
@@ -48,11 +34,15 @@ def ledger_attention(
     scratch: Scratch | None = None,
 ) -> Tensor:
     """The torch version, or its Triton kernels where they run and fit."""
+    if (kernels := _kernels(keys)) and kernels.fits(query, keys, values, rows):
+        return kernels.ledger_attention(query, keys, values, rows, window=window, scale=scale, scratch=scratch)
     return reference.ledger_attention(query, keys, values, rows, window=window, scale=scale)
 
 
 def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """The torch version, or its Triton kernel where it runs."""
+    """The torch version, or its Triton kernel where it runs and fits."""
+    if (kernels := _kernels(keys)) and kernels.entry_fits(qkv, keys, values):
+        return kernels.enter(qkv, keys, values, row, projection, turn)
     return plain_entry.enter(qkv, keys, values, row, projection, turn)
 
 
@@ -75,5 +65,9 @@ def decode_attention(
     ``dependent`` lets the kernel start while the one before it ends: whatever it reads but ``qkv`` must have been
     written before the last launch that was not dependent.
     """
-    mixed = plain_entry.decode_attention(qkv, keys, values, rows, projection, turn, window=window, scale=scale)
-    return mixed if out is None else out.copy_(mixed)
+    options = {"window": window, "scale": scale}
+    if (kernels := _kernels(keys)) and kernels.entry_fits(qkv, keys, values, rows):
+        extras = {"out": out, "scratch": scratch, "dependent": dependent}
+        return kernels.decode_attention(qkv, keys, values, rows, projection, turn, **options, **extras)
+    mixed = plain_entry.decode_attention(qkv, keys, values, rows, projection, turn, **options)
+    return mixed if out is None else out.copy_(mixed.view(out.shape))

@@ -1,0 +1,250 @@
+"""What the kernels are launched with: blocks, splits, lists of tiles."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from adaponder.ops.fused import on_device_of
+from adaponder.ops.ledger_attention import triton as kernels
+from adaponder.ops.ledger_attention.entry import Projection, Turn
+from adaponder.ops.ledger_attention.scratch import MOST_SPLITS, Scratch, scratch_for
+from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows
+
+LARGEST = 128  # of head sizes
+# Rows alone: (keys of a block, warps, stages of the pipeline) by the largest head size they are for.
+ALONE = {64: (64, 4, 1), LARGEST: (32, 4, 1)}
+# Programs for each multiprocessor that keys are split for, and the fewest keys that a part is worth.
+PROGRAMS, LEAST = 8, 128
+# Cohorts: (keys of a block, warps, stages) by the largest head size and by the most rows of a block.
+COHORT = {
+    64: {16: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3)},
+    LARGEST: {16: (64, 4, 2), 64: (64, 4, 2), 128: (64, 8, 2)},
+}
+INTERPRETED_PROCESSORS = 2
+
+
+def fits(query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows) -> bool:
+    """Whether the kernels can do it; the torch version does everything."""
+    return _packed(query) and query.dtype == keys.dtype and entry_fits(query, keys, values, rows)
+
+
+def entry_fits(qkv: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows | None = None) -> bool:
+    """The same for rows that enter."""
+    pools = keys.shape[-1] <= LARGEST and keys.shape == values.shape and _packed(keys) and _packed(values)
+    return pools and qkv.stride(-1) == 1 and (rows is None or rows.index.stride(-1) == 1)
+
+
+def _packed(x: Tensor) -> bool:
+    return x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+
+
+def ledger_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    scratch: Scratch | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.ledger_attention.torch.ledger_attention`, for what :func:`fits`."""
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _alone(query, keys, values, rows, mixed, (None,) * 7, {}, window, scale, scratch, splits)
+    if rows.cohorts:
+        _cohorts(query, keys, values, rows, mixed, window, scale)
+    return mixed
+
+
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    projection: Projection,
+    turn: Turn,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    scratch: Scratch | None = None,
+    dependent: bool = False,
+    splits: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.ledger_attention.entry.decode_attention`; ``out`` is contiguous."""
+    heads, size = projection.heads, projection.size
+    if out is None:
+        out = torch.empty(rows.alone, heads, size, dtype=keys.dtype, device=keys.device)
+    options = _entry_options(projection) | {"DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
+    entry = (rows.row, *_entry(projection, turn))
+    _alone(qkv, keys, values, rows, out.view(-1, heads, size), entry, options, window, scale, scratch, splits)
+    return out
+
+
+def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
+    """Equals :func:`adaponder.ops.ledger_attention.entry.enter`."""
+    query = torch.empty(qkv.shape[0], projection.heads, projection.size, dtype=keys.dtype, device=keys.device)
+    if qkv.shape[0]:
+        shape = {"KEY_HEADS": keys.shape[1], "GROUPS": projection.heads // keys.shape[1], "SIZE": keys.shape[2]}
+        strides = (qkv.stride(0), keys.stride(0), values.stride(0))
+        with on_device_of(qkv):
+            kernels.enter_kernel[(qkv.shape[0],)](
+                qkv,
+                query,
+                keys,
+                values,
+                row,
+                *_entry(projection, turn),
+                *strides,
+                **shape,
+                **_entry_options(projection),
+            )
+    return query
+
+
+def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
+    turned = tuple(turn) if projection.rotary else (None, None, None)
+    return *turned, projection.bias, projection.query_norm, projection.key_norm
+
+
+def _entry_options(projection: Projection) -> dict[str, Any]:
+    return {"EPSILON": projection.epsilon, "PACKED": projection.packed, "ROTARY": projection.rotary}
+
+
+def _base_2(scale: float | None, size: int) -> float:
+    return (1.0 / math.sqrt(size) if scale is None else scale) / math.log(2.0)
+
+
+def _bounded(window: int | None, rows: LedgerRows) -> int | None:
+    """A window that holds every slot is none."""
+    return None if window is None or window >= rows.index.shape[2] else window
+
+
+def _alone(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    mixed: Tensor,
+    entry: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+    window: int | None,
+    scale: float | None,
+    scratch: Scratch | None,
+    splits: int | None,
+) -> None:
+    if not rows.alone:
+        return
+    _, key_heads, size = keys.shape
+    heads, window = mixed.shape[1], _bounded(window, rows)
+    reach = rows.reach if window is None else min(rows.reach, window)
+    splits = splits_for(rows.alone, key_heads, reach, keys.device) if splits is None else splits
+    if splits > 1 and scratch is None:
+        scratch = scratch_for(rows.alone, heads, size, keys.device)
+    block, warps, stages = next(found for most, found in ALONE.items() if size <= most)
+    groups = heads // key_heads
+    plain = {"EPSILON": 0.0, "PACKED": False, "ROTARY": 0, "DEPENDENT": False}
+    shape = {
+        "KEY_HEADS": key_heads,
+        "GROUPS": groups,
+        # A product has at least 16 rows.
+        "WIDTH": 1 if groups == 1 else max(16, triton.next_power_of_2(groups)),
+        "SIZE": size,
+        "SPLITS": splits,
+        "LEAST": LEAST,
+        "KEYS": block,
+        "STAGES": stages,
+        "num_warps": warps,
+    }
+    with on_device_of(query):
+        kernels.alone_kernel[(key_heads, splits, rows.alone)](
+            query,
+            keys,
+            values,
+            mixed,
+            rows.index,
+            rows.lane,
+            rows.slot,
+            rows.iteration,
+            *entry,
+            *((None, None, None) if scratch is None else scratch),
+            query.stride(0),
+            keys.stride(0),
+            values.stride(0),
+            *rows.index.stride()[:2],
+            _base_2(scale, size),
+            window,
+            **(plain | options | shape),
+        )
+
+
+def splits_for(count: int, key_heads: int, reach: int, device: torch.device) -> int:
+    """How many programs share a row's keys: enough to fill the device, none with fewer keys than are worth it."""
+    wanted = -(-PROGRAMS * _processors(device) // max(1, count * key_heads))
+    return max(1, min(wanted, -(-reach // LEAST), MOST_SPLITS))
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _cohorts(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    mixed: Tensor,
+    window: int | None,
+    scale: float | None,
+) -> None:
+    _, heads, size = query.shape
+    choices = next(found for most, found in COHORT.items() if size <= most)
+    longest = max(cohort.stop - cohort.start for cohort in rows.cohorts)
+    block = next((most for most in choices if longest <= most), max(choices))
+    block_keys, warps, stages = choices[block]
+    tiles = _tiles(rows.cohorts, block, query.device)
+    with on_device_of(query):
+        kernels.cohort_kernel[(heads, tiles.shape[0])](
+            query,
+            keys,
+            values,
+            mixed,
+            rows.index,
+            rows.slot,
+            tiles,
+            query.stride(0),
+            keys.stride(0),
+            values.stride(0),
+            *rows.index.stride()[:2],
+            _base_2(scale, size),
+            _bounded(window, rows),
+            HEADS=heads,
+            GROUPS=heads // keys.shape[1],
+            SIZE=size,
+            ROWS=block,
+            KEYS=block_keys,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+
+@lru_cache(maxsize=32)
+def _tiles(cohorts: tuple[Cohort, ...], block: int, device: torch.device) -> Tensor:
+    """int32 ``[tiles, 4]``: first row, end of the cohort, lane, iteration; long walks first. Every layer asks again."""
+    tiles = [
+        (first, cohort.stop, cohort.lane, cohort.iteration)
+        for cohort in cohorts
+        for first in range(cohort.start, cohort.stop, block)
+    ]
+    tiles.sort(key=lambda tile: tile[0] - tile[1], reverse=True)
+    return torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True)
