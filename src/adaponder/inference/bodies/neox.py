@@ -34,8 +34,8 @@ class NeoxBody(FusedBody):
         activation = ACTIVATIONS[self.config.hidden_act]
         self.layers = [
             _Layer(
-                qkv=Piece(linear_of(layer.attention.query_key_value), norm_of(layer.input_layernorm)),
-                up=Piece(linear_of(layer.mlp.dense_h_to_4h), norm_of(layer.post_attention_layernorm), activation),
+                qkv=Piece((linear_of(layer.attention.query_key_value),), norm_of(layer.input_layernorm)),
+                up=Piece((linear_of(layer.mlp.dense_h_to_4h),), norm_of(layer.post_attention_layernorm), activation),
                 out=linear_of(layer.attention.dense),
                 down=linear_of(layer.mlp.dense_4h_to_h),
                 scale=layer.attention.scaling,

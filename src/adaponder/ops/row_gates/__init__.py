@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from adaponder.ops.fused import runs_fused
@@ -13,12 +14,14 @@ __all__ = ["RowGates", "StackedGates", "stack_gates"]
 class RowGates:
     """Gates as an engine asks them: gate ``i`` after iteration ``i``, the last one after all later ones.
 
-    Plain gates are copied side by side once (``gates`` times the size of one); any other modules are called each.
+    Plain gates are copied side by side once (``gates`` times the size of one); any other modules are called each. Calls
+    follow one another on one stream.
     """
 
     def __init__(self, gates: Sequence[nn.Module] | nn.ModuleList):
         self.gates = gates
         self.stacked = stack_gates(gates)
+        self.counter: Tensor | None = None
 
     def __call__(self, hidden: Tensor, iteration: Tensor) -> Tensor:
         """The logit of each row's own gate: ``hidden [n, …, d]`` and ``iteration [n, …]`` to ``[n, …]``."""
@@ -31,5 +34,7 @@ class RowGates:
         if runs_fused(hidden):
             from adaponder.ops.row_gates import triton
 
-            return triton.stacked_gates(self.stacked, hidden, iteration)
+            if self.counter is None:
+                self.counter = torch.zeros(triton.FEW, dtype=torch.int32, device=hidden.device)
+            return triton.stacked_gates(self.stacked, hidden, iteration, counter=self.counter)
         return stacked_gates(self.stacked, hidden, iteration)

@@ -41,11 +41,18 @@ class Linear(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One of several products of the same rows: ``activation(linear(norm(x)))``, norm and activation optional."""
+    """One of several products of the same rows: ``activation(linear(norm(x)))``, norm and activation optional.
 
-    linear: Linear
+    Several ``linears`` are one with their outputs side by side.
+    """
+
+    linears: tuple[Linear, ...]
     norm: Norm | None = None
     activation: str | None = None
+
+    @property
+    def outputs(self) -> int:
+        return sum(linear.weight.shape[0] for linear in self.linears)
 
 
 class Term(NamedTuple):
@@ -68,10 +75,12 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """Equals each piece's result of ``x [n, d]``: ``[n, its size]``, which may be a view of a wider tensor."""
     normed: dict[int, Tensor] = {}
     results = []
-    for linear, norm, activation in pieces:
+    for linears, norm, activation in pieces:
         if norm is not None and id(norm.weight) not in normed:
             normed[id(norm.weight)] = row_norm(x, norm)
-        product = functional.linear(x if norm is None else normed[id(norm.weight)], *linear)
+        given = x if norm is None else normed[id(norm.weight)]
+        products = [functional.linear(given, *linear) for linear in linears]
+        product = products[0] if len(products) == 1 else torch.cat(products, -1)
         results.append(product if activation is None else ACTIVATIONS[activation](product))
     return results
 

@@ -1,0 +1,90 @@
+"""Few rows and their own gates: each row reads the weights of the gate it asks, and of no other.
+
+A program owns a block of one gate's inner features and one row; the program of a row that ends last adds the parts up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
+from adaponder.ops.fused import on_device_of
+from adaponder.ops.row_gates.torch import StackedGates
+from adaponder.ops.row_gates.torch import stacked_gates as plain
+from adaponder.ops.row_linear.triton import activate, row_tile, weight_tile
+
+# Most rows for which each reads its own gate; of more, all gates are computed in one product.
+FEW = 8
+# Inner features of a program, and its warps.
+FEATURES, WARPS = 16, 4
+
+
+def stacked_gates(
+    stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None
+) -> Tensor:
+    """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`.
+
+    ``counter`` is int32 ``[FEW]`` of zeros, and holds zeros again after the call: calls that follow one another may
+    share it.
+    """
+    inner = stacked.inner
+    rows, inputs = hidden.shape
+    if rows > FEW or inner is None or hidden.stride(-1) != 1 or inner.dtype != hidden.dtype:
+        return plain(stacked, hidden, iteration)
+    gates, width, _ = inner.shape
+    blocks = triton.cdiv(width, FEATURES)
+    logits = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+    if rows:
+        parts = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
+        done = torch.zeros(rows, dtype=torch.int32, device=hidden.device) if counter is None else counter
+        with on_device_of(hidden):
+            _gate_kernel[(blocks, rows)](
+                hidden,
+                iteration,
+                inner,
+                stacked.inner_bias,
+                stacked.out,
+                stacked.out_bias,
+                parts,
+                done,
+                logits,
+                gates - 1,
+                width,
+                hidden.stride(0),
+                INPUTS=inputs,
+                BLOCK=triton.next_power_of_2(inputs),
+                FEATURES=FEATURES,
+                PARTS=triton.next_power_of_2(blocks),
+                num_warps=WARPS,
+                **launch_options(hidden),
+            )
+    return logits
+
+
+@triton.jit
+def _gate_kernel(
+    hidden, iteration, inner, inner_bias, out, out_bias, parts, done, logits, last, width, stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    allow_next(DEPENDENT)
+    block, row = tl.program_id(0), tl.program_id(1)
+    blocks = tl.num_programs(0)
+    feature = block * FEATURES + tl.arange(0, FEATURES)
+    wait_for_previous(DEPENDENT)
+    gate = tl.minimum(tl.load(iteration + row), last).to(tl.int64)
+    weight = weight_tile(inner + gate * width * INPUTS, block * FEATURES, width, INPUTS, BLOCK, FEATURES)
+    values = row_tile(hidden + row * stride, INPUTS, BLOCK).to(tl.float32)
+    at, inside = gate * width + feature, feature < width
+    between = tl.sum(weight.to(tl.float32) * values, 1)
+    between += tl.load(inner_bias + at, mask=inside, other=0.0).to(tl.float32)
+    between = activate(between, 1) * tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(parts + row * blocks + block, tl.sum(between, 0))
+    tl.debug_barrier()
+    if tl.atomic_add(done + row, 1, sem="acq_rel") == blocks - 1:
+        number = tl.arange(0, PARTS)
+        found = tl.load(parts + row * blocks + number, mask=number < blocks, other=0.0, cache_modifier=".cg")
+        tl.store(logits + row, tl.sum(found, 0) + tl.load(out_bias + gate).to(tl.float32))
+        tl.store(done + row, 0)

@@ -1,0 +1,384 @@
+"""Matrix-vector kernels: each weight is read once, in wide loads, and begins to arrive before the rows are known.
+
+A program owns a few outputs and all inputs. It loads its weights, waits for the kernel before it (see
+:mod:`adaponder.ops.dependent`), and then for each row loads, normalises and multiplies. A tile of weights is
+``[outputs, inputs]``, held in registers, its inputs spread over all threads as a row's are. More rows than ``FEW`` go
+through the matrix library instead, with their norm in a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
+from adaponder.ops.fused import on_device_of
+from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
+
+# Most rows for which these kernels are used.
+FEW = 8
+# The kernels' numbers for activations and norms; 0 is none.
+_CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
+_LAYER_NORM, _RMS_NORM = 1, 2
+
+
+class Blocks(NamedTuple):
+    """How a product is cut: outputs of a program, and its warps."""
+
+    outputs: int
+    warps: int
+
+
+def blocks_for(inputs: int) -> Blocks:
+    """The fastest measured on an H200 (README), for a product of so many inputs in all."""
+    return Blocks(8, 4) if inputs <= 1024 else Blocks(4, 4) if inputs <= 4096 else Blocks(2, 4)
+
+
+def row_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, rounded once."""
+    rows = x.reshape(-1, x.shape[-1])
+    result = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        block = triton.next_power_of_2(x.shape[-1])
+        with on_device_of(x):
+            _norm_kernel[(rows.shape[0],)](
+                rows,
+                result,
+                *_norm_pointers(norm),
+                norm.eps,
+                rows.stride(0),
+                INPUTS=x.shape[-1],
+                BLOCK=block,
+                NORM=_norm_code(norm),
+                SHIFTED=norm.bias is not None,
+                num_warps=min(8, max(1, block // 256)),
+                **launch_options(x),
+            )
+    return result.reshape(x.shape)
+
+
+def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; for few rows the results are views of one tensor."""
+    maps = [(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
+    if x.shape[0] > FEW or len(maps) > 3 or not _plain(x, [linear for linear, _, _ in maps]):
+        return _many_normed(x, pieces)
+    rows, inputs = x.shape
+    sizes = [linear.weight.shape[0] for linear, _, _ in maps]
+    result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
+    blocks = blocks_for(inputs)
+    counts = [triton.cdiv(size, blocks.outputs) for size in sizes]
+    slots = [maps[min(number, len(maps) - 1)] for number in range(3)]
+    pointers = [p for linear, norm, _ in slots for p in (*_linear_pointers(linear), *_norm_pointers(norm, x))]
+    extents = [*sizes, 0, 0][:3]
+    ends = [sum(counts[: number + 1]) for number in range(3)]
+    if rows:
+        with on_device_of(x):
+            _normed_kernel[(sum(counts),)](
+                x,
+                result,
+                *pointers,
+                *extents,
+                *ends[:2],
+                *(0.0 if norm is None else norm.eps for _, norm, _ in slots),
+                rows,
+                x.stride(0),
+                result.stride(0),
+                INPUTS=inputs,
+                BLOCK=triton.next_power_of_2(inputs),
+                OUTPUTS=blocks.outputs,
+                MAPS=len(maps),
+                NORMS=tuple(_norm_code(norm) for _, norm, _ in slots),
+                SHIFTED=tuple(norm is not None and norm.bias is not None for _, norm, _ in slots),
+                BIASED=tuple(linear.bias is not None for linear, _, _ in slots),
+                ACTIVATIONS=tuple(_CODES[activation] for _, _, activation in slots),
+                num_warps=blocks.warps,
+                **launch_options(x),
+            )
+    return list(result.split([piece.outputs for piece in pieces], -1))
+
+
+def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
+    """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
+    if x.shape[0] > FEW or not _plain(x, (gate, up)):
+        normed = row_norm(x, norm)
+        return ACTIVATIONS[activation](functional.linear(normed, *gate)).mul_(functional.linear(normed, *up))
+    rows, inputs = x.shape
+    size = gate.weight.shape[0]
+    result = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    blocks = blocks_for(2 * inputs)
+    if rows:
+        with on_device_of(x):
+            _gated_kernel[(triton.cdiv(size, blocks.outputs),)](
+                x,
+                result,
+                *_linear_pointers(gate),
+                *_linear_pointers(up),
+                *_norm_pointers(norm),
+                size,
+                norm.eps,
+                rows,
+                x.stride(0),
+                INPUTS=inputs,
+                BLOCK=triton.next_power_of_2(inputs),
+                OUTPUTS=blocks.outputs,
+                NORM=_norm_code(norm),
+                SHIFTED=norm.bias is not None,
+                BIASED=(gate.bias is not None, up.bias is not None),
+                ACTIVATION=_CODES[activation],
+                num_warps=blocks.warps,
+                **launch_options(x),
+            )
+    return result
+
+
+def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
+    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`, rounded once for few rows."""
+    rows, size = residual.shape
+    fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
+    if rows > FEW or not 1 <= len(terms) <= 2 or not fits:
+        return _many_residual(residual, terms)
+    result = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
+    first, second = terms[0], terms[-1]
+    inputs = [term.x.shape[1] for term in terms]
+    blocks = blocks_for(sum(inputs))
+    if rows:
+        with on_device_of(residual):
+            _residual_kernel[(triton.cdiv(size, blocks.outputs),)](
+                residual,
+                result,
+                first.x,
+                second.x,
+                *_linear_pointers(first.linear),
+                *_linear_pointers(second.linear),
+                size,
+                rows,
+                residual.stride(0),
+                first.x.stride(0),
+                second.x.stride(0),
+                INPUTS=(inputs[0], inputs[-1]),
+                BLOCK=(triton.next_power_of_2(inputs[0]), triton.next_power_of_2(inputs[-1])),
+                OUTPUTS=blocks.outputs,
+                TERMS=len(terms),
+                BIASED=(first.linear.bias is not None, second.linear.bias is not None),
+                num_warps=blocks.warps,
+                **launch_options(residual),
+            )
+    return result
+
+
+def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """The same through the matrix library; each norm is computed once."""
+    normed: dict[int, Tensor] = {}
+    results = []
+    for linears, norm, activation in pieces:
+        if norm is not None and norm.weight.data_ptr() not in normed:
+            normed[norm.weight.data_ptr()] = row_norm(x, norm)
+        given = x if norm is None else normed[norm.weight.data_ptr()]
+        products = [functional.linear(given, *linear) for linear in linears]
+        product = products[0] if len(products) == 1 else torch.cat(products, -1)
+        results.append(product if activation is None else ACTIVATIONS[activation](product))
+    return results
+
+
+def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
+    """The same through the matrix library, which adds to what is there; biases come with the first product."""
+    if not terms:
+        return residual
+    *rest, (x, linear) = terms
+    total = functional.linear(x, *linear)
+    for x, (weight, bias) in reversed(rest):
+        total = torch.addmm(total, x, weight.t())
+        total = total if bias is None else total.add_(bias)
+    return total.add_(residual)
+
+
+def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
+    """Whether rows and weights lie as the kernels read them."""
+    return x.stride(-1) == 1 and all(w.is_contiguous() and w.dtype == x.dtype for w, _ in linears)
+
+
+def _linear_pointers(linear: Linear) -> tuple[Tensor, Tensor]:
+    return linear.weight, linear.weight if linear.bias is None else linear.bias
+
+
+def _norm_pointers(norm: Norm | None, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if norm is None:
+        assert like is not None
+        return like, like
+    return norm.weight, norm.weight if norm.bias is None else norm.bias
+
+
+def _norm_code(norm: Norm | None) -> int:
+    return 0 if norm is None else _LAYER_NORM if norm.centred else _RMS_NORM
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):  # noqa: N803
+    if ACTIVATION == 1:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 2:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x / (1.0 + tl.exp(-2.0 * inner))  # x (1 + tanh(inner)) / 2
+    elif ACTIVATION == 3:
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == 4:
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def weight_tile(weight, first, size, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):  # noqa: N803, E501
+    """``[outputs, block]`` of ``weight [size, inputs]`` from row ``first`` on; zeros outside."""
+    output, k = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, BLOCK)[None, :]
+    at = weight + first.to(tl.int64) * INPUTS + output * INPUTS + k
+    return tl.load(at, mask=(first + output < size) & (k < INPUTS), other=0.0)
+
+
+@triton.jit
+def row_tile(x, INPUTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    """A row of so many inputs as ``[1, block]``, zeros beyond them."""
+    k = tl.arange(0, BLOCK)[None, :]
+    return tl.load(x + k, mask=k < INPUTS, other=0.0)
+
+
+@triton.jit
+def normalised(x, gain, shift, eps, INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr):  # noqa: N803, E501
+    """A row ``[1, block]`` through its norm, in float32."""
+    if NORM == 1:
+        x = x - tl.sum(x, 1)[:, None] / INPUTS
+        x = tl.where(tl.arange(0, BLOCK)[None, :] < INPUTS, x, 0.0)
+    if NORM > 0:
+        x = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / INPUTS + eps) * gain.to(tl.float32)
+    if SHIFTED:
+        x += shift.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _map(x, result, weight, bias, gain, shift, block, size, eps, rows, x_stride, result_stride, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # noqa: N803, E501
+    """One block of outputs of one linear map, for all rows."""
+    first = block * OUTPUTS
+    output = first + tl.arange(0, OUTPUTS)
+    tile = weight_tile(weight, first, size, INPUTS, BLOCK, OUTPUTS)
+    if NORM > 0:
+        gain = row_tile(gain, INPUTS, BLOCK)
+    if SHIFTED:
+        shift = row_tile(shift, INPUTS, BLOCK)
+    if BIASED:
+        bias = tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)
+    wait_for_previous(DEPENDENT)
+    for row in range(rows):
+        values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
+        values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
+        total = tl.sum(tile.to(tl.float32) * values, 1)
+        if BIASED:
+            total += bias
+        total = activate(total, ACTIVATION)
+        tl.store(result + row * result_stride + output, total, mask=output < size)
+
+
+@triton.jit
+def _normed_kernel(
+    x, result,
+    weight_0, bias_0, gain_0, shift_0, weight_1, bias_1, gain_1, shift_1, weight_2, bias_2, gain_2, shift_2,
+    size_0, size_1, size_2, end_0, end_1, eps_0, eps_1, eps_2, rows, x_stride, result_stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, MAPS: tl.constexpr,  # noqa: N803
+    NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr,  # noqa: N803
+    DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Up to three maps of the same rows, side by side; programs up to ``end_0`` work at the first, and so on."""
+    allow_next(DEPENDENT)
+    block = tl.program_id(0)
+    if MAPS == 1 or block < end_0:
+        _map(x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, rows, x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0], DEPENDENT)  # noqa: E501
+    elif MAPS == 2 or block < end_1:
+        _map(x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, rows, x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1], ACTIVATIONS[1], DEPENDENT)  # noqa: E501
+    else:
+        _map(x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2, rows, x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2], ACTIVATIONS[2], DEPENDENT)  # noqa: E501
+
+
+@triton.jit
+def _gated_kernel(
+    x, result, gate, gate_bias, up, up_bias, gain, shift, size, eps, rows, x_stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,  # noqa: N803
+    NORM: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,  # noqa: N803
+    DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    allow_next(DEPENDENT)
+    first = tl.program_id(0) * OUTPUTS
+    output = first + tl.arange(0, OUTPUTS)
+    gate_tile = weight_tile(gate, first, size, INPUTS, BLOCK, OUTPUTS)
+    up_tile = weight_tile(up, first, size, INPUTS, BLOCK, OUTPUTS)
+    gain = row_tile(gain, INPUTS, BLOCK)
+    if SHIFTED:
+        shift = row_tile(shift, INPUTS, BLOCK)
+    wait_for_previous(DEPENDENT)
+    for row in range(rows):
+        values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
+        values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
+        opened = tl.sum(gate_tile.to(tl.float32) * values, 1)
+        total = tl.sum(up_tile.to(tl.float32) * values, 1)
+        if BIASED[0]:
+            opened += tl.load(gate_bias + output, mask=output < size, other=0.0).to(tl.float32)
+        if BIASED[1]:
+            total += tl.load(up_bias + output, mask=output < size, other=0.0).to(tl.float32)
+        tl.store(result + row * size + output, activate(opened, ACTIVATION) * total, mask=output < size)
+
+
+@triton.jit
+def _residual_kernel(
+    residual, result, x_0, x_1, weight_0, bias_0, weight_1, bias_1, size, rows, stride, stride_0, stride_1,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr,  # noqa: N803
+    BIASED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    allow_next(DEPENDENT)
+    first = tl.program_id(0) * OUTPUTS
+    output = first + tl.arange(0, OUTPUTS)
+    tile_0 = weight_tile(weight_0, first, size, INPUTS[0], BLOCK[0], OUTPUTS)
+    if TERMS == 2:
+        tile_1 = weight_tile(weight_1, first, size, INPUTS[1], BLOCK[1], OUTPUTS)
+    bias = tl.zeros([OUTPUTS], tl.float32)
+    if BIASED[0]:
+        bias += tl.load(bias_0 + output, mask=output < size, other=0.0).to(tl.float32)
+    if TERMS == 2 and BIASED[1]:
+        bias += tl.load(bias_1 + output, mask=output < size, other=0.0).to(tl.float32)
+    wait_for_previous(DEPENDENT)
+    for row in range(rows):
+        start = tl.load(residual + row * stride + output, mask=output < size, other=0.0).to(tl.float32)
+        values = row_tile(x_0 + row * stride_0, INPUTS[0], BLOCK[0]).to(tl.float32)
+        total = tl.sum(tile_0.to(tl.float32) * values, 1)
+        if TERMS == 2:
+            values = row_tile(x_1 + row * stride_1, INPUTS[1], BLOCK[1]).to(tl.float32)
+            total += tl.sum(tile_1.to(tl.float32) * values, 1)
+        tl.store(result + row * size + output, total + bias + start, mask=output < size)
+
+
+@triton.jit
+def _norm_kernel(
+    x, result, gain, shift, eps, stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    allow_next(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < INPUTS
+    gain = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTED:
+        shift = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(DEPENDENT)
+    values = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
+    if NORM == 1:
+        values = tl.where(inside, values - tl.sum(values, 0) / INPUTS, 0.0)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps) * gain
+    if SHIFTED:
+        values += shift
+    tl.store(result + row * INPUTS + k, values, mask=inside)

@@ -1,0 +1,190 @@
+"""Few rows against the vocabulary: logits by the matrix-vector kernels, the expectation split over the vocabulary.
+
+A program owns a slice of the vocabulary and a block of the embedding. It finds the largest logit of each row in its
+slice, and adds up the slice's embeddings, each weighted by how far its logit lies below. A second kernel weighs the
+slices against one another. Where no row goes on, neither reads the table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
+from adaponder.ops.fused import on_device_of
+from adaponder.ops.row_linear.torch import Linear, Piece
+from adaponder.ops.row_linear.triton import FEW, normed_linears
+from adaponder.ops.rows import finite
+from adaponder.ops.vocab_expectation.triton import softmax_
+
+# Most rows for which the expectation is split over the vocabulary; a tile of them is a matrix product's smallest.
+ROWS = 16
+
+
+class Slices(NamedTuple):
+    """How the vocabulary is cut: slices, tokens and embedding columns of a tile, warps, stages of the pipeline."""
+
+    count: int = 256
+    tokens: int = 64
+    columns: int = 256
+    warps: int = 4
+    stages: int = 4
+
+
+# The fastest measured on an H200 (README).
+SLICES = Slices()
+
+
+def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Equals :func:`adaponder.ops.row_vocabulary.torch.row_logits`."""
+    if hidden.shape[0] > FEW:
+        return functional.linear(hidden, weight, bias)
+    return normed_linears(hidden, (Piece((Linear(weight, bias),)),))[0]
+
+
+def row_expectation(
+    logits: Tensor,
+    table: Tensor,
+    goes_on: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    top_k: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.row_vocabulary.torch.row_expectation`; the whole vocabulary only."""
+    if top_k is not None:
+        raise ValueError(f"top_k={top_k}: the kernels mix the whole vocabulary; use the torch version")
+    if logits.shape[0] > ROWS or table.stride(-1) != 1:
+        mixed = (softmax_(logits.contiguous(), keep=True).to(table.dtype) @ table).mul_(scale)
+        return mixed if goes_on is None else mixed.masked_fill_(~goes_on[:, None], 0.0)
+    return _split(logits, table, goes_on, scale, SLICES)
+
+
+def _split(logits: Tensor, table: Tensor, goes_on: Tensor | None, scale: float, slices: Slices) -> Tensor:
+    rows, vocabulary = logits.shape
+    width = table.shape[1]
+    result = torch.empty(rows, width, dtype=table.dtype, device=table.device)
+    if not rows:
+        return result
+    columns = min(slices.columns, max(16, triton.next_power_of_2(width)))
+    # Whole tiles of tokens in each slice.
+    length = triton.cdiv(triton.cdiv(vocabulary, slices.tokens), slices.count) * slices.tokens
+    count = triton.cdiv(vocabulary, length)
+    sums = torch.empty(count, rows, width, dtype=torch.float32, device=table.device)
+    tops, totals = (torch.empty(rows, count, dtype=torch.float32, device=table.device) for _ in range(2))
+    mask = logits if goes_on is None else goes_on.view(torch.uint8)
+    with on_device_of(table):
+        _slice_kernel[(count, triton.cdiv(width, columns))](
+            logits,
+            table,
+            mask,
+            sums,
+            tops,
+            totals,
+            rows,
+            vocabulary,
+            width,
+            length,
+            count,
+            logits.stride(0),
+            table.stride(0),
+            ROWS=ROWS,
+            TOKENS=slices.tokens,
+            COLUMNS=columns,
+            MASKED=goes_on is not None,
+            num_warps=slices.warps,
+            num_stages=slices.stages,
+            **launch_options(table),
+        )
+        narrow = min(128, columns)
+        _combine_kernel[(rows, triton.cdiv(width, narrow))](
+            sums,
+            tops,
+            totals,
+            mask,
+            result,
+            rows,
+            width,
+            count,
+            scale,
+            COUNT=triton.next_power_of_2(count),
+            COLUMNS=narrow,
+            STEP=min(64, triton.next_power_of_2(count)),
+            MASKED=goes_on is not None,
+            num_warps=4,
+            **launch_options(table),
+        )
+    return result
+
+
+@triton.jit
+def _slice_kernel(
+    logits, table, goes_on, sums, tops, totals, rows, vocabulary, width, length, count, stride, table_stride,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    allow_next(DEPENDENT)
+    number, block = tl.program_id(0), tl.program_id(1)
+    row, token = tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    wait_for_previous(DEPENDENT)
+    going = row < rows
+    if MASKED:
+        going = going & (tl.load(goes_on + row, mask=going, other=0) != 0)
+    if tl.max(going.to(tl.int32), 0) > 0:
+        first = number * length
+        last = tl.minimum(first + length, vocabulary)
+        at = logits + row[:, None].to(tl.int64) * stride
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        for start in range(first, last, TOKENS):
+            here = start + token
+            z = tl.load(at + here[None, :], mask=going[:, None] & (here < last)[None, :], other=-float("inf"))
+            top = tl.maximum(top, tl.max(z.to(tl.float32), 1))
+        level = finite(top)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in tl.range(first, last, TOKENS):
+            here = start + token
+            z = tl.load(at + here[None, :], mask=going[:, None] & (here < last)[None, :], other=-float("inf"))
+            p = tl.exp(z.to(tl.float32) - level[:, None])
+            total += tl.sum(p, 1)
+            rows_at = table + here[:, None].to(tl.int64) * table_stride + column[None, :]
+            e = tl.load(rows_at, mask=(here < last)[:, None] & (column < width)[None, :], other=0.0)
+            mixed = tl.dot(p.to(e.dtype), e, mixed, input_precision="ieee")
+        out = sums + (number * rows + row[:, None]) * width + column[None, :]
+        tl.store(out, mixed, mask=going[:, None] & (column < width)[None, :])
+        if block == 0:
+            tl.store(tops + row * count + number, top, mask=going)
+            tl.store(totals + row * count + number, total, mask=going)
+
+
+@triton.jit
+def _combine_kernel(
+    sums, tops, totals, goes_on, result, rows, width, count, scale,
+    COUNT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    allow_next(DEPENDENT)
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    wait_for_previous(DEPENDENT)
+    going = True
+    if MASKED:
+        going = tl.load(goes_on + row) != 0
+    mixed = tl.zeros([COLUMNS], tl.float32)
+    if going:
+        number = tl.arange(0, COUNT)
+        top = tl.load(tops + row * count + number, mask=number < count, other=-float("inf"))
+        level = finite(tl.max(top, 0))
+        whole = tl.load(totals + row * count + number, mask=number < count, other=0.0)
+        total = tl.sum(whole * tl.exp(top - level), 0)
+        for start in range(0, COUNT, STEP):
+            part = start + tl.arange(0, STEP)
+            weight = tl.exp(tl.load(tops + row * count + part, mask=part < count, other=-float("inf")) - level)
+            at = sums + (part[:, None] * rows + row) * width + column[None, :]
+            some = tl.load(at, mask=(part < count)[:, None] & (column < width)[None, :], other=0.0)
+            mixed += tl.sum(some * weight[:, None], 0)
+        mixed = mixed * (scale / total)
+    tl.store(result + row * width + column, mixed, mask=column < width)

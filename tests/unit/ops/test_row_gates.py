@@ -1,0 +1,87 @@
+"""Each row asks its own gate, whichever iteration it stands at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="no Triton on this platform")
+
+from adaponder.halting import Column, Gate
+from adaponder.ops.row_gates import RowGates, stack_gates
+from adaponder.ops.row_gates import torch as plain
+from adaponder.ops.row_gates import triton as kernels
+from poison import poisoned  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+ITERATION = torch.tensor([0, 2, 1, 1, 5])
+
+
+def gates_of(width: int, dtype: torch.dtype, count: int = 3) -> nn.ModuleList:
+    torch.manual_seed(0)
+    gates = nn.ModuleList(Gate(20, width=width, bias=0.5) for _ in range(count))
+    for parameter in gates.parameters():
+        nn.init.normal_(parameter)
+    return gates.to(dtype)
+
+
+def hidden(dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    values = torch.randn(5, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return values.to(device, dtype)
+
+
+def one_by_one(gates: nn.ModuleList, values: Tensor) -> Tensor:
+    asked = [gates[min(int(i), len(gates) - 1)](row[None])[0] for i, row in zip(ITERATION, values, strict=True)]
+    return torch.stack(asked).detach()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("width", [0, 2])
+def test_each_row_hears_its_own_gate(width, count):
+    gates, values = gates_of(width, torch.float64, count), hidden(torch.float64)
+    asked = RowGates(gates)
+    assert asked.stacked is not None
+    logits = asked(values[:, None], ITERATION[:, None]).detach()
+    assert logits.shape == (5, 1)
+    assert torch.allclose(logits[:, 0], one_by_one(gates, values), atol=1e-13, rtol=0)
+
+
+class _Strange(Gate):
+    pass
+
+
+def test_other_modules_are_called():
+    torch.manual_seed(0)
+    gates = nn.ModuleList([_Strange(20, width=1, bias=0.0), Gate(20, width=1, bias=0.0)]).double()
+    gates[1].inner = nn.Sequential(gates[1].inner, nn.Tanh())
+    assert stack_gates(gates) is None
+    assert stack_gates(nn.ModuleList([gates[1]])) is None
+    assert stack_gates(nn.ModuleList([gates_of(0, torch.float64)[0], gates_of(1, torch.float64)[0]])) is None
+    values = hidden(torch.float64)
+    assert torch.allclose(RowGates(gates)(values, ITERATION), one_by_one(gates, values), atol=1e-13)
+    assert not isinstance(gates[0].out, type(None))
+    assert isinstance(gates[0].out, Column)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "floor"),
+    [
+        pytest.param("cpu", torch.float32, 1e-6, id="interpreted"),
+        pytest.param("cuda", torch.bfloat16, 5e-3, marks=pytest.mark.gpu, id="gpu-bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("few", [8, 2], ids=["few", "many"])
+def test_the_kernel_equals_the_plain_version(device, dtype, floor, few, monkeypatch):
+    if torch.cuda.is_available() and device == "cpu":
+        pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
+    monkeypatch.setattr(kernels, "FEW", few)
+    gates = gates_of(2, dtype).to(device)
+    stacked = stack_gates(gates)
+    values, iteration = hidden(dtype, device), ITERATION.to(device)
+    truth = one_by_one(gates.double().cpu(), values.double().cpu())
+    logits = kernels.stacked_gates(stacked, values, iteration)
+    assert logits.dtype == torch.float32
+    assert float((logits.double().cpu() - truth).norm() / truth.norm()) <= floor
+    assert torch.equal(logits, kernels.stacked_gates(stacked, values, iteration))
+    assert float((plain.stacked_gates(stacked, values, iteration).cpu() - truth).norm() / truth.norm()) <= floor
