@@ -84,11 +84,12 @@ def errors(backbone: Backbone, body: Body, seed: int = 0) -> list[float]:
     return [float((mine - true).abs().max() / true.abs().max()) for mine, true in zip(ours, theirs, strict=True)]
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 @pytest.mark.parametrize("name", FUSED)
-def test_a_fused_body_equals_the_stock_layers_in_results_and_in_what_it_writes(name):
+def test_a_fused_body_equals_the_stock_layers_in_results_and_in_what_it_writes(name, apart):
     backbone = backbone_of(name)
     assert FUSED[name].fits(backbone) is None
-    body = FUSED[name](backbone)
+    body = FUSED[name](backbone, lanes=LANES, apart=apart)
     assert body.row_shapes() == StockBody(backbone, stream=True).row_shapes()
     assert max(errors(backbone, body)) <= 1e-12
 
@@ -97,7 +98,7 @@ def test_a_fused_body_equals_the_stock_layers_in_results_and_in_what_it_writes(n
 def test_a_wrong_weight_anywhere_is_seen(name):
     """The comparison has teeth: each parameter of the last layer matters to it."""
     backbone = backbone_of(name)
-    body = FUSED[name](backbone)
+    body = FUSED[name](backbone, lanes=LANES, apart=True)
     layers = backbone.body.layers
     twin = copy.deepcopy(layers[-1])
     for parameter in [*layers[-1].parameters(), *backbone.norm.parameters()]:
@@ -113,8 +114,8 @@ def test_the_parameters_are_the_modules_own():
     """No memory beside the tables of angles, and what changes in place is seen (above)."""
     backbone = backbone_of("gpt_neox")
     held = {parameter.data_ptr() for parameter in backbone.body.parameters()}
-    body = NeoxBody(backbone)
-    assert {layer.qkv.linear.weight.data_ptr() for layer in body.layers} <= held
+    body = NeoxBody(backbone, lanes=LANES, apart=True)
+    assert {layer.qkv.linears[0].weight.data_ptr() for layer in body.layers} <= held
     assert {layer.down.weight.data_ptr() for layer in body.layers} <= held
 
 

@@ -85,7 +85,9 @@ def test_rows_that_do_not_go_on_leave_zeros_and_touch_nothing(monkeypatch, most)
     assert error(ours[goes_on], truth) <= 1e-6
     assert not ours[~goes_on].any()
     if most == 16:
-        nothing = kernels.row_expectation(logits, torch.full_like(table, float("nan")), torch.zeros(5, dtype=torch.bool))
+        nothing = kernels.row_expectation(
+            logits, torch.full_like(table, float("nan")), torch.zeros(5, dtype=torch.bool)
+        )
         assert not nothing.any()
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.inference.bodies.base import Pools
-from adaponder.inference.bodies.fused import FusedBody
+from adaponder.inference.bodies.fused import FusedBody, Where
 from adaponder.inference.bodies.weights import ACTIVATIONS, linear_of, norm_of, why_not
-from adaponder.ops.ledger_attention import LedgerRows
+from adaponder.ops.ledger_attention import Projection
 from adaponder.ops.row_linear import (
     Linear,
     Norm,
@@ -19,18 +19,16 @@ from adaponder.ops.row_linear import (
     gated_linear,
     normed_linears,
     residual_linears,
-    row_norm,
 )
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class _Layer(NamedTuple):
-    """``qkv`` are three pieces with the first norm before them; the norms of queries and keys are per head."""
+    """``qkv`` has the first norm before it; ``projection`` holds the norms of queries and keys, if any."""
 
-    qkv: tuple[Piece, Piece, Piece]
-    query_norm: Norm | None
-    key_norm: Norm | None
+    qkv: Piece
+    projection: Projection
     out: Linear
     norm: Norm
     gate: Linear
@@ -42,11 +40,12 @@ class _Layer(NamedTuple):
 class LlamaBody(FusedBody):
     """A decoder of the Llama family: RMSNorms, rotary positions, grouped heads, a gated feed-forward part."""
 
-    def __init__(self, backbone: Backbone, *, positions: int | None = None):
-        super().__init__(backbone, positions=positions)
+    def __init__(self, backbone: Backbone, *, lanes: int, apart: bool, positions: int | None = None):
+        super().__init__(backbone, lanes=lanes, apart=apart, positions=positions)
         body: Any = backbone.body
         self.activation = ACTIVATIONS[self.config.hidden_act]
-        self.layers = [_weights(layer) for layer in body.layers]
+        projection = Projection(self.heads, self.key_heads, self.size, rotary=self.cos.shape[-1])
+        self.layers = [_weights(layer, projection) for layer in body.layers]
 
     @staticmethod
     def fits(backbone: Backbone) -> str | None:
@@ -66,27 +65,24 @@ class LlamaBody(FusedBody):
             norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
         return why_not(backbone, layers, linears, norms)
 
-    def layer(self, layer: int, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Tensor:
+    def layer(self, layer: int, x: Tensor, where: Where, pools: Pools) -> Tensor:
         weights = self.layers[layer]
-        query, key, value = (part.unflatten(-1, (-1, self.size)) for part in normed_linears(x, weights.qkv))
-        if weights.query_norm is not None and weights.key_norm is not None:
-            query, key = row_norm(query, weights.query_norm), row_norm(key, weights.key_norm)
-        mixed = self.attend(layer, query, key, value, position, rows, pools, scale=weights.scale)
+        (qkv,) = normed_linears(x, (weights.qkv,))
+        mixed = self.attend(layer, qkv, where, pools, weights.projection, scale=weights.scale)
         x = residual_linears(x, (Term(mixed, weights.out),))
         between = gated_linear(x, weights.gate, weights.up, weights.norm, activation=self.activation)
         return residual_linears(x, (Term(between, weights.down),))
 
 
-def _weights(layer: Any) -> _Layer:
+def _weights(layer: Any, projection: Projection) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    norm = norm_of(layer.input_layernorm)
-    query, key, value = (
-        Piece(linear_of(linear), norm) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    if hasattr(attention, "q_norm"):
+        query, key = norm_of(attention.q_norm), norm_of(attention.k_norm)
+        projection = projection._replace(query_norm=query.weight, key_norm=key.weight, epsilon=query.eps)
+    linears = tuple(linear_of(linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
     return _Layer(
-        qkv=(query, key, value),
-        query_norm=norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        key_norm=norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        qkv=Piece(linears, norm_of(layer.input_layernorm)),
+        projection=projection,
         out=linear_of(attention.o_proj),
         norm=norm_of(layer.post_attention_layernorm),
         gate=linear_of(mlp.gate_proj),

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.inference.bodies.base import Pools
-from adaponder.inference.bodies.fused import FusedBody
+from adaponder.inference.bodies.fused import FusedBody, Where
 from adaponder.inference.bodies.weights import ACTIVATIONS, linear_of, norm_of, why_not
-from adaponder.ops.ledger_attention import LedgerRows
+from adaponder.ops.ledger_attention import Projection
 from adaponder.ops.row_linear import Linear, Piece, Term, normed_linears, residual_linears
 
 
@@ -27,11 +27,15 @@ class _Layer(NamedTuple):
 class NeoxBody(FusedBody):
     """A GPT-NeoX decoder (Pythia)."""
 
-    def __init__(self, backbone: Backbone, *, positions: int | None = None):
-        super().__init__(backbone, positions=positions)
+    def __init__(self, backbone: Backbone, *, lanes: int, apart: bool, positions: int | None = None):
+        super().__init__(backbone, lanes=lanes, apart=apart, positions=positions)
         body: Any = backbone.body
         self.parallel: bool = self.config.use_parallel_residual
         activation = ACTIVATIONS[self.config.hidden_act]
+        # Each head's query, key and value lie side by side.
+        self.projection = Projection(
+            self.heads, self.heads, self.size, packed=True, rotary=self.cos.shape[-1], bias=None
+        )
         self.layers = [
             _Layer(
                 qkv=Piece((linear_of(layer.attention.query_key_value),), norm_of(layer.input_layernorm)),
@@ -65,18 +69,14 @@ class NeoxBody(FusedBody):
         norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         return why_not(backbone, layers, linears, [*norms, backbone.norm])
 
-    def layer(self, layer: int, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Tensor:
+    def layer(self, layer: int, x: Tensor, where: Where, pools: Pools) -> Tensor:
         weights = self.layers[layer]
         if self.parallel:
             qkv, up = normed_linears(x, (weights.qkv, weights.up))
-            mixed = self._attend(layer, qkv, position, rows, pools)
+            mixed = self.attend(layer, qkv, where, pools, self.projection, scale=weights.scale)
             return residual_linears(x, (Term(mixed, weights.out), Term(up, weights.down)))
         (qkv,) = normed_linears(x, (weights.qkv,))
-        x = residual_linears(x, (Term(self._attend(layer, qkv, position, rows, pools), weights.out),))
+        mixed = self.attend(layer, qkv, where, pools, self.projection, scale=weights.scale)
+        x = residual_linears(x, (Term(mixed, weights.out),))
         (up,) = normed_linears(x, (weights.up,))
         return residual_linears(x, (Term(up, weights.down),))
-
-    def _attend(self, layer: int, qkv: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Tensor:
-        # Each head's query, key and value lie side by side.
-        query, key, value = qkv.unflatten(-1, (self.heads, 3, self.size)).unbind(2)
-        return self.attend(layer, query, key, value, position, rows, pools, scale=self.layers[layer].scale)

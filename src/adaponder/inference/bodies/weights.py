@@ -65,5 +65,7 @@ def rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tens
     """Cosines and sines of positions 0, 1, …, by the decoder's own rotary embedding: ``[positions, width]`` each."""
     body: Any = backbone.body
     every = torch.arange(positions, device=like.device)[None]
-    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1), every)
+    # In float32 at least: stock layers round the angles' cosines to the model's precision.
+    wide = torch.promote_types(like.dtype, torch.float32)
+    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide), every)
     return cos[0].contiguous(), sin[0].contiguous()

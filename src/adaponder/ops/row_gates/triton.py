@@ -3,6 +3,8 @@
 A program owns a block of one gate's inner features and one row; the program of a row that ends last adds the parts up.
 """
 
+# ruff: noqa: N803 (constants of a kernel are in capitals)
+
 from __future__ import annotations
 
 import torch
@@ -14,7 +16,7 @@ from adaponder.ops.dependent import allow_next, launch_options, wait_for_previou
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.row_gates.torch import StackedGates
 from adaponder.ops.row_gates.torch import stacked_gates as plain
-from adaponder.ops.row_linear.triton import activate, row_tile, weight_tile
+from adaponder.ops.row_linear.kernels import activate, row_tile, weight_tile
 
 # Most rows for which each reads its own gate; of more, all gates are computed in one product.
 FEW = 8
@@ -22,9 +24,7 @@ FEW = 8
 FEATURES, WARPS = 16, 4
 
 
-def stacked_gates(
-    stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None
-) -> Tensor:
+def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
     """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`.
 
     ``counter`` is int32 ``[FEW]`` of zeros, and holds zeros again after the call: calls that follow one another may
@@ -66,9 +66,24 @@ def stacked_gates(
 
 @triton.jit
 def _gate_kernel(
-    hidden, iteration, inner, inner_bias, out, out_bias, parts, done, logits, last, width, stride,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    hidden,
+    iteration,
+    inner,
+    inner_bias,
+    out,
+    out_bias,
+    parts,
+    done,
+    logits,
+    last,
+    width,
+    stride,
+    INPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     allow_next(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)

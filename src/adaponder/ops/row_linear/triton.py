@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
+from adaponder.ops.dependent import launch_options
 from adaponder.ops.fused import on_device_of
+from adaponder.ops.row_linear import kernels
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
 # Most rows for which these kernels are used.
@@ -47,7 +47,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
     if rows.shape[0]:
         block = triton.next_power_of_2(x.shape[-1])
         with on_device_of(x):
-            _norm_kernel[(rows.shape[0],)](
+            kernels.norm_kernel[(rows.shape[0],)](
                 rows,
                 result,
                 *_norm_pointers(norm),
@@ -64,7 +64,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; for few rows the results are views of one tensor."""
+    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
     maps = [(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
     if x.shape[0] > FEW or len(maps) > 3 or not _plain(x, [linear for linear, _, _ in maps]):
         return _many_normed(x, pieces)
@@ -79,7 +79,7 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     ends = [sum(counts[: number + 1]) for number in range(3)]
     if rows:
         with on_device_of(x):
-            _normed_kernel[(sum(counts),)](
+            kernels.normed_kernel[(sum(counts),)](
                 x,
                 result,
                 *pointers,
@@ -114,7 +114,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
     blocks = blocks_for(2 * inputs)
     if rows:
         with on_device_of(x):
-            _gated_kernel[(triton.cdiv(size, blocks.outputs),)](
+            kernels.gated_kernel[(triton.cdiv(size, blocks.outputs),)](
                 x,
                 result,
                 *_linear_pointers(gate),
@@ -149,7 +149,7 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
     blocks = blocks_for(sum(inputs))
     if rows:
         with on_device_of(residual):
-            _residual_kernel[(triton.cdiv(size, blocks.outputs),)](
+            kernels.residual_kernel[(triton.cdiv(size, blocks.outputs),)](
                 residual,
                 result,
                 first.x,
@@ -216,169 +216,3 @@ def _norm_pointers(norm: Norm | None, like: Tensor | None = None) -> tuple[Tenso
 
 def _norm_code(norm: Norm | None) -> int:
     return 0 if norm is None else _LAYER_NORM if norm.centred else _RMS_NORM
-
-
-# --- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):  # noqa: N803
-    if ACTIVATION == 1:
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == 2:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = x / (1.0 + tl.exp(-2.0 * inner))  # x (1 + tanh(inner)) / 2
-    elif ACTIVATION == 3:
-        x = tl.maximum(x, 0.0)
-    elif ACTIVATION == 4:
-        x = x / (1.0 + tl.exp(-x))
-    return x
-
-
-@triton.jit
-def weight_tile(weight, first, size, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):  # noqa: N803, E501
-    """``[outputs, block]`` of ``weight [size, inputs]`` from row ``first`` on; zeros outside."""
-    output, k = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, BLOCK)[None, :]
-    at = weight + first.to(tl.int64) * INPUTS + output * INPUTS + k
-    return tl.load(at, mask=(first + output < size) & (k < INPUTS), other=0.0)
-
-
-@triton.jit
-def row_tile(x, INPUTS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    """A row of so many inputs as ``[1, block]``, zeros beyond them."""
-    k = tl.arange(0, BLOCK)[None, :]
-    return tl.load(x + k, mask=k < INPUTS, other=0.0)
-
-
-@triton.jit
-def normalised(x, gain, shift, eps, INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr):  # noqa: N803, E501
-    """A row ``[1, block]`` through its norm, in float32."""
-    if NORM == 1:
-        x = x - tl.sum(x, 1)[:, None] / INPUTS
-        x = tl.where(tl.arange(0, BLOCK)[None, :] < INPUTS, x, 0.0)
-    if NORM > 0:
-        x = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / INPUTS + eps) * gain.to(tl.float32)
-    if SHIFTED:
-        x += shift.to(tl.float32)
-    return x
-
-
-@triton.jit
-def _map(x, result, weight, bias, gain, shift, block, size, eps, rows, x_stride, result_stride, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # noqa: N803, E501
-    """One block of outputs of one linear map, for all rows."""
-    first = block * OUTPUTS
-    output = first + tl.arange(0, OUTPUTS)
-    tile = weight_tile(weight, first, size, INPUTS, BLOCK, OUTPUTS)
-    if NORM > 0:
-        gain = row_tile(gain, INPUTS, BLOCK)
-    if SHIFTED:
-        shift = row_tile(shift, INPUTS, BLOCK)
-    if BIASED:
-        bias = tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)
-    wait_for_previous(DEPENDENT)
-    for row in range(rows):
-        values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
-        values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
-        total = tl.sum(tile.to(tl.float32) * values, 1)
-        if BIASED:
-            total += bias
-        total = activate(total, ACTIVATION)
-        tl.store(result + row * result_stride + output, total, mask=output < size)
-
-
-@triton.jit
-def _normed_kernel(
-    x, result,
-    weight_0, bias_0, gain_0, shift_0, weight_1, bias_1, gain_1, shift_1, weight_2, bias_2, gain_2, shift_2,
-    size_0, size_1, size_2, end_0, end_1, eps_0, eps_1, eps_2, rows, x_stride, result_stride,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, MAPS: tl.constexpr,  # noqa: N803
-    NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr,  # noqa: N803
-    DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    """Up to three maps of the same rows, side by side; programs up to ``end_0`` work at the first, and so on."""
-    allow_next(DEPENDENT)
-    block = tl.program_id(0)
-    if MAPS == 1 or block < end_0:
-        _map(x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, rows, x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0], DEPENDENT)  # noqa: E501
-    elif MAPS == 2 or block < end_1:
-        _map(x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, rows, x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1], ACTIVATIONS[1], DEPENDENT)  # noqa: E501
-    else:
-        _map(x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2, rows, x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2], ACTIVATIONS[2], DEPENDENT)  # noqa: E501
-
-
-@triton.jit
-def _gated_kernel(
-    x, result, gate, gate_bias, up, up_bias, gain, shift, size, eps, rows, x_stride,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,  # noqa: N803
-    NORM: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,  # noqa: N803
-    DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    allow_next(DEPENDENT)
-    first = tl.program_id(0) * OUTPUTS
-    output = first + tl.arange(0, OUTPUTS)
-    gate_tile = weight_tile(gate, first, size, INPUTS, BLOCK, OUTPUTS)
-    up_tile = weight_tile(up, first, size, INPUTS, BLOCK, OUTPUTS)
-    gain = row_tile(gain, INPUTS, BLOCK)
-    if SHIFTED:
-        shift = row_tile(shift, INPUTS, BLOCK)
-    wait_for_previous(DEPENDENT)
-    for row in range(rows):
-        values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
-        values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
-        opened = tl.sum(gate_tile.to(tl.float32) * values, 1)
-        total = tl.sum(up_tile.to(tl.float32) * values, 1)
-        if BIASED[0]:
-            opened += tl.load(gate_bias + output, mask=output < size, other=0.0).to(tl.float32)
-        if BIASED[1]:
-            total += tl.load(up_bias + output, mask=output < size, other=0.0).to(tl.float32)
-        tl.store(result + row * size + output, activate(opened, ACTIVATION) * total, mask=output < size)
-
-
-@triton.jit
-def _residual_kernel(
-    residual, result, x_0, x_1, weight_0, bias_0, weight_1, bias_1, size, rows, stride, stride_0, stride_1,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr,  # noqa: N803
-    BIASED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    allow_next(DEPENDENT)
-    first = tl.program_id(0) * OUTPUTS
-    output = first + tl.arange(0, OUTPUTS)
-    tile_0 = weight_tile(weight_0, first, size, INPUTS[0], BLOCK[0], OUTPUTS)
-    if TERMS == 2:
-        tile_1 = weight_tile(weight_1, first, size, INPUTS[1], BLOCK[1], OUTPUTS)
-    bias = tl.zeros([OUTPUTS], tl.float32)
-    if BIASED[0]:
-        bias += tl.load(bias_0 + output, mask=output < size, other=0.0).to(tl.float32)
-    if TERMS == 2 and BIASED[1]:
-        bias += tl.load(bias_1 + output, mask=output < size, other=0.0).to(tl.float32)
-    wait_for_previous(DEPENDENT)
-    for row in range(rows):
-        start = tl.load(residual + row * stride + output, mask=output < size, other=0.0).to(tl.float32)
-        values = row_tile(x_0 + row * stride_0, INPUTS[0], BLOCK[0]).to(tl.float32)
-        total = tl.sum(tile_0.to(tl.float32) * values, 1)
-        if TERMS == 2:
-            values = row_tile(x_1 + row * stride_1, INPUTS[1], BLOCK[1]).to(tl.float32)
-            total += tl.sum(tile_1.to(tl.float32) * values, 1)
-        tl.store(result + row * size + output, total + bias + start, mask=output < size)
-
-
-@triton.jit
-def _norm_kernel(
-    x, result, gain, shift, eps, stride,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
-    allow_next(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    inside = k < INPUTS
-    gain = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
-    if SHIFTED:
-        shift = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
-    wait_for_previous(DEPENDENT)
-    values = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
-    if NORM == 1:
-        values = tl.where(inside, values - tl.sum(values, 0) / INPUTS, 0.0)
-    values = values * tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps) * gain
-    if SHIFTED:
-        values += shift
-    tl.store(result + row * INPUTS + k, values, mask=inside)

@@ -5,6 +5,8 @@ slice, and adds up the slice's embeddings, each weighted by how far its logit li
 slices against one another. Where no row goes on, neither reads the table.
 """
 
+# ruff: noqa: N803 (constants of a kernel are in capitals)
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -123,9 +125,25 @@ def _split(logits: Tensor, table: Tensor, goes_on: Tensor | None, scale: float, 
 
 @triton.jit
 def _slice_kernel(
-    logits, table, goes_on, sums, tops, totals, rows, vocabulary, width, length, count, stride, table_stride,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    logits,
+    table,
+    goes_on,
+    sums,
+    tops,
+    totals,
+    rows,
+    vocabulary,
+    width,
+    length,
+    count,
+    stride,
+    table_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     allow_next(DEPENDENT)
     number, block = tl.program_id(0), tl.program_id(1)
     row, token = tl.arange(0, ROWS), tl.arange(0, TOKENS)
@@ -163,9 +181,21 @@ def _slice_kernel(
 
 @triton.jit
 def _combine_kernel(
-    sums, tops, totals, goes_on, result, rows, width, count, scale,
-    COUNT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,  # noqa: N803
-):  # fmt: skip
+    sums,
+    tops,
+    totals,
+    goes_on,
+    result,
+    rows,
+    width,
+    count,
+    scale,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     allow_next(DEPENDENT)
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
