@@ -18,6 +18,7 @@ class FixedDepth(Policy):
     """Every token is read ``depth`` times."""
 
     depth: int
+    reads_seed: ClassVar[bool] = False
     word: ClassVar[str] = "fixed"
     value_field: ClassVar[str] = "depth"
 
@@ -49,6 +50,7 @@ class ForcedDepths(Policy):
     """
 
     depths: Tensor
+    reads_seed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.depths.ndim != 2:

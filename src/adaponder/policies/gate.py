@@ -21,6 +21,7 @@ class LearnedGate(Policy):
     """Read on while ``s >= tau`` (eq. 4): the paper's rule, with one tau or one per gate; at ``inf`` nobody does."""
 
     tau: float | tuple[float, ...] = 1e-4
+    reads_seed: ClassVar[bool] = False
     word: ClassVar[str] = "gate"
     value_field: ClassVar[str] = "tau"
 
@@ -45,6 +46,7 @@ class LearnedGate(Policy):
 class RouterThreshold(Policy):
     """Read on while the router's logit is positive: how a model that is trained to rank decides causally."""
 
+    reads_seed: ClassVar[bool] = False
     signal: ClassVar[str | None] = "router"
     word: ClassVar[str] = "router"
 
@@ -57,6 +59,7 @@ class ExitThreshold(Policy):
     """Exit once the cumulative exit probability reaches ``q``: the rule of models that have an exit gate."""
 
     q: float = 1.0
+    reads_seed: ClassVar[bool] = False
     signal: ClassVar[str | None] = "exit"
     word: ClassVar[str] = "exit"
     value_field: ClassVar[str] = "q"
@@ -66,4 +69,4 @@ class ExitThreshold(Policy):
             raise InputError(f"q={self.q}: a probability above 0 is needed")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        return 1.0 - rows.gate.float() < self.q
+        return 1.0 - rows.gate.float() < at(self.q, rows.iteration, torch.float32)

@@ -24,6 +24,7 @@ class MeasureThreshold(Policy):
     """Read on while :meth:`measure` is at least ``threshold``, one number for all gates or one for each."""
 
     threshold: float | tuple[float, ...]
+    reads_seed: ClassVar[bool] = False
     value_field: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ class Schedule(Policy):
     """
 
     thresholds: tuple[float, ...] = ()
+    reads_seed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         set_fields(self, thresholds=as_floats("thresholds", self.thresholds))
@@ -38,6 +39,15 @@ class Schedule(Policy):
     def check(self, method: str, iterations: int) -> None:
         if self.thresholds:
             check_one_per_gate(self, "thresholds", self.thresholds, iterations)
+
+    def check_batch(self, sequences: int, slots: int) -> None:
+        if not self.thresholds:
+            name = type(self).__name__
+            raise InputError(
+                f"{name} needs calibrated thresholds: {name}(…, thresholds=thresholds_for(policy, gates)), or a "
+                f"profile (adaponder calibrate --rule {name.lower()}); or Ranked({name}(…)) ranks within the "
+                "sequence, for evaluation only"
+            )
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
@@ -63,13 +73,6 @@ class Schedule(Policy):
         return super().as_line()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        if not self.thresholds:
-            name = type(self).__name__
-            raise InputError(
-                f"{name} needs calibrated thresholds: {name}(…, thresholds=thresholds_for(policy, gates)), or a "
-                f"profile (adaponder calibrate --rule {name.lower()}); or Ranked({name}(…)) ranks within the "
-                "sequence, for evaluation only"
-            )
         return stays_active(rows.gate, at(self.thresholds, rows.iteration, torch.float32))
 
 

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from adaponder.policies.base import Policy
 
 
-def at(value: float | Sequence[float], iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
+def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Equals ``value[iteration]`` row by row, in ``dtype``; or ``value`` itself where one number serves all gates.
+
+    A tensor holds each row's number at its iteration already: rows of one call may then have different settings.
 
     Made of fills and selections only: nothing is copied from the host, so a CUDA graph can capture it. Rows at an
     iteration that has no entry get NaN, which no comparison keeps; :meth:`Policy.check` refuses such settings.
     """
+    if isinstance(value, Tensor):
+        return value.to(dtype)
     if not isinstance(value, Sequence):
         return float(value)
     number_of_row = torch.full_like(iteration, math.nan, dtype=dtype)

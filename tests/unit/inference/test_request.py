@@ -134,6 +134,7 @@ def test_some_token_must_remain_until_the_least_number_of_tokens(model: AdaPonde
         {"policy": ExitThreshold(0.5)},
         {"policy": LearnedGate((0.1, 0.2))},
         {"policy": Ranked(Uniform(keep=0.5))},
+        {"policy": Uniform(keep=0.5)},
         {"policy": 3},
         {"policy": ForcedDepths(torch.ones(1, 11, dtype=torch.long))},
     ],

@@ -1,0 +1,305 @@
+"""Rows of many requests in one pass: each lane is answered as if its policy were alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+import support
+from adaponder.errors import InputError
+from adaponder.inference.lane_policies import LanePolicies, shareable
+from adaponder.policies import (
+    Change,
+    Custom,
+    Divergence,
+    Entropy,
+    ExitThreshold,
+    FixedDepth,
+    ForcedDepths,
+    Geometric,
+    LearnedGate,
+    Policy,
+    PolicyInput,
+    Random,
+    RouterThreshold,
+    Shares,
+    Uniform,
+    as_int64,
+    base,
+)
+from toy_policy import TopProbability
+
+K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6
+CONFIG = support.tiny(iterations=K).config
+DEPTHS = torch.arange(3 * SLOTS).view(3, SLOTS) % K + 1
+
+EVERY: list[Policy] = [
+    LearnedGate(0.4),
+    LearnedGate(0.6),
+    LearnedGate((0.2, 0.7, 0.4)),
+    LearnedGate(math.inf),
+    RouterThreshold(),
+    ExitThreshold(0.6),
+    ExitThreshold(0.3),
+    FixedDepth(2),
+    FixedDepth(K),
+    ForcedDepths(DEPTHS),
+    Random(0.5),
+    Random(0.9),
+    Entropy(1.2),
+    Entropy((1.0, 1.4, 1.2)),
+    Divergence(0.3),
+    Change(1.2),
+    Change((math.inf, 1.4, 1.2)),
+    Uniform((0.2, 0.7, 0.4), keep=0.5),
+    Geometric((0.7, 0.2, 0.4), rate=0.5),
+    Shares((0.3, 0.3, 0.6), shares=(0.9, 0.5, 0.1)),
+    TopProbability(0.3),
+    Custom(lambda rows: rows.gate > 0.1 * rows.iteration),
+]
+
+
+def mixed_rows(count: int, *, seed: int, lanes: int = LANES, dtype: torch.dtype = torch.float64) -> PolicyInput:
+    """Rows of all lanes, at all iterations, a few of them not active."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (count,), generator=generator)
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    iteration, table = whole(0, K), real(WORDS, WIDTH)
+    return PolicyInput(
+        iteration=iteration,
+        gate=torch.rand(count, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32)),
+        hidden=real(count, WIDTH),
+        position=whole(0, 1 << 20),
+        seed=torch.full((count,), -1),
+        sequence=whole(0, lanes),
+        slot=whole(0, SLOTS),
+        active=whole(0, 5) > 0,
+        head=lambda hidden: torch.nn.functional.linear(hidden, table),
+        previous=real(count, WIDTH).masked_fill(iteration[:, None] == 0, math.nan),
+    )
+
+
+def answer_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
+    """What the policy says of one row of a batch of its own."""
+    own = {name: value[row : row + 1] for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    own |= {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
+    return bool(policy(PolicyInput(**own, head=rows.head)))
+
+
+def test_every_kind_of_policy_is_in_the_list() -> None:
+    built_in = {kind for kind in base.registered_policies() if kind.__module__.startswith("adaponder.")}
+    assert {kind for kind in built_in if kind.row_by_row} <= {type(policy) for policy in EVERY}
+
+
+@settings(max_examples=40)
+@given(
+    chosen=st.lists(st.integers(0, len(EVERY) - 1), min_size=LANES, max_size=LANES),
+    lasts=st.lists(st.integers(0, K - 1), min_size=LANES, max_size=LANES),
+    forced=st.lists(st.dictionaries(st.integers(0, SLOTS - 1), st.integers(0, K)), min_size=LANES, max_size=LANES),
+    limits=st.booleans(),
+    forces=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_each_row_is_answered_as_its_lanes_policy_would_alone(
+    chosen: list[int],
+    lasts: list[int],
+    forced: list[dict[int, int]],
+    limits: bool,
+    forces: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    policies = LanePolicies(LANES, SLOTS, CONFIG)
+    for lane, number in enumerate(chosen):
+        policies.set(lane, FixedDepth(K), 1, {0: 2} if forces else None)  # an earlier request, of which nothing is left
+        last = lasts[lane] if limits else None
+        policies.set(lane, EVERY[number], seed + (lane << 62), forced[lane] if forces else None, last)
+    rows = mixed_rows(60, seed=seed, dtype=dtype)
+    keep = policies(rows)
+    assert not policies.errors
+    for row in range(60):
+        lane, iteration, slot = (int(index[row]) for index in (rows.sequence, rows.iteration, rows.slot))
+        expected = iteration < (lasts[lane] if limits else K - 1)
+        depth = forced[lane].get(slot, 0) if forces else 0
+        expected &= (
+            iteration + 1 < depth if depth else answer_alone(rows, row, EVERY[chosen[lane]], seed + (lane << 62))
+        )
+        if rows.active[row]:
+            assert bool(keep[row]) == expected
+
+
+@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+def test_a_policy_alone_in_all_lanes_is_itself(policy: Policy) -> None:
+    policies = LanePolicies(LANES, SLOTS, CONFIG)
+    for lane in range(LANES):
+        policies.set(lane, policy, lane)
+    rows = mixed_rows(200, seed=3)
+    expected = policy(replace(rows, seed=rows.sequence, sequence=torch.zeros_like(rows.sequence)))
+    expected = expected & (rows.iteration < K - 1)
+    assert torch.equal(policies(rows)[rows.active], expected[rows.active])
+    shaped = {name: value[:, None] for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    assert torch.equal(policies(PolicyInput(**shaped, head=rows.head))[rows.active, 0], expected[rows.active])
+
+
+def test_thresholds_are_compared_in_the_precision_in_which_they_would_be_alone() -> None:
+    # 0.1 and 0.7 in float32 lie above and below the same numbers in float64.
+    for number in (0.1, 0.7, 0.6):
+        rows = mixed_rows(1, seed=0, lanes=1, dtype=torch.float32)
+        near = torch.tensor(number, dtype=torch.float32)
+        for gate in (near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))):
+            for policy in (LearnedGate(number), ExitThreshold(1 - number), ExitThreshold(number)):
+                policies = LanePolicies(1, SLOTS, CONFIG)
+                policies.set(0, policy)
+                row = replace(rows, gate=gate[None], iteration=torch.zeros(1, dtype=torch.long))
+                assert bool(policies(row)) == bool(policy(row))
+
+
+@pytest.mark.parametrize("wrong", [None, 1, torch.ones(1), torch.ones(99, dtype=torch.bool), ZeroDivisionError("mine")])
+def test_a_policy_that_fails_ends_its_own_lane_only(wrong: Any) -> None:
+    def function(rows: PolicyInput) -> Tensor:
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong
+
+    @dataclass(frozen=True)
+    class Wrong(Policy):
+        def __call__(self, rows: PolicyInput) -> Tensor:
+            return function(rows)
+
+    for failing in (Custom(function), Wrong()):
+        policies = LanePolicies(4, SLOTS, CONFIG)
+        policies.set(0, FixedDepth(K))
+        policies.set(1, failing)
+        policies.set(2, Custom(lambda rows: torch.ones_like(rows.active)))
+        policies.set(3, RouterThreshold())
+        rows = mixed_rows(80, seed=1, lanes=3)
+        keep = policies(rows)
+        assert list(policies.errors) == [1]
+        assert isinstance(policies.errors[1], type(wrong) if isinstance(wrong, Exception) else InputError)
+        expected = (rows.sequence != 1) & (rows.iteration < K - 1)
+        assert torch.equal(keep[rows.active], expected[rows.active])
+        policies.set(1, FixedDepth(1))
+        assert not policies.errors
+
+
+def test_a_callable_sees_the_active_rows_of_its_own_lane_as_the_only_sequence() -> None:
+    seen: list[PolicyInput] = []
+
+    def function(rows: PolicyInput) -> Tensor:
+        seen.append(rows)
+        return rows.active
+
+    policies = LanePolicies(3, SLOTS, CONFIG)
+    policies.set(1, Custom(function), seed=77)
+    policies.set(0, FixedDepth(2))
+    assert policies.callables() == (1,)
+    rows = mixed_rows(50, seed=1, lanes=3)
+    policies(rows)
+    mine = (rows.sequence == 1) & rows.active
+    (given_rows,) = seen
+    assert torch.equal(given_rows.hidden, rows.hidden[mine])
+    assert torch.equal(given_rows.iteration, rows.iteration[mine])
+    assert given_rows.active.all()
+    assert given_rows.seed.unique().tolist() == [77]
+    assert given_rows.sequence.unique().tolist() == [0]
+    assert given_rows.logits.shape == (int(mine.sum()), WORDS)
+    policies(replace(rows, active=torch.zeros_like(rows.active)))
+    assert len(seen) == 1
+
+
+def test_the_key_says_what_a_captured_call_would_be_wrong_about() -> None:
+    policies = LanePolicies(3, SLOTS, CONFIG)
+    empty = policies.key()
+    policies.set(0, LearnedGate(0.1))
+    one = policies.key()
+    policies.set(1, LearnedGate((0.1, 0.2, 0.3)), 5, None, 1)
+    assert policies.key() == one != empty
+    assert policies.classes() == (LearnedGate,)
+    for other in (Random(0.5), ForcedDepths(DEPTHS), Custom(lambda rows: rows.active)):
+        policies.set(2, other)
+        assert policies.key() != one
+        policies.clear(2)
+        assert policies.key() == one
+    policies.set(2, LearnedGate(0.1), 0, {1: 2})
+    assert policies.key() != one
+
+
+def test_no_policy_of_this_package_makes_the_host_wait() -> None:
+    def decided(policies: LanePolicies) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            rows = mixed_rows(20, seed=0)
+            tensors = {name: fake.from_tensor(value) for name, value in vars(rows).items() if isinstance(value, Tensor)}
+            policies(PolicyInput(**tensors, head=lambda hidden: hidden))
+
+    for limit in (None, 1):
+        policies = LanePolicies(len(EVERY), SLOTS, CONFIG)
+        for lane, policy in enumerate(EVERY[:-2]):
+            policies.set(lane, policy, lane, {1: 2}, limit)
+        decided(policies)
+    policies.set(0, EVERY[-1])
+    with pytest.raises(DataDependentOutputException):
+        decided(policies)
+
+
+# --- who may share a prompt's rows --------------------------------------------------------------------------------
+
+
+class Plain(Policy):
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return rows.active
+
+
+@dataclass(frozen=True)
+class Holds(Policy):
+    function: Callable[[PolicyInput], Tensor]
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return self.function(rows)
+
+
+@dataclass(frozen=True)
+class Seedless(TopProbability):
+    reads_seed: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class OwnGate(LearnedGate):
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return rows.seed % 2 == 0
+
+
+def test_equal_decisions_have_equal_keys() -> None:
+    for policy in EVERY[:-2]:
+        assert shareable(policy, 3) == shareable(policy, 3)
+        assert hash(shareable(policy, 3)) is not None
+        assert (shareable(policy, 3) == shareable(policy, 4)) == (not isinstance(policy, Random))
+    assert len({shareable(policy, 0) for policy in EVERY[:-2]}) == len(EVERY) - 2
+    assert shareable(LearnedGate(0.5), 1) == shareable(LearnedGate(0.5), 2)
+    assert shareable(Random(0.5), 1) == shareable(Random(0.5), 1 + (1 << 64))
+    assert shareable(TopProbability(0.5), 1) == shareable(TopProbability(0.5), 1)
+    assert shareable(TopProbability(0.5), 1) != shareable(TopProbability(0.5), 2)
+    assert shareable(Seedless(0.5), 1) == shareable(Seedless(0.5), 2) != shareable(TopProbability(0.5), 2)
+    assert shareable(OwnGate(0.5), 1) not in (shareable(OwnGate(0.5), 2), shareable(LearnedGate(0.5), 1))
+
+
+def test_a_users_function_is_never_shared() -> None:
+    def function(rows: PolicyInput) -> Tensor:
+        return rows.active
+
+    for policy in (Custom(function), Plain(), Holds(function)):
+        assert shareable(policy, 0) is None
