@@ -37,7 +37,7 @@ def _small_blocks(request, monkeypatch):
         if "gpu" not in request.keywords:
             pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
         return
-    monkeypatch.setattr(kernels, "blocks_for", lambda inputs: kernels.Blocks(4, 1))
+    monkeypatch.setattr(kernels, "blocks_for", lambda inputs, outputs: kernels.Blocks(4, 1))
 
 
 def draw(*shape: int, seed: int) -> Tensor:

@@ -58,6 +58,8 @@ class FusedBody(Body):
         self.key_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         self.size: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.scratch: Scratch | None = None
+        # Kernels that start before the one before them ends need compute capability 9.
+        self.dependent = like.is_cuda and torch.cuda.get_device_capability(like.device) >= (9, 0)
         if like.is_cuda:
             self.scratch = scratch_for(lanes, self.heads, self.size, like.device)
 
@@ -105,7 +107,7 @@ class FusedBody(Body):
                     window=window,
                     scale=scale,
                     scratch=self.scratch,
-                    dependent=True,
+                    dependent=self.dependent,
                 )
             )
         elif count:

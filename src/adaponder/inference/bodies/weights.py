@@ -37,6 +37,13 @@ def norm_of(module: Any) -> Norm:
 def why_not(backbone: Backbone, layers: Iterable[Any], linears: Iterable[Any], norms: Iterable[Any]) -> str | None:
     """The reason why these layers, linear maps and norms cannot be read without calling them, if there is one."""
     body: Any = backbone.body
+    rope = getattr(body.rotary_emb, "rope_type", None)
+    if rope not in ROPES:
+        return f"rotary embedding of type {rope!r}: its angles may depend on more than the position"
+    return _in_modules(body, linears, norms) or _in_parameters([p for layer in layers for p in layer.parameters()])
+
+
+def _in_modules(body: nn.Module, linears: Iterable[Any], norms: Iterable[Any]) -> str | None:
     for module in linears:
         if type(module) is not nn.Linear:
             return f"a {type(module).__name__} stands where a plain linear map is needed (an adapter, or quantised)"
@@ -49,14 +56,14 @@ def why_not(backbone: Backbone, layers: Iterable[Any], linears: Iterable[Any], n
             return f"hooks on its {type(module).__name__} would not be called"
         if isinstance(module, nn.Dropout) and module.p and module.training:
             return "it drops values in training: call eval() first"
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    return None
+
+
+def _in_parameters(parameters: list[nn.Parameter]) -> str | None:
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1:
         return "its weights lie on several devices or in several precisions"
     if any(parameter.is_meta or not parameter.is_floating_point() for parameter in parameters):
         return "its weights are offloaded or quantised"
-    rope = getattr(body.rotary_emb, "rope_type", None)
-    if rope not in ROPES:
-        return f"rotary embedding of type {rope!r}: its angles may depend on more than the position"
     return None
 
 

@@ -31,14 +31,11 @@ class StackedGates(NamedTuple):
 def stack_gates(gates: Sequence[nn.Module] | nn.ModuleList) -> StackedGates | None:
     """The gates' weights side by side, or ``None`` where one of them is not a plain :class:`adaponder.halting.Gate`."""
     plain = [gate for gate in gates if type(gate) is Gate and type(gate.out) is Column]
-    if not plain or len(plain) != len(gates):
+    shapes = {gate.out.weight.shape for gate in plain}
+    kinds = {type(gate.inner) for gate in plain}
+    if len(plain) != len(gates) or len(shapes) != 1 or kinds not in ({nn.Linear}, {type(None)}):
         return None
-    inner = [gate.inner for gate in plain]
-    maps = [x for x in inner if type(x) is nn.Linear]
-    if (maps and len(maps) != len(inner)) or len({gate.out.weight.shape for gate in plain}) > 1:
-        return None
-    if not maps and any(x is not None for x in inner):
-        return None  # an adapter took the place of the linear map
+    maps = [gate.inner for gate in plain if gate.inner is not None]
     wide = torch.promote_types(plain[0].out.weight.dtype, torch.float32)
     with torch.no_grad():
         return StackedGates(

@@ -35,8 +35,8 @@ class Blocks(NamedTuple):
     warps: int
 
 
-def blocks_for(inputs: int) -> Blocks:
-    """The fastest measured on an H200 (README), for a product of so many inputs in all."""
+def blocks_for(inputs: int, outputs: int) -> Blocks:
+    """The fastest measured on an H200 (README), for a product of so many inputs and outputs in all."""
     return Blocks(8, 4) if inputs <= 1024 else Blocks(4, 4) if inputs <= 4096 else Blocks(2, 4)
 
 
@@ -65,27 +65,25 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
-    maps = [(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
-    if x.shape[0] > FEW or len(maps) > 3 or not _plain(x, [linear for linear, _, _ in maps]):
+    maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
+    if x.shape[0] > FEW or len(maps) > 3 or not _plain(x, [each.linear for each in maps]):
         return _many_normed(x, pieces)
     rows, inputs = x.shape
-    sizes = [linear.weight.shape[0] for linear, _, _ in maps]
+    sizes = [each.linear.weight.shape[0] for each in maps]
     result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
-    blocks = blocks_for(inputs)
+    blocks = blocks_for(inputs, sum(sizes))
     counts = [triton.cdiv(size, blocks.outputs) for size in sizes]
-    slots = [maps[min(number, len(maps) - 1)] for number in range(3)]
-    pointers = [p for linear, norm, _ in slots for p in (*_linear_pointers(linear), *_norm_pointers(norm, x))]
-    extents = [*sizes, 0, 0][:3]
-    ends = [sum(counts[: number + 1]) for number in range(3)]
+    three = [*maps, maps[-1], maps[-1]][:3]
     if rows:
         with on_device_of(x):
             kernels.normed_kernel[(sum(counts),)](
                 x,
                 result,
-                *pointers,
-                *extents,
-                *ends[:2],
-                *(0.0 if norm is None else norm.eps for _, norm, _ in slots),
+                *(pointer for each in three for pointer in each.pointers(x)),
+                *[*sizes, 0, 0][:3],
+                counts[0],
+                sum(counts[:2]),
+                *(each.eps for each in three),
                 rows,
                 x.stride(0),
                 result.stride(0),
@@ -93,14 +91,35 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
                 BLOCK=triton.next_power_of_2(inputs),
                 OUTPUTS=blocks.outputs,
                 MAPS=len(maps),
-                NORMS=tuple(_norm_code(norm) for _, norm, _ in slots),
-                SHIFTED=tuple(norm is not None and norm.bias is not None for _, norm, _ in slots),
-                BIASED=tuple(linear.bias is not None for linear, _, _ in slots),
-                ACTIVATIONS=tuple(_CODES[activation] for _, _, activation in slots),
+                NORMS=tuple(_norm_code(each.norm) for each in three),
+                SHIFTED=tuple(each.shifted for each in three),
+                BIASED=tuple(each.linear.bias is not None for each in three),
+                ACTIVATIONS=tuple(_CODES[each.activation] for each in three),
                 num_warps=blocks.warps,
                 **launch_options(x),
             )
     return list(result.split([piece.outputs for piece in pieces], -1))
+
+
+class _Map(NamedTuple):
+    """One linear map with what comes before and after it, as a kernel is handed it."""
+
+    linear: Linear
+    norm: Norm | None
+    activation: str | None
+
+    @property
+    def eps(self) -> float:
+        return 0.0 if self.norm is None else self.norm.eps
+
+    @property
+    def shifted(self) -> bool:
+        return self.norm is not None and self.norm.bias is not None
+
+    def pointers(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Weight, bias, the norm's weight and bias; anything in the place of what is not there."""
+        norm = (like, like) if self.norm is None else _norm_pointers(self.norm)
+        return *_linear_pointers(self.linear), *norm
 
 
 def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
@@ -111,7 +130,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
     rows, inputs = x.shape
     size = gate.weight.shape[0]
     result = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    blocks = blocks_for(2 * inputs)
+    blocks = blocks_for(2 * inputs, size)
     if rows:
         with on_device_of(x):
             kernels.gated_kernel[(triton.cdiv(size, blocks.outputs),)](
@@ -146,7 +165,7 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
     result = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
     first, second = terms[0], terms[-1]
     inputs = [term.x.shape[1] for term in terms]
-    blocks = blocks_for(sum(inputs))
+    blocks = blocks_for(sum(inputs), size)
     if rows:
         with on_device_of(residual):
             kernels.residual_kernel[(triton.cdiv(size, blocks.outputs),)](
@@ -207,10 +226,7 @@ def _linear_pointers(linear: Linear) -> tuple[Tensor, Tensor]:
     return linear.weight, linear.weight if linear.bias is None else linear.bias
 
 
-def _norm_pointers(norm: Norm | None, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    if norm is None:
-        assert like is not None
-        return like, like
+def _norm_pointers(norm: Norm) -> tuple[Tensor, Tensor]:
     return norm.weight, norm.weight if norm.bias is None else norm.bias
 
 
