@@ -1,0 +1,323 @@
+"""Requests in, tokens out: continuous batching over sequences and depth."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+
+import torch
+
+from adaponder.backbones.families import READ_WHOLE
+from adaponder.errors import BackboneError, EvaluationError, InputError
+from adaponder.inference.bodies import body_of
+from adaponder.inference.graphs import Graphs, bucket_of
+from adaponder.inference.lane_policies import shareable
+from adaponder.inference.outputs import Completion, Token
+from adaponder.inference.pages import Pages
+from adaponder.inference.prefixes import Prefixes
+from adaponder.inference.receiving import Event, Receiver
+from adaponder.inference.request import Request, check_request, forced_depths, policy_of
+from adaponder.inference.runner import Launch, Runner
+from adaponder.inference.scheduler import Scheduler
+from adaponder.inference.sequence import FINISHED, Sequence
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import Policy
+
+PAGE = 16
+
+
+class Engine:
+    """Generates for many requests at once; each token costs as many rows as the gates decide.
+
+    A tick is one pass of the backbone over one row of each sequence, whatever iteration that row is at, and over chunks
+    of prompts beside them. A sequence whose token halts goes on to its next token in the next tick. See
+    ``docs/design.md``, "The engine".
+
+    Args:
+        model: in evaluation mode, where its weights are to stay.
+        lanes: sequences on the device at a time.
+        rows: rows of keys and values that the pools hold; by default what memory allows, at most what the lanes need.
+        chunk: rows of prompts in one tick, at most.
+        tokens: the longest sequence; by default as far as the backbone's positions reach.
+        max_iterations: the most times a token is read, for every request.
+        share_prefixes: whether requests that begin alike share rows.
+        prefix_block: they share whole blocks of so many tokens.
+        burst: ticks between two looks of the host, at most, while nothing but decoding goes on.
+        late: whether the host reads the answers to one launch while the next one runs; by default on a GPU.
+        body: ``fused``, ``stock``, or by default whichever is faster here.
+    """
+
+    def __init__(
+        self,
+        model: AdaPonderForCausalLM,
+        *,
+        lanes: int = 64,
+        rows: int | None = None,
+        chunk: int | None = None,
+        tokens: int | None = None,
+        max_iterations: int | None = None,
+        share_prefixes: bool = True,
+        prefix_block: int = 16,
+        burst: int | None = None,
+        late: bool | None = None,
+        body: str | None = None,
+    ):
+        _refuse(model)
+        self.model, self.config = model, model.config
+        self.iterations = model.config.iterations if max_iterations is None else max_iterations
+        self.tokens = _longest(model, tokens)
+        on_gpu = model.device.type == "cuda"
+        width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
+        built = body_of(model, body, lanes=bucket_of(lanes), positions=self.tokens, width=width)
+        numbers = sum(shape.numbers() for shape in built.row_shapes())
+        most = lanes * (self.tokens * width * passes + 2 * PAGE)
+        rows = _rows_that_fit(model, numbers, most) if rows is None else rows
+        pages = Pages(rows // PAGE + 1, PAGE)
+        self.runner = Runner(
+            model,
+            built,
+            lanes=lanes,
+            iterations=self.iterations,
+            tokens=self.tokens,
+            rows=pages.count * PAGE,
+            page_size=PAGE,
+            eos_ids=frozenset(_eos_ids(model)),
+        )
+        self.pages, self.prefixes = pages, Prefixes(pages, prefix_block)
+        self.scheduler = Scheduler(
+            lanes,
+            pages,
+            self.prefixes,
+            chunk=chunk or (2048 if on_gpu else 256) * width,
+            burst=burst or (16 if on_gpu else 1),
+            width=width,
+        )
+        self.share_prefixes = share_prefixes
+        if on_gpu:
+            self.runner.graphs = Graphs(self.runner, self.scheduler.burst)
+        self.eos_ids = frozenset(_eos_ids(model))
+        self.receiver = Receiver(self.runner, self.scheduler, self.prefixes, self.eos_ids)
+        self.late = on_gpu if late is None else late
+        self._requests: dict[int, list[Sequence]] = {}
+        self._sinks: dict[int, Callable[[Event], None]] = {}
+        self._numbers, self._ids = itertools.count(), itertools.count()
+        self._in_flight: Launch | None = None
+        self._ended: list[Event] = []
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
+        """Takes a request in and returns its number; raises :class:`InputError` if it cannot be honoured.
+
+        ``on_event`` is called with each of its events; if it raises, the request ends, and no other.
+        """
+        self._check(request)
+        policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
+        number, samples = next(self._ids), []
+        for sample in range(request.samples):
+            one = Sequence(
+                request=request,
+                sample=sample,
+                number=next(self._numbers),
+                policy=policy,
+                iterations=iterations,
+                root=self._root(request, policy, iterations),
+                tokens=[int(token) for token in request.prompt],
+                page_size=PAGE,
+                request_number=number,
+                leader=samples[0] if samples else None,
+                samples=samples,
+                forced_depth=_mean_depth(request, iterations),
+                prompt_log_probabilities=None if request.prompt_log_probabilities is None else [],
+            )
+            samples.append(one)
+            self.scheduler.add(one)
+        self._requests[number] = samples
+        if on_event is not None:
+            self._sinks[number] = on_event
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Ends a request's samples that are not finished; what they hold is free at once."""
+        for sequence in self._requests.get(number, ()):
+            if sequence.state != FINISHED:
+                self._ended.append(self.receiver.end(sequence, "cancelled"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not finished, or the end of one has not been told."""
+        return bool(self._requests)
+
+    def step(self) -> list[Event]:
+        """One tick, or a burst of them: plans it, gives it to the device, and returns what has become known."""
+        plan = self.scheduler.plan()
+        launched = None if plan.empty else self.runner.launch(plan)
+        before, self._in_flight = self._in_flight, launched
+        events, self._ended = self._ended, []
+        if before is not None:
+            events += self.receiver.receive(before)
+        if launched is not None and not self.late:
+            self._in_flight = None
+            events += self.receiver.receive(launched)
+        return self._tell(events)
+
+    def _tell(self, events: list[Event]) -> list[Event]:
+        """Calls back whoever wants to know."""
+        for event in events:
+            if event.completion is not None and all(one.state == FINISHED for one in self._requests[event.request]):
+                del self._requests[event.request]
+            sink = self._sinks.get(event.request)
+            if event.request not in self._requests:
+                self._sinks.pop(event.request, None)
+            if sink is None:
+                continue
+            try:
+                sink(event)
+            except Exception as error:
+                self._sinks.pop(event.request, None)
+                for one in self._requests.get(event.request, ()):
+                    if one.state != FINISHED:
+                        self._ended.append(self.receiver.end(one, "error", error=f"on_event: {error!r}"))
+        return events
+
+    # --- ways to use it -----------------------------------------------------------------------------------------
+
+    def generate(self, requests: Iterable[Request]) -> list[list[Completion]]:
+        """The completions of each request, one per sample, in the order of the requests."""
+        done: dict[tuple[int, int], Completion] = {}
+
+        def note(event: Event) -> None:
+            if event.completion is not None:
+                done[event.request, event.sample] = event.completion
+
+        wanted = list(requests)
+        for request in wanted:
+            self._check(request)  # none is begun if one is refused
+        numbers = [self.submit(request, note) for request in wanted]
+        while any(number in self._requests for number in numbers):
+            self.step()
+        return [
+            [done[number, sample] for sample in range(request.samples)]
+            for number, request in zip(numbers, wanted, strict=True)
+        ]
+
+    def stream(self, request: Request) -> Iterator[Token]:
+        """The tokens of a request of one sample, as they come; it is cancelled when the caller leaves.
+
+        Several streams, and other requests, may go on beside each other.
+        """
+        if request.samples != 1:
+            raise InputError(f"samples={request.samples}: a stream is of one sample; submit with on_event for several")
+        events: deque[Event] = deque()
+        number = self.submit(request, events.append)
+        try:
+            while True:
+                while not events:
+                    self.step()
+                event = events.popleft()
+                if event.token is not None:
+                    yield event.token
+                elif event.completion is not None:
+                    if event.completion.error is not None:
+                        raise EvaluationError(event.completion.error)
+                    return
+        finally:
+            self.cancel(number)
+
+    # --- what a request means -----------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        check_request(
+            request,
+            vocabulary=self.config.vocab_size,
+            positions=self.tokens,
+            iterations=self.iterations,
+            eos_ids=self.eos_ids,
+            model=self.model,
+        )
+        if self.runner.width > 1 and request.max_iterations not in (None, self.iterations):
+            raise InputError(
+                f"max_iterations={request.max_iterations}: {self.config.method} takes {self.runner.width} slots for "
+                "every token of an engine; open the engine with this max_iterations"
+            )
+        rows = (len(request.prompt) + request.max_new_tokens) * self.runner.width * self.runner.passes
+        room = (self.pages.count - 1) * PAGE - 2 * PAGE - 2 * self.scheduler.burst * self.runner.width
+        if rows > room:
+            raise InputError(
+                f"max_new_tokens={request.max_new_tokens}: with {len(request.prompt)} prompt tokens up to {rows} rows "
+                f"are needed, and the engine has {room}: shorten it, or open the engine with more rows"
+            )
+
+    def _root(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
+        """Whose decisions over equal tokens are equal to this request's; ``None``: nobody's."""
+        decides = shareable(policy, request.seed)
+        apart = request.depths is not None or request.prompt_log_probabilities is not None
+        if decides is None or apart or not self.share_prefixes:
+            return None
+        return (request.salt, iterations, *decides)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Counts since the engine was opened, and what is in use at this moment."""
+        scheduler, receiver = self.scheduler, self.receiver
+        return {
+            "ticks": receiver.ticks,
+            "rows": receiver.rows,
+            "tokens": receiver.tokens,
+            "waiting": len(scheduler.waiting),
+            "resident": len(scheduler.resident),
+            "most_resident": scheduler.most_resident,
+            "preemptions": scheduler.preemptions,
+            "pages": self.pages.count - 1,
+            "pages_held": self.pages.held,
+            "prefix_tokens_reused": self.prefixes.hits,
+        }
+
+
+def _refuse(model: AdaPonderForCausalLM) -> None:
+    """Raises where an engine cannot compute what the model computes."""
+    reuse, family = model.method.reuse(), model.config.backbone_config.model_type
+    if reuse in ("kv", "none"):
+        raise InputError(
+            f"reuse={reuse!r}: a halted token's hidden state moves on, so its rows cannot be skipped; only models with "
+            "reuse='state' can be decoded by an engine (model.generate can do this one)"
+        )
+    if family in READ_WHOLE:
+        raise BackboneError(
+            f"{family} can be read only whole, without a cache; an engine cannot decode it (model.generate with "
+            "use_cache=False can)"
+        )
+    if model.training:
+        raise InputError("model: it is in training mode; call model.eval() first")
+
+
+def _longest(model: AdaPonderForCausalLM, tokens: int | None) -> int:
+    limit = model.config.max_position_embeddings
+    if tokens is None:
+        return limit or 4096
+    if tokens < 2 or (limit is not None and tokens > limit):
+        raise InputError(f"tokens={tokens}: from 2 to {limit}, as far as the backbone's positions reach")
+    return tokens
+
+
+def _rows_that_fit(model: AdaPonderForCausalLM, numbers: int, most: int) -> int:
+    """As many rows as the lanes can use, as far as memory goes: nine tenths of a GPU's free memory, or 1 GiB."""
+    free = 1 << 30
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = int(0.9 * torch.cuda.mem_get_info(model.device)[0])
+    return min(most, max(4 * PAGE, free // (numbers * model.dtype.itemsize)))
+
+
+def _mean_depth(request: Request, iterations: int) -> float | None:
+    """The mean depth that a request forces; ``None`` where it leaves some slots open."""
+    depths, total = forced_depths(request), len(request.prompt) + request.max_new_tokens - 1
+    if any(place not in depths for place in range(total)):
+        return None
+    return sum(min(depths[place], iterations) for place in range(total)) / total
+
+
+def _eos_ids(model: AdaPonderForCausalLM) -> list[int]:
+    end = model.generation_config.eos_token_id
+    return [] if end is None else [int(one) for one in (end if isinstance(end, (list, tuple)) else [end])]

@@ -1,0 +1,89 @@
+"""Ticks as CUDA graphs: one for each number of rows and each set of things they need, captured when first wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from adaponder.inference.runner import Log, Runner
+    from adaponder.inference.sampler import Features
+
+_WARM_UP = 2
+
+
+def bucket_of(rows: int) -> int:
+    """The least number of rows, of those that graphs are made for, that is not smaller."""
+    for size in (1, 2, 4, 8):
+        if rows <= size:
+            return size
+    step = 8 if rows <= 64 else 16 if rows <= 128 else 32
+    return -(-rows // step) * step
+
+
+def context_of(slots: int, most: int) -> int:
+    """A bound on slots, of few: attention splits its keys by it."""
+    size = 256
+    while size < slots:
+        size *= 2
+    return min(size, most)
+
+
+class Graphs:
+    """Replays ticks of a runner. What a graph reads, the lanes and the number of the tick, lies in buffers of its own.
+
+    ``ticks`` is the most ticks in a row: so many logs are kept until the host fetches them.
+    """
+
+    def __init__(self, runner: Runner, ticks: int):
+        self.runner, self.ticks = runner, ticks
+        self.graphs: dict[Hashable, _Graph] = {}
+        self.pool: Any = None
+
+    def run(self, seats: list[int], features: Features, longest: int, ticks: int) -> Log:
+        """So many ticks over these lanes; their logs, on the host once the stream has come so far."""
+        bucket = bucket_of(len(seats))
+        context = context_of(longest, self.runner.lanes.index.shape[2])
+        key = (bucket, features, context, self.runner.policies.key())
+        if key not in self.graphs:
+            self.graphs[key] = _Graph(self, bucket, features, context)
+        return self.graphs[key].run(seats, ticks)
+
+
+class _Graph:
+    def __init__(self, owner: Graphs, bucket: int, features: Features, context: int):
+        runner = owner.runner
+        self.runner, self.bucket = runner, bucket
+        self.seats: list[int] = []
+        self.lane = torch.full((bucket,), runner.lanes.nobody, device=runner.device)
+        self.number = torch.zeros(1, dtype=torch.long, device=runner.device)
+        self.log: list[Tensor] = []
+        # The first runs, over nobody's rows, compile kernels and show what a log holds.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                said, _ = runner.tick(self.lane, (), features, context)
+        torch.cuda.current_stream().wait_stream(side)
+        self.kind = type(said)
+        self.log = [part.new_zeros(owner.ticks, *part.shape) for part in said]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=owner.pool):
+            said, _ = runner.tick(self.lane, (), features, context)
+            for kept, part in zip(self.log, said, strict=True):
+                kept.index_copy_(0, self.number, part[None])
+            self.number += 1
+        owner.pool = self.graph.pool()
+
+    def run(self, seats: list[int], ticks: int) -> Log:
+        if seats != self.seats:
+            filled = seats + [self.runner.lanes.nobody] * (self.bucket - len(seats))
+            self.lane.copy_(self.runner.as_tensor(filled))
+            self.seats = list(seats)
+        self.number.zero_()
+        for _ in range(ticks):
+            self.graph.replay()
+        return self.kind(*(part[:ticks].to("cpu", non_blocking=True) for part in self.log))

@@ -1,0 +1,207 @@
+"""What the device said of a launch, turned into tokens, depths and finished requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
+from adaponder.inference.prefixes import Prefixes, Span
+from adaponder.inference.runner import GOES_ON, NOT_A_NUMBER, Launch, Read, Runner
+from adaponder.inference.scheduler import Scheduler, kind_of
+from adaponder.inference.sequence import FINISHED, Chunk, Sequence
+
+
+@dataclass(frozen=True)
+class Event:
+    """One sample of a request got a ``token``, or has become a ``completion``."""
+
+    request: int
+    sample: int
+    token: Token | None = None
+    completion: Completion | None = None
+
+
+class _Logs(NamedTuple):
+    """The logs of a launch on the host, ``[ticks, n, …]``."""
+
+    token: np.ndarray
+    gate: np.ndarray
+    log_probability: np.ndarray
+    top_ids: np.ndarray
+    top_log_probabilities: np.ndarray
+
+
+class Receiver:
+    """Keeps the host's knowledge of each sequence; ends those that are finished."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, prefixes: Prefixes, eos_ids: frozenset[int]):
+        self.runner, self.scheduler, self.prefixes, self.eos_ids = runner, scheduler, prefixes, eos_ids
+        self.tokens = self.rows = self.ticks = 0
+
+    def receive(self, launch: Launch) -> list[Event]:
+        logs = _Logs(*(part.numpy() for part in launch.wait()))
+        events: list[Event] = []
+        self.ticks += launch.ticks
+        self._fail(launch, events)
+        for number, (sequence, stay) in enumerate(launch.decoding):
+            if sequence.stay == stay and sequence.state != FINISHED:
+                self._decoded(sequence, launch.ticks, logs, number, events)
+        for chunk, stay, read in launch.chunks:
+            if chunk.sequence.stay == stay and chunk.sequence.state != FINISHED:
+                self._read(chunk, read)
+        return events
+
+    def _fail(self, launch: Launch, events: list[Event]) -> None:
+        """A policy of the user's that raised ends its own request and no other."""
+        if not launch.failed:
+            return
+        involved = [*launch.decoding, *((chunk.sequence, stay) for chunk, stay, _ in launch.chunks)]
+        for sequence, stay in involved:
+            if sequence.stay == stay and sequence.lane in launch.failed and sequence.state != FINISHED:
+                error = launch.failed[sequence.lane]
+                events.append(self.end(sequence, "error", error=f"policy: {type(error).__name__}: {error}"))
+
+    # --- decoding -----------------------------------------------------------------------------------------------
+
+    def _decoded(self, sequence: Sequence, ticks: int, logs: _Logs, number: int, events: list[Event]) -> None:
+        width, request = self.runner.width, sequence.request
+        sequence.ahead -= ticks * width
+        sequence.rows.used += ticks * width
+        self.rows += ticks * width
+        for tick, said in enumerate(logs.token[:, number].tolist()):
+            sequence.reading += 1
+            if request.gates and sequence.reading < sequence.iterations:
+                sequence.gates.append(float(logs.gate[tick, number]))
+            if request.iteration_top:
+                sequence.iteration_top.append(_top(logs, tick, number, request.iteration_top))
+            if said == NOT_A_NUMBER:
+                events.append(
+                    self.end(
+                        sequence,
+                        "error",
+                        error=f"after {len(sequence.tokens)} tokens the model's logits are NaN: its weights are "
+                        "damaged, or it overflows in this precision",
+                    )
+                )
+                return
+            if said == GOES_ON:
+                continue
+            token = self._token(sequence, said, logs, tick, number)
+            self._take(sequence, token)
+            events.append(Event(sequence.request_number, sequence.sample, token))
+            if self._ends(sequence, said):
+                events.append(self.end(sequence, "stop", stop_id=said))
+                return
+            if not sequence.left:
+                events.append(self.end(sequence, "length"))
+                return
+
+    def _token(self, sequence: Sequence, said: int, logs: _Logs, tick: int, number: int) -> Token:
+        request = sequence.request
+        if request.log_probabilities is None and not request.gates and not request.iteration_top:
+            return Token(said, sequence.reading * self.runner.width)
+        wanted = request.log_probabilities
+        return Token(
+            said,
+            sequence.reading * self.runner.width,
+            None if wanted is None else float(logs.log_probability[tick, number]),
+            _top(logs, tick, number, wanted or 0),
+            tuple(sequence.gates),
+            tuple(sequence.iteration_top),
+        )
+
+    def _take(self, sequence: Sequence, token: Token) -> None:
+        """The token that was read has halted, and said which one comes next."""
+        sequence.set_depth(len(sequence.tokens) - 1, token.depth)
+        self.scheduler.saw_depth(kind_of(sequence), 1, sequence.reading)
+        sequence.tokens.append(token.id)
+        sequence.generated.append(token)
+        sequence.reading, sequence.gates, sequence.iteration_top = 0, [], []
+        self.tokens += 1
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        request = sequence.request
+        return token in request.stop_ids or (token in self.eos_ids and not request.ignore_eos)
+
+    # --- prompts ------------------------------------------------------------------------------------------------
+
+    def _read(self, chunk: Chunk, read: Read) -> None:
+        sequence, goes_on = chunk.sequence, read.goes_on.tolist()
+        halted = [place for place, on in zip(chunk.tokens, goes_on, strict=True) if not on]
+        for place in halted:
+            sequence.set_depth(place, (chunk.iteration + 1) * self.runner.width)
+        self.rows += len(chunk.tokens) * self.runner.width
+        self.scheduler.saw_depth(kind_of(sequence), len(halted), len(halted) * (chunk.iteration + 1))
+        if read.predicted is not None:
+            _note(sequence, chunk, goes_on, read.predicted)
+        self.runner.survive(chunk, [number for number, on in enumerate(goes_on) if on])
+        chunk.in_flight, chunk.iteration = False, chunk.iteration + 1
+        if not chunk.tokens:
+            sequence.chunks.remove(chunk)
+        if sequence.prefilled:
+            self._share(sequence)
+
+    def _share(self, sequence: Sequence) -> None:
+        """The prompt is read: other samples of the request, and later requests, need not read it again."""
+        stop = sequence.to_prefill
+        for other in sequence.waiting_samples():
+            pages = frozenset(sequence.pages())
+            self.prefixes.pages.hold(pages)
+            other.shared = [self.runner.span(sequence, 0, stop, pages)]
+        if sequence.root is None:
+            return
+        size = self.prefixes.size
+        known = sum(len(span.depths) for span in sequence.shared)
+        spans: list[Span] = [span for span in sequence.shared if len(span.depths) == size]
+        if known != len(spans) * size:
+            return  # its prompt came from another sample, which has entered it
+        pages = sequence.pages_by_block(size)
+        spans += [
+            self.runner.span(sequence, start, start + size, pages[start // size])
+            for start in range(known, stop - size + 1, size)
+        ]
+        self.prefixes.keep(sequence.root, sequence.tokens, spans)
+
+    # --- endings ------------------------------------------------------------------------------------------------
+
+    def end(
+        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+    ) -> Event:
+        """Ends a sequence and gives back all it holds."""
+        for heir in sequence.waiting_samples():
+            heir.leader = None  # each reads the prompt for itself, or finds it among the prefixes
+        self.scheduler.remove(sequence)
+        completion = Completion(
+            sequence.request,
+            sequence.sample,
+            sequence.tokens[: sequence.prompt_length],
+            sequence.generated,
+            sequence.depths[: sequence.prompt_length],
+            sequence.prompt_log_probabilities,
+            reason,
+            stop_id,
+            error,
+        )
+        return Event(sequence.request_number, sequence.sample, None, completion)
+
+
+def _top(logs: _Logs, tick: int, number: int, count: int) -> TopTokens:
+    ids, values = logs.top_ids[tick, number, :count], logs.top_log_probabilities[tick, number, :count]
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def _note(sequence: Sequence, chunk: Chunk, goes_on: Many[bool], predicted: Any) -> None:
+    """Log-probabilities of the prompt's tokens, as the halted tokens before them say."""
+    own, ids, values = (part.tolist() for part in predicted)
+    entries = sequence.prompt_log_probabilities
+    assert entries is not None
+    if not entries:
+        entries.extend(PromptToken(token) for token in sequence.tokens[: sequence.prompt_length])
+    for number, place in enumerate(chunk.tokens):
+        if not goes_on[number]:
+            top = tuple(zip(ids[number], values[number], strict=True))
+            entries[place + 1] = PromptToken(sequence.tokens[place + 1], own[number], top)

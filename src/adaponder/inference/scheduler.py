@@ -1,0 +1,272 @@
+"""Who takes part in the next tick: admission by expected rows, chunks of prompts beside decoding, preemption."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from adaponder.inference.pages import Pages
+from adaponder.inference.prefixes import Prefixes
+from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
+
+
+@dataclass
+class Plan:
+    """What the device is told to do.
+
+    Attributes:
+        left: lanes that somebody has left.
+        admitted: sequences that have just got a lane.
+        entering: sequences whose prompt is read and whose last token begins to be decoded.
+        decoding: sequences that give one row per tick, in the order of their lanes.
+        chunks: chunks of prompts that are read in the first tick, each with its pool rows.
+        pages: (lane, place, page) entries that the lanes' page tables get.
+        ticks: how many ticks follow each other before the host looks again.
+        longest: a bound on the slots of the sequences that decode.
+    """
+
+    left: list[int] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    entering: list[Sequence] = field(default_factory=list)
+    decoding: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Chunk, list[int]]] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+    ticks: int = 1
+    longest: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not (self.decoding or self.chunks)
+
+
+class Scheduler:
+    """Shares lanes, pages and the rows of a tick among sequences; knows nothing of the device.
+
+    Args:
+        lanes: sequences that can be on the device at a time.
+        pages: the pool's pages.
+        prefixes: shared prompts.
+        chunk: rows of prompts in one tick, at most.
+        burst: ticks in a row, at most, while nothing but decoding goes on.
+        width: slots, and so rows per iteration, of a token.
+    """
+
+    def __init__(self, lanes: int, pages: Pages, prefixes: Prefixes, *, chunk: int, burst: int, width: int):
+        self.pages, self.prefixes = pages, prefixes
+        self.chunk, self.burst, self.width = chunk, burst, width
+        self.waiting: deque[Sequence] = deque()
+        self.resident: dict[int, Sequence] = {}
+        self._free_lanes = list(range(lanes - 1, -1, -1))
+        self._depths: dict[Hashable, tuple[int, int]] = {}
+        self._full = False
+        self._left: list[int] = []
+        self.preemptions = 0
+        self.most_resident = 0
+
+    # --- sequences come and go ----------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and gives back what it holds."""
+        if sequence.lane is None:
+            self.waiting.remove(sequence)
+            self.pages.release(sequence.pages())
+            sequence.forget_rows()
+        else:
+            self._vacate(sequence)
+        self._full = False
+        sequence.state = FINISHED
+
+    def _vacate(self, sequence: Sequence) -> None:
+        assert sequence.lane is not None
+        del self.resident[sequence.lane]
+        self._left.append(sequence.lane)
+        self._free_lanes.append(sequence.lane)
+        self._free_lanes.sort(reverse=True)  # the lowest next, so that the lanes in use lie close together
+        self.pages.release(sequence.pages())
+        sequence.forget_rows()
+        sequence.lane, sequence.stay = None, sequence.stay + 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Its rows are given up; it will read all its tokens again."""
+        self._vacate(sequence)
+        sequence.state, sequence.leader = WAITING, None
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._full = True  # nobody comes in before somebody has left, or the two would take turns for ever
+        place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
+        self.waiting.insert(place, sequence)
+
+    # --- expectations -------------------------------------------------------------------------------------------
+
+    def saw_depth(self, kind: Hashable, tokens: int, total: int) -> None:
+        """So many tokens of sequences of this kind had this total depth."""
+        count, depth = self._depths.get(kind, (0, 0))
+        self._depths[kind] = (count + tokens, depth + total)
+
+    def expected_rows(self, sequence: Sequence) -> int:
+        """How many rows of its own a sequence will hold when it is done, shared ones left out."""
+        shared = sum(len(span.depths) for span in sequence.shared)
+        tokens = sequence.prompt_length + sequence.request.max_new_tokens - 1 - shared
+        return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
+
+    def expected_depth(self, sequence: Sequence) -> float:
+        """What its request says, else the mean of its kind; the greatest depth while too few tokens were seen."""
+        if sequence.forced_depth is not None:
+            return sequence.forced_depth
+        count, depth = self._depths.get(kind_of(sequence), (0, 0))
+        return depth / count if count >= _ENOUGH else float(sequence.iterations)
+
+    # --- the plan -----------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        plan = Plan()
+        self._admit(plan)
+        self._continue_decoding(plan)
+        self._read_prompts(plan)
+        plan.decoding = [sequence for sequence in plan.decoding if sequence.lane is not None]  # none preempted since
+        plan.chunks = [(chunk, rows) for chunk, rows in plan.chunks if chunk.sequence.lane is not None]
+        plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
+        plan.entering = [sequence for sequence in plan.entering if sequence.lane is not None]
+        self._settle(plan)
+        plan.left, self._left = self._left, []
+        return plan
+
+    def _admit(self, plan: Plan) -> None:
+        expected = sum(max(self.expected_rows(one), one.held_rows) for one in self.resident.values())
+        room = (self.pages.count - 1) * self.pages.size
+        while self.waiting and self._free_lanes and not (self._full and self.resident):
+            sequence = next((one for one in self.waiting if _ready(one)), None)
+            if sequence is None:
+                return
+            if not sequence.shared and sequence.root is not None:
+                sequence.shared = self.prefixes.find(sequence.root, sequence.tokens[: sequence.to_prefill])
+            wanted = self.expected_rows(sequence)
+            if self.resident and expected + wanted > room:
+                if sequence.leader is None:  # a sample's share of its prompt stays
+                    self.pages.release(sequence.pages())
+                    sequence.shared = []
+                return
+            expected += wanted
+            self.waiting.remove(sequence)
+            sequence.lane = self._free_lanes.pop()
+            self.resident[sequence.lane] = sequence
+            depths = [depth for span in sequence.shared for depth in span.depths]
+            sequence.depths[: len(depths)] = depths
+            sequence.begun, sequence.state = len(depths), PREFILLING
+            plan.admitted.append(sequence)
+        self.most_resident = max(self.most_resident, len(self.resident))
+
+    def _continue_decoding(self, plan: Plan) -> None:
+        """Every sequence whose prompt is read gives a row per tick; those that find no memory give way."""
+        ready = [one for one in self.resident.values() if one.state == DECODING or one.prefilled]
+        prompts = len(ready) < len(self.resident)
+        lasts = max((one.left * one.iterations for one in ready), default=1)
+        plan.ticks = 1 if prompts or self._could_admit() else max(1, min(self.burst, lasts))
+        for sequence in sorted(ready, key=lambda one: one.number):
+            if sequence.lane is None:
+                continue  # an older one needed its pages
+            if not self._supply(sequence, plan):
+                self._preempt(sequence)
+                continue
+            if sequence.state != DECODING:
+                sequence.state = DECODING
+                plan.entering.append(sequence)
+            plan.decoding.append(sequence)
+
+    def _could_admit(self) -> bool:
+        return bool(self.waiting and self._free_lanes)
+
+    def _supply(self, sequence: Sequence, plan: Plan) -> bool:
+        """Gives a sequence the pages for the rows that it may use in this plan."""
+        stream = sequence.rows
+        count = stream.pages_for(sequence.ahead + plan.ticks * self.width)
+        pages = self._pages(count, sequence)
+        if pages is None:
+            return False
+        assert sequence.lane is not None
+        plan.pages += [(sequence.lane, len(stream.pages) + place, page) for place, page in enumerate(pages)]
+        stream.pages += pages
+        return True
+
+    def _pages(self, count: int, sequence: Sequence) -> list[int] | None:
+        """Pages that are free, or that unused prompts or younger sequences give up; ``None`` if there are too few."""
+        while not self.prefixes.make_room(count):
+            younger = [one for one in self.resident.values() if one.number > sequence.number]
+            sharing = [one for one in self.waiting if one.number > sequence.number and one.shared]
+            if younger:
+                self._preempt(max(younger, key=lambda one: one.number))
+            elif sharing:
+                self._part(sharing[-1])
+            else:
+                return None
+        return self.pages.take(count)
+
+    def _part(self, sequence: Sequence) -> None:
+        """A sample that waits gives up its share of the prompt, and will read it for itself."""
+        self.pages.release(sequence.pages())
+        sequence.shared, sequence.leader = [], None
+
+    def _read_prompts(self, plan: Plan) -> None:
+        """Chunks go on, and begin while the tick has room; a chunk never overtakes an earlier one of its sequence."""
+        room = self.chunk
+        for sequence in sorted(self.resident.values(), key=lambda one: one.number):
+            if sequence.state != PREFILLING or sequence.lane is None:
+                continue
+            reached = sequence.iterations
+            for chunk in sequence.chunks:
+                if not chunk.in_flight and chunk.iteration <= reached:
+                    room -= self._read_chunk(chunk, plan)
+                    if sequence.lane is None:
+                        break
+                reached = min(reached, chunk.issued)
+            left = sequence.to_prefill - sequence.begun
+            if sequence.lane is None or not left or room < self.width or reached < 0:
+                continue
+            count = min(left, room // self.width)
+            chunk = Chunk(sequence, list(range(sequence.begun, sequence.begun + count)))
+            if self._pages_for_chunk(chunk):
+                sequence.chunks.append(chunk)
+                sequence.begun += count
+                room -= self._read_chunk(chunk, plan)
+
+    def _read_chunk(self, chunk: Chunk, plan: Plan) -> int:
+        """Puts the chunk's next iteration into the plan; returns its rows, 0 if there is no memory for them."""
+        if not self._pages_for_chunk(chunk):
+            return 0
+        rows = chunk.sequence.prompt_rows.take(len(chunk.tokens) * self.width)
+        chunk.sequence.wrote(chunk.tokens, rows)
+        plan.chunks.append((chunk, rows))
+        chunk.in_flight = True
+        return len(rows)
+
+    def _pages_for_chunk(self, chunk: Chunk) -> bool:
+        stream = chunk.sequence.prompt_rows
+        pages = self._pages(stream.pages_for(len(chunk.tokens) * self.width), chunk.sequence)
+        stream.pages += pages or []
+        return pages is not None
+
+    def _settle(self, plan: Plan) -> None:
+        plan.decoding.sort(key=lambda one: one.lane or 0)
+        lanes = {one.lane for one in self.resident.values()}
+        plan.pages = [entry for entry in plan.pages if entry[0] in lanes]
+        for sequence in plan.decoding:
+            sequence.ahead += plan.ticks * self.width
+            # It stands at its last known token, and each tick in flight may have taken it one further.
+            plan.longest = max(plan.longest, (len(sequence.tokens) - 1) * self.width + sequence.ahead + self.width)
+
+
+_ENOUGH = 32
+
+
+def kind_of(sequence: Sequence) -> Hashable:
+    """Sequences of one kind are expected to have equal mean depths."""
+    return sequence.policy.fingerprint, sequence.iterations
+
+
+def _ready(sequence: Sequence) -> bool:
+    """Whether nobody is reading its prompt for it."""
+    return sequence.leader is None or sequence.leader is sequence or bool(sequence.shared)
