@@ -5,41 +5,73 @@ The generator is splitmix64 read at a counter: seed and sample make the stream's
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
+from adaponder.ops.fused import HAS_TRITON
 from adaponder.policies import as_int64
 
+# Rows whose noise exists at a time.
+_ROWS = 64
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 # Each shift and the factor after it; the last has none.
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def stream_key(seed: int, sample: int) -> int:
     """The int64 that starts the random stream of one sample of a request."""
-    return as_int64(_mixed(_mixed(seed & _MASK) + (sample + 1) * _GOLDEN & _MASK))
+    return as_int64(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
+
+
+def draw(logits: Tensor, best: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
+    """One token of each row, int64 ``[n]``: an exact draw from ``softmax(logits / temperature)``.
+
+    Rows of temperature 0 get the first of their likeliest tokens.
+
+    Args:
+        logits: ``[n, V]``.
+        best: ``[n]``, their maxima.
+        temperature: float64 ``[n]``.
+        key: int64 ``[n]``, from :func:`stream_key`.
+        position: int64 ``[n]``.
+    """
+    if logits.is_cuda and HAS_TRITON and os.environ.get("ADAPONDER_KERNELS") != "0":
+        from adaponder.inference import noise_triton
+
+        return noise_triton.draw(logits, best, temperature, key, position)
+    parts = zip(*(tensor.split(_ROWS) for tensor in (logits, best, temperature, key, position)), strict=True)
+    return torch.cat([_draw(*part) for part in parts])
+
+
+def _draw(logits: Tensor, best: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
+    wide, temperature = logits.double(), temperature[:, None]
+    # Relative to the best, so that a tiny temperature makes no infinity of it.
+    noisy = (wide - best.double()[:, None]) / temperature + gumbel(key, position, logits.shape[1])
+    return torch.where(temperature > 0, noisy, wide).argmax(-1)
 
 
 def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise ``[n, vocabulary]`` in float64, of each row's stream key and position (int64 ``[n]``).
 
-    ``argmax(logits + gumbel)`` is then an exact draw from ``softmax(logits)``. Equals ``-log(-log(1 - u))`` of uniform
-    numbers ``u`` with 52 bits, midpoints of their cells, so that neither 0 nor 1 occurs. Large noise, which lets a rare
-    token win, comes from small ``u``, where the fewest digits are lost.
+    ``argmax(logits + gumbel)`` is then an exact draw from ``softmax(logits)``. Equals ``-log(-log(u))`` of uniform
+    numbers ``u`` with 52 bits, midpoints of their cells: neither 0 nor 1 occurs, and float64 holds each exactly, so
+    that the largest noise, which lets a rare token win, is as exact as any.
     """
     token = torch.arange(vocabulary, device=key.device)
     # The counter position * 2**32 + token is unique, and an odd factor keeps it so modulo 2**64.
-    bits = (key + (position << 32) * as_int64(_GOLDEN))[:, None] + token * as_int64(_GOLDEN)
-    for shift, factor in _ROUNDS:
+    bits = (key + (position << 32) * as_int64(GOLDEN))[:, None] + token * as_int64(GOLDEN)
+    for shift, factor in ROUNDS:
         bits = bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
         bits = bits * as_int64(factor) if factor != 1 else bits
     uniform = ((bits >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _mixed(x: int) -> int:
     """splitmix64's output function, over whole numbers modulo 2**64."""
-    for shift, factor in _ROUNDS:
+    for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & _MASK
     return x

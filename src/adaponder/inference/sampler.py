@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adaponder.inference.noise import gumbel, stream_key
+from adaponder.inference.noise import draw, stream_key
 from adaponder.inference.penalties import LaneBiases, Occurrences
 from adaponder.inference.request import Request
 
-# Rows that are drawn at a time: noise and sorted logits exist for so many.
+# Rows whose sorted logits exist at a time.
 _ROWS = 64
 # How many likeliest tokens are computed where some are asked for: few sizes, so that few graphs are captured.
 _TOP_SIZES = (0, 5, 20)
@@ -106,7 +106,7 @@ class SamplerState:
         self.lanes, self.vocabulary, self.device = lanes, vocabulary, torch.device(device)
         self.eos_ids = tuple(eos_ids)
         self._numbers = torch.ones(lanes, 6, dtype=torch.float64, device=self.device)
-        self._integers = torch.ones(lanes, 3, dtype=torch.int64, device=self.device)
+        self._integers = torch.ones(lanes, 2, dtype=torch.int64, device=self.device)
         self._biases: LaneBiases | None = None
         self._occurrences: Occurrences | None = None
         self._live: dict[int, Features] = {}
@@ -117,9 +117,9 @@ class SamplerState:
         """Gives a lane to one sample of a request; ``output_ids`` are what it has generated already."""
         features = self._live[lane] = Features.of(request)
         top_k = min(operator.index(request.top_k), self.vocabulary) or self.vocabulary
-        integers = [stream_key(operator.index(request.seed), sample), top_k, int(request.greedy)]
+        integers = [stream_key(operator.index(request.seed), sample), top_k]
         numbers = [
-            float(request.temperature) or 1.0,
+            0.0 if request.greedy else float(request.temperature),
             float(request.top_p),
             math.log(request.min_p) if request.min_p > 0 else -math.inf,
             float(request.repetition_penalty),
@@ -160,21 +160,17 @@ class SamplerState:
         adjusted = logits
         if features.biased and self._biases is not None:
             adjusted = self._biases.add(_wide(adjusted), lanes, position)
-        numbers = self._numbers[lanes] if features.sampled or features.penalised else None
-        if features.penalised and self._occurrences is not None and numbers is not None:
+        needs_numbers = features.sampled or features.penalised
+        numbers = self._numbers[lanes] if needs_numbers else self._numbers
+        if features.penalised and self._occurrences is not None:
             adjusted = self._occurrences.penalise(_wide(adjusted), lanes, *numbers[:, 3:].split(1, dim=1))
         best, token = adjusted.max(-1)
         bad = ~(best.abs() < math.inf)  # NaN compares as false
-        if features.sampled and numbers is not None:
+        if features.sampled:
             integers = self._integers[lanes]
-            rows = (adjusted, best, numbers, integers, position)
-            drawn = torch.cat(
-                [
-                    _drawn(*part, truncated=features.truncated)
-                    for part in zip(*(t.split(_ROWS) for t in rows), strict=True)
-                ]
-            )
-            token = torch.where(integers[:, 2] != 0, token, drawn)
+            if features.truncated:
+                adjusted = truncate(adjusted, best, numbers, integers[:, 1:])
+            token = draw(adjusted, best, numbers[:, 0], integers[:, 0], position)
         scored = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
         return Chosen(token, bad, scored)
 
@@ -184,21 +180,18 @@ class SamplerState:
             self._occurrences.record(tokens, lanes, taken)
 
 
-def _drawn(
-    logits: Tensor, best: Tensor, numbers: Tensor, integers: Tensor, position: Tensor, *, truncated: bool
-) -> Tensor:
-    """One token of each row, drawn from ``softmax(logits / temperature)`` after truncation."""
+def truncate(logits: Tensor, best: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    """``logits [n, V]`` with ``-inf`` for the tokens that top-k, top-p and min-p leave out, a few rows at a time."""
+    parts = zip(*(tensor.split(_ROWS) for tensor in (logits, best, numbers, top_k)), strict=True)
+    return torch.cat([_truncate(*part) for part in parts])
 
-    def scaled(values: Tensor) -> Tensor:
-        # Relative to the best, so that a tiny temperature makes no infinity of it.
-        return (values.double() - best.double()[:, None]) / numbers[:, :1]
 
-    scores = scaled(logits) + gumbel(integers[:, 0], position, logits.shape[1])
-    if truncated:
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        keep = kept(scaled(values), top_k=integers[:, 1:2], top_p=numbers[:, 1:2], log_min_p=numbers[:, 2:3])
-        scores = torch.where(torch.zeros_like(keep).scatter(1, ids, keep), scores, -math.inf)
-    return scores.argmax(-1)
+def _truncate(logits: Tensor, best: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    temperature, top_p, log_min_p = numbers[:, :3].split(1, dim=1)
+    scaled = (values.double() - best.double()[:, None]) / torch.where(temperature > 0, temperature, 1.0)
+    keep = kept(scaled, top_k=top_k, top_p=top_p, log_min_p=log_min_p)
+    return torch.where(torch.zeros_like(keep).scatter(1, ids, keep), logits, -math.inf)
 
 
 def kept(values: Tensor, *, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:

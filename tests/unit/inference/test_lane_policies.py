@@ -182,11 +182,11 @@ def test_a_policy_that_fails_ends_its_own_lane_only(wrong: Any) -> None:
             return function(rows)
 
     for failing in (Custom(function), Wrong()):
-        policies = LanePolicies(4, SLOTS, CONFIG)
+        policies = LanePolicies(3, SLOTS, CONFIG)
         policies.set(0, FixedDepth(K))
+        policies.set(1, FixedDepth(K))
         policies.set(1, failing)
         policies.set(2, Custom(lambda rows: torch.ones_like(rows.active)))
-        policies.set(3, RouterThreshold())
         rows = mixed_rows(80, seed=1, lanes=3)
         keep = policies(rows)
         assert list(policies.errors) == [1]
@@ -254,6 +254,40 @@ def test_no_policy_of_this_package_makes_the_host_wait() -> None:
     policies.set(0, EVERY[-1])
     with pytest.raises(DataDependentOutputException):
         decided(policies)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_decides_as_the_cpu_does() -> None:
+    lanes = len(EVERY) - 2
+    policies = {device: LanePolicies(lanes, SLOTS, CONFIG, device) for device in ("cpu", "cuda")}
+
+    def settle(shift: int) -> None:
+        for one in policies.values():
+            for lane in range(lanes):
+                last = K - 1 - (lane + shift) % 2
+                one.set(lane, EVERY[(lane + shift) % lanes], lane + shift, {shift % SLOTS: 2}, last)
+
+    def on_gpu(rows: PolicyInput) -> dict[str, Tensor]:
+        return {name: value.cuda() for name, value in vars(rows).items() if isinstance(value, Tensor)}
+
+    settle(0)
+    held = on_gpu(mixed_rows(300, seed=0, lanes=lanes))
+    rows = PolicyInput(**held, head=lambda hidden: hidden)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        policies["cuda"](rows)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = policies["cuda"](rows)
+    for turn in range(5):
+        settle(turn)
+        other = replace(mixed_rows(300, seed=turn, lanes=lanes), head=lambda hidden: hidden)
+        for name, value in on_gpu(other).items():
+            held[name].copy_(value)
+        graph.replay()
+        assert torch.equal(keep.cpu(), policies["cpu"](other))
 
 
 # --- who may share a prompt's rows --------------------------------------------------------------------------------

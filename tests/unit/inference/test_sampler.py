@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adaponder.inference.noise import gumbel, stream_key
+from adaponder.inference.noise import draw, gumbel, stream_key
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import (
     Chosen,
@@ -177,12 +177,32 @@ def test_noise_is_the_same_on_every_machine() -> None:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
     x ^= x >> 31
-    expected = -math.log(-math.log1p(-((x >> 12) + 0.5) / 2**52))
+    expected = -math.log(-math.log(((x >> 12) + 0.5) / 2**52))
     assert float(gumbel(torch.tensor([key]), torch.tensor([position]), 9)[0, token]) == pytest.approx(
         expected, rel=1e-14
     )
     assert stream_key(7, 2) == stream_key(7 - (1 << 64), 2) == -1088427420777695408
     assert len({stream_key(seed, sample) for seed in range(-50, 50) for sample in range(50)}) == 5000
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocabulary", "programs"), [(1, 23, 512), (3, 1024, 512), (7, 2500, 8)])
+def test_the_kernel_draws_the_same_tokens(
+    dtype: torch.dtype, rows: int, vocabulary: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise_triton = pytest.importorskip("adaponder.inference.noise_triton")
+    monkeypatch.setattr(noise_triton, "_PROGRAMS", programs)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, vocabulary + 3, generator=generator).to(dtype)[:, :vocabulary]
+    logits[0, : vocabulary // 2] = -math.inf
+    temperature = torch.rand(rows, 2, generator=generator, dtype=torch.float64)[:, 0] * 2
+    temperature[1::3] = 0
+    logits[1::3] = logits[1::3].round()  # full of ties
+    key = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    position = torch.randint(0, 2**31, (rows,), generator=generator)
+    settings = (logits, logits.amax(-1), temperature, key, position)
+    assert noise_triton.draw(*(tensor.to(device) for tensor in settings)).tolist() == draw(*settings).tolist()
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
@@ -379,3 +399,47 @@ def test_features_are_what_any_lane_needs_and_no_more() -> None:
     state.clear(2)
     state.clear(3)
     assert state.features() == Features(sampled=True, log_probabilities=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cuda_graph_chooses_what_the_cpu_chooses(dtype: torch.dtype) -> None:
+    names, vocabulary, rows = sorted(REQUESTS), 5000, 40
+    states = {device: SamplerState(rows, vocabulary, device, eos_ids=(0,)) for device in ("cpu", "cuda")}
+
+    def settle(shift: int) -> None:
+        for state in states.values():
+            for lane in range(rows):
+                asked = request(**REQUESTS[names[(lane + shift) % len(names)]] | {"log_probabilities": 5})
+                state.set(lane, asked, lane % 3, [1, 2, 3], [5, 5, 9])
+
+    settle(0)
+    features = states["cuda"].features()
+    assert features == EVERYTHING
+    lanes, position = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.long, device="cuda")
+    logits = torch.zeros(rows, vocabulary, dtype=dtype, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        states["cuda"].choose(logits, lanes, position, features)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = states["cuda"].choose(logits, lanes, position, features)
+        states["cuda"].record(chosen.token, lanes, position >= 0)
+    for turn in range(6):
+        settle(turn)
+        generator = torch.Generator().manual_seed(turn)
+        values = (2 * torch.randn(rows, vocabulary, generator=generator)).to(dtype)
+        where = torch.randint(0, 50, (rows,), generator=generator)
+        logits.copy_(values)
+        position.copy_(where)
+        graph.replay()
+        expected = states["cpu"].choose(values, lanes.cpu(), where, features)
+        states["cpu"].record(expected.token, lanes.cpu(), where >= 0)
+        assert chosen.token.tolist() == expected.token.tolist()
+        assert chosen.bad.tolist() == expected.bad.tolist()
+        assert chosen.scored is not None
+        assert expected.scored is not None
+        assert chosen.scored.top_ids.tolist() == expected.scored.top_ids.tolist()
+        torch.testing.assert_close(chosen.scored.log_probability.cpu(), expected.scored.log_probability)
