@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from adaponder.ops.fused import runs_fused
@@ -35,6 +34,6 @@ class RowGates:
             from adaponder.ops.row_gates import triton
 
             if self.counter is None:
-                self.counter = torch.zeros(triton.FEW, dtype=torch.int32, device=hidden.device)
+                self.counter = triton.counter_on(hidden.device)
             return triton.stacked_gates(self.stacked, hidden, iteration, counter=self.counter)
         return stacked_gates(self.stacked, hidden, iteration)

@@ -24,11 +24,15 @@ FEW = 8
 FEATURES, WARPS = 16, 4
 
 
+def counter_on(device: torch.device) -> Tensor:
+    """What :func:`stacked_gates` counts with."""
+    return torch.zeros(FEW, dtype=torch.int32, device=device)
+
+
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
     """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`.
 
-    ``counter`` is int32 ``[FEW]`` of zeros, and holds zeros again after the call: calls that follow one another may
-    share it.
+    ``counter``, of :func:`counter_on`, holds zeros again after the call: calls that follow one another may share it.
     """
     inner = stacked.inner
     rows, inputs = hidden.shape
@@ -39,7 +43,7 @@ def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, c
     logits = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     if rows:
         parts = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
-        done = torch.zeros(rows, dtype=torch.int32, device=hidden.device) if counter is None else counter
+        done = counter_on(hidden.device) if counter is None else counter
         with on_device_of(hidden):
             _gate_kernel[(blocks, rows)](
                 hidden,
