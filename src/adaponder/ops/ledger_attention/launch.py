@@ -12,20 +12,18 @@ from torch import Tensor
 
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.ledger_attention import triton as kernels
+from adaponder.ops.ledger_attention.cohorts import cohort_kernel
 from adaponder.ops.ledger_attention.entry import Projection, Turn
 from adaponder.ops.ledger_attention.scratch import MOST_SPLITS, Scratch, scratch_for
 from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows
 
 LARGEST = 128  # of head sizes
 # Rows alone: (keys of a block, warps, stages of the pipeline) by the largest head size they are for.
-ALONE = {64: (64, 4, 1), LARGEST: (32, 4, 1)}
+ALONE = {64: (64, 4, True), LARGEST: (32, 4, True)}
 # Programs for each multiprocessor that keys are split for, and the fewest keys that a part is worth.
 PROGRAMS, LEAST = 8, 128
-# Cohorts: (keys of a block, warps, stages) by the largest head size and by the most rows of a block.
-COHORT = {
-    64: {16: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3)},
-    LARGEST: {16: (64, 4, 2), 64: (64, 4, 2), 128: (64, 8, 2)},
-}
+# Cohorts: (keys of a block, warps, stages) by the rows of a block.
+COHORT = {16: (64, 4, 3), 64: (64, 4, 3)}
 INTERPRETED_PROCESSORS = 2
 
 
@@ -115,7 +113,11 @@ def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
 
 
 def _entry_options(projection: Projection) -> dict[str, Any]:
-    return {"EPSILON": projection.epsilon, "PACKED": projection.packed, "ROTARY": projection.rotary}
+    """With the product's layout: from head to head, the first key, from a key to its value."""
+    heads, key_heads, size = projection[:3]
+    step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
+    layout = {"STEP": step * size, "FIRST": first * size, "NEXT": following * size}
+    return {"EPSILON": projection.epsilon, "ROTARY": projection.rotary, **layout}
 
 
 def _base_2(scale: float | None, size: int) -> float:
@@ -148,9 +150,9 @@ def _alone(
     splits = splits_for(rows.alone, key_heads, reach, keys.device) if splits is None else splits
     if splits > 1 and scratch is None:
         scratch = scratch_for(rows.alone, heads, size, keys.device)
-    block, warps, stages = next(found for most, found in ALONE.items() if size <= most)
+    block, warps, ahead = next(found for most, found in ALONE.items() if size <= most)
     groups = heads // key_heads
-    plain = {"EPSILON": 0.0, "PACKED": False, "ROTARY": 0, "DEPENDENT": False}
+    plain = {"EPSILON": 0.0, "ROTARY": 0, "STEP": 0, "FIRST": 0, "NEXT": 0, "DEPENDENT": False}
     shape = {
         "KEY_HEADS": key_heads,
         "GROUPS": groups,
@@ -160,7 +162,7 @@ def _alone(
         "SPLITS": splits,
         "LEAST": LEAST,
         "KEYS": block,
-        "STAGES": stages,
+        "AHEAD": ahead and groups == 1,
         "num_warps": warps,
     }
     with on_device_of(query):
@@ -208,13 +210,12 @@ def _cohorts(
     scale: float | None,
 ) -> None:
     _, heads, size = query.shape
-    choices = next(found for most, found in COHORT.items() if size <= most)
     longest = max(cohort.stop - cohort.start for cohort in rows.cohorts)
-    block = next((most for most in choices if longest <= most), max(choices))
-    block_keys, warps, stages = choices[block]
+    block = next((most for most in COHORT if longest <= most), max(COHORT))
+    block_keys, warps, stages = COHORT[block]
     tiles = _tiles(rows.cohorts, block, query.device)
     with on_device_of(query):
-        kernels.cohort_kernel[(heads, tiles.shape[0])](
+        cohort_kernel[(heads, tiles.shape[0])](
             query,
             keys,
             values,

@@ -1,11 +1,9 @@
-"""The kernels: rows alone, rows that enter the ledger, and cohorts.
+"""The kernels of rows alone and of rows that enter the ledger.
 
-Rows alone: a program owns a row, a key head and a part of the row's keys. Where heads have keys of their own, each key
+A program owns a row, a key head and a part of the row's keys. Where heads have keys of their own, each key
 of a block keeps a softmax of its own while the program walks, and they are merged once, at the end: no step waits for
 other threads. Where heads share keys they are the rows of a product. The program of a row that ends last combines the
 parts.
-
-Cohorts: a program owns a block of queries and a head, and walks the keys up to the last slot that asks.
 """
 
 import triton
@@ -13,21 +11,21 @@ import triton.language as tl
 
 
 @triton.jit
-def _floor(top):
+def finite(top):
     """No infinity may be taken from itself."""
     return tl.where(top == -float("inf"), 0.0, top)
 
 
 @triton.constexpr_function
-def _padded(size):
+def padded(size):
     """A power of two, and at least what a product needs."""
     return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
-def _across(SIZE: tl.constexpr):  # noqa: N803
+def across(SIZE: tl.constexpr):  # noqa: N803
     """``[1, size]``, the numbers of a head, padded."""
-    return tl.arange(0, _padded(SIZE))[None, :]
+    return tl.arange(0, padded(SIZE))[None, :]
 
 
 @triton.jit
@@ -53,7 +51,7 @@ def _turned(
     ROTARY: tl.constexpr,  # noqa: N803
 ):
     """Heads ``[heads, size]`` of the product, normed and turned."""
-    part = _across(SIZE)
+    part = across(SIZE)
     x = _read(base, offset, part, mask, bias)
     if norm is not None:
         power = tl.rsqrt(tl.sum(x * x, 1) / SIZE + EPSILON)[:, None]
@@ -65,18 +63,25 @@ def _turned(
         y = _read(base, offset, other, mask & turning, bias)
         if norm is not None:
             y = y * power * tl.load(norm + other, mask=turning, other=0.0).to(tl.float32)
-        along = tl.load(cos + part, mask=turning, other=1.0).to(tl.float32)
-        across = tl.load(sin + part, mask=turning, other=0.0).to(tl.float32)
-        x = x * along + tl.where(first, -y, y) * across
+        cosine = tl.load(cos + part, mask=turning, other=1.0).to(tl.float32)
+        sine = tl.load(sin + part, mask=turning, other=0.0).to(tl.float32)
+        x = x * cosine + tl.where(first, -y, y) * sine
     return x
 
 
 @triton.jit
-def _rows_of(ids, base, stride, SIZE: tl.constexpr):  # noqa: N803
+def rows_of(ids, base, stride, SIZE: tl.constexpr):  # noqa: N803
     """Pool rows ``[keys, size]``; zeros where there is none."""
-    part = _across(SIZE)
+    part = across(SIZE)
     mask = (ids >= 0)[:, None] & (part < SIZE)
     return tl.load(base + ids.to(tl.int64)[:, None] * stride + part, mask=mask, other=0.0)
+
+
+@triton.jit
+def _put(x, pool, row, stride, split, SIZE: tl.constexpr):  # noqa: N803
+    """Writes one head of a pool row, by the first of the programs that share the row."""
+    width = tl.where(split == 0, tl.where(row >= 0, SIZE, 0), 0)
+    tl.store(pool + row * stride + across(SIZE), x, mask=across(SIZE) < width)
 
 
 @triton.jit
@@ -92,10 +97,20 @@ def _share(slot, split, window, own_rows, SPLITS: tl.constexpr, LEAST: tl.conste
 
 
 @triton.jit
-def _walk(
-    q,  # [heads, size] that share their keys
-    own,  # [heads], scores of the row's own key; minus infinity where another program has it
+def _ids_at(ids, start, end, KEYS: tl.constexpr):  # noqa: N803
+    """Pool rows of a block of slots; -1 where there is none."""
+    slot = start + tl.arange(0, KEYS)
+    return tl.load(ids + slot, mask=slot < end, other=-1)
+
+
+@triton.jit
+def _walk_one(
+    q,  # [1, size]
+    own,  # [1], score of the row's own key; minus infinity where another program has it
     own_value,  # [1, size]
+    found,  # pool rows of the first block
+    k,  # its keys and values; None: not loaded yet
+    v,
     ids,
     begin,
     end,
@@ -104,42 +119,66 @@ def _walk(
     key_row,
     value_row,
     scale,
-    GROUPS: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
 ):
-    """(highest score, sum of weights, weighted values) of each head over a row's keys from ``begin`` to ``end``."""
-    lane = tl.arange(0, KEYS)
-    # One head: a softmax for each key of a block.
-    top = tl.where(lane == 0, own, -float("inf")) if GROUPS == 1 else own
+    """(highest score, sum of weights, weighted values) of a head over keys from ``begin`` to ``end``."""
+    AHEAD: tl.constexpr = k is not None  # noqa: N806
+    top = tl.where(tl.arange(0, KEYS) == 0, own, -float("inf"))
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     sums = total[:, None] * own_value
+    coming = _ids_at(ids, begin + KEYS, end, KEYS)
+    for start in range(begin, end, KEYS):
+        # Ahead: the next block is loaded while this one is computed.
+        which = coming if AHEAD else found
+        loaded_k, loaded_v = rows_of(which, keys, key_row, SIZE), rows_of(which, values, value_row, SIZE)
+        this_k, this_v = (k, v) if AHEAD else (loaded_k, loaded_v)
+        later = _ids_at(ids, start + 2 * KEYS, end, KEYS)
+        scores = tl.where(found >= 0, tl.sum(this_k.to(tl.float32) * q, 1) * scale, -float("inf"))
+        higher = tl.maximum(top, scores)
+        weight, fading = tl.exp2(scores - finite(higher)), tl.exp2(top - finite(higher))
+        total = total * fading + weight
+        sums = sums * fading[:, None] + weight[:, None] * this_v.to(tl.float32)
+        top, found, coming = higher, coming, later
+        if AHEAD:
+            k, v = loaded_k, loaded_v
+    highest = tl.max(top, 0)
+    fading = tl.exp2(top - finite(highest))
+    one = tl.zeros([1], tl.float32)
+    return one + highest, one + tl.sum(total * fading, 0), tl.sum(sums * fading[:, None], 0)[None, :]
+
+
+@triton.jit
+def _walk_shared(
+    q,  # [heads, size] that share their keys
+    own,  # [heads]
+    own_value,
+    ids,
+    begin,
+    end,
+    keys,
+    values,
+    key_row,
+    value_row,
+    scale,
+    SIZE: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+):
+    """The same for heads that share their keys."""
     EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"  # noqa: N806
-    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        found = tl.load(ids + start + lane, mask=start + lane < end, other=-1)
-        k = _rows_of(found, keys, key_row, SIZE)
-        v = _rows_of(found, values, value_row, SIZE)
-        if GROUPS == 1:
-            scores = tl.where(found >= 0, tl.sum(k.to(tl.float32) * q, 1) * scale, -float("inf"))
-            higher = tl.maximum(top, scores)
-            weight, fading = tl.exp2(scores - _floor(higher)), tl.exp2(top - _floor(higher))
-            total = total * fading + weight
-            sums = sums * fading[:, None] + weight[:, None] * v.to(tl.float32)
-        else:
-            scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision=EXACT) * scale
-            scores = tl.where((found >= 0)[None, :], scores, -float("inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weight, fading = tl.exp2(scores - _floor(higher)[:, None]), tl.exp2(top - _floor(higher))
-            total = total * fading + tl.sum(weight, 1)
-            sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=EXACT)
+    top = own
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    sums = total[:, None] * own_value
+    for start in tl.range(begin, end, KEYS):
+        found = _ids_at(ids, start, end, KEYS)
+        k, v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
+        scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision=EXACT) * scale
+        scores = tl.where((found >= 0)[None, :], scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weight, fading = tl.exp2(scores - finite(higher)[:, None]), tl.exp2(top - finite(higher))
+        total = total * fading + tl.sum(weight, 1)
+        sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=EXACT)
         top = higher
-    if GROUPS == 1:
-        highest = tl.max(top, 0)
-        fading = tl.exp2(top - _floor(highest))
-        sums = tl.sum(sums * fading[:, None], 0)[None, :]
-        total = tl.sum(total * fading, 0) + tl.zeros([1], tl.float32)
-        top = highest + tl.zeros([1], tl.float32)
     return top, total, sums
 
 
@@ -155,13 +194,13 @@ def _combine(
     SIZE: tl.constexpr,  # noqa: N803
 ):
     """The parts of a row, weighed by what each was normalised by."""
-    split, part = tl.arange(0, triton.next_power_of_2(SPLITS)), _across(SIZE)
+    split, part = tl.arange(0, triton.next_power_of_2(SPLITS)), across(SIZE)
     there = split < parts
     for head in range(place * GROUPS, place * GROUPS + GROUPS):
         # Read past the cache of the multiprocessor, which knows nothing of other programs.
         at = head * SPLITS + split
         levels = tl.load(level + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        weight = tl.exp2(levels - _floor(tl.max(levels, 0)))
+        weight = tl.exp2(levels - finite(tl.max(levels, 0)))
         total = tl.sum(weight, 0)
         mask = there[:, None] & (part < SIZE)
         results = tl.load(partial + at[:, None] * SIZE + part, mask=mask, other=0.0, cache_modifier=".cg")
@@ -188,7 +227,7 @@ def _leave(
     """The result, or a part of it for the program that ends last; zeros for a row that sees nothing."""
     divisor = tl.where(total == 0.0, 1.0, total)
     result = sums / divisor[:, None]
-    width, part = tl.arange(0, sums.shape[0])[:, None], _across(SIZE)
+    width, part = tl.arange(0, sums.shape[0])[:, None], across(SIZE)
     mask = (width < GROUPS) & (part < SIZE)
     if parts == 1:
         tl.store(mixed + (place * GROUPS + width) * SIZE + part, result, mask=mask)
@@ -238,22 +277,26 @@ def alone_kernel(
     SPLITS: tl.constexpr,  # noqa: N803
     LEAST: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
-    STAGES: tl.constexpr,  # noqa: N803
-    PACKED: tl.constexpr,  # noqa: N803
+    AHEAD: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803 from head to head of the product
+    FIRST: tl.constexpr,  # noqa: N803 its first key
+    NEXT: tl.constexpr,  # noqa: N803 from a key to its value
     ROTARY: tl.constexpr,  # noqa: N803
     DEPENDENT: tl.constexpr,  # noqa: N803
 ):
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int32)
-    begin, end, parts = _share(slot, split, window, own_rows, SPLITS, LEAST, KEYS)
+    begin, end, parts = _share(tl.load(slots + row).to(tl.int32), split, window, own_rows, SPLITS, LEAST, KEYS)
     if split >= parts:
         return
     ids = index + tl.load(lanes + row) * index_lane + tl.load(iterations + row) * index_iteration
     keys, values, query = keys + group * SIZE, values + group * SIZE, query + row * query_row
-    width, part = tl.arange(0, WIDTH)[:, None], _across(SIZE)
+    width, part = tl.arange(0, WIDTH)[:, None], across(SIZE)
     mask = (width < GROUPS) & (part < SIZE)
+    found, first_k, first_v = _ids_at(ids, begin, end, KEYS), None, None
+    if AHEAD:
+        first_k, first_v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     if own_rows is None:
@@ -263,22 +306,21 @@ def alone_kernel(
         if ROTARY > 0:
             turn = tl.load(positions + row) * ROTARY
             cos, sin = cos + turn, sin + turn
-        STEP: tl.constexpr = 3 * SIZE if PACKED else SIZE  # noqa: N806
-        FIRST: tl.constexpr = SIZE if PACKED else GROUPS * KEY_HEADS * SIZE  # noqa: N806
-        NEXT: tl.constexpr = SIZE if PACKED else KEY_HEADS * SIZE  # noqa: N806
         at = tl.arange(0, 1)[:, None] + FIRST + group * STEP
         q = _turned(query, (group * GROUPS + width) * STEP, mask, bias, query_norm, cos, sin, EPSILON, SIZE, ROTARY)
         k = _turned(query, at, part < SIZE, bias, key_norm, cos, sin, EPSILON, SIZE, ROTARY).to(keys.dtype.element_ty)
         v = _read(query, at + NEXT, part, part < SIZE, bias).to(values.dtype.element_ty)
         own_row = tl.load(own_rows + row)
-        stored = part < tl.where(split == 0, tl.where(own_row >= 0, SIZE, 0), 0)
-        tl.store(keys + own_row * key_row + part, k, mask=stored)
-        tl.store(values + own_row * value_row + part, v, mask=stored)
+        _put(k, keys, own_row, key_row, split, SIZE)
+        _put(v, values, own_row, value_row, split, SIZE)
         own = tl.where(split == 0, tl.sum(q * k.to(tl.float32), 1) * scale, -float("inf"))
         v = v.to(tl.float32)
-    top, total, sums = _walk(
-        q, own, v, ids, begin, end, keys, values, key_row, value_row, scale, GROUPS, SIZE, KEYS, STAGES
-    )
+    if GROUPS == 1:
+        top, total, sums = _walk_one(
+            q, own, v, found, first_k, first_v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS
+        )
+    else:
+        top, total, sums = _walk_shared(q, own, v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS)
     place = row * KEY_HEADS + group
     _leave(mixed, partial, level, counter, top, total, sums, place, split, parts, GROUPS, SPLITS, SIZE)
 
@@ -303,20 +345,19 @@ def enter_kernel(
     KEY_HEADS: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
-    PACKED: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803
+    FIRST: tl.constexpr,  # noqa: N803
+    NEXT: tl.constexpr,  # noqa: N803
     ROTARY: tl.constexpr,  # noqa: N803
 ):
     """A program owns a row: its queries are turned, its keys and values go into the pools."""
     row = tl.program_id(0).to(tl.int64)
     HEADS: tl.constexpr = GROUPS * KEY_HEADS  # noqa: N806
-    STEP: tl.constexpr = 3 * SIZE if PACKED else SIZE  # noqa: N806
-    FIRST: tl.constexpr = SIZE if PACKED else HEADS * SIZE  # noqa: N806
-    NEXT: tl.constexpr = SIZE if PACKED else KEY_HEADS * SIZE  # noqa: N806
     if ROTARY > 0:
         turn = tl.load(positions + row) * ROTARY
         cos, sin = cos + turn, sin + turn
     qkv += row * qkv_row
-    part = _across(SIZE)
+    part = across(SIZE)
     head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     mask = (head < HEADS) & (part < SIZE)
     q = _turned(qkv, head * STEP, mask, bias, query_norm, cos, sin, EPSILON, SIZE, ROTARY)
@@ -328,90 +369,3 @@ def enter_kernel(
     v = _read(qkv, FIRST + NEXT + group * STEP, part, mask, bias)
     tl.store(keys + own_row * key_row + group * SIZE + part, k, mask=mask)
     tl.store(values + own_row * value_row + group * SIZE + part, v, mask=mask)
-
-
-@triton.jit
-def _block_of_keys(
-    q,
-    top,
-    total,
-    sums,
-    found,
-    seen,  # [queries, keys], or None where all see all that is there
-    keys,
-    values,
-    key_row,
-    value_row,
-    scale,
-    SIZE: tl.constexpr,  # noqa: N803
-):
-    """One step of the online softmax of a block of queries."""
-    EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"  # noqa: N806
-    k = _rows_of(found, keys, key_row, SIZE)
-    v = _rows_of(found, values, value_row, SIZE)
-    # Adding is free where a product is scaled: an absent key has minus infinity.
-    scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale + tl.where(found >= 0, 0.0, -float("inf"))[None, :]
-    if seen is not None:
-        scores = tl.where(seen, scores, -float("inf"))
-    higher = tl.maximum(top, tl.max(scores, 1))
-    floor = _floor(higher)
-    weight, fading = tl.exp2(scores - floor[:, None]), tl.exp2(top - floor)
-    sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=EXACT)
-    return higher, total * fading + tl.sum(weight, 1), sums
-
-
-@triton.jit
-def cohort_kernel(
-    query,
-    keys,
-    values,
-    mixed,
-    index,
-    slots,
-    tiles,  # [tiles, 4]: first row, end of the cohort, lane, iteration
-    query_row,
-    key_row,
-    value_row,
-    index_lane,
-    index_iteration,
-    scale,
-    window,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-):
-    tile, head = tiles + tl.program_id(1) * 4, tl.program_id(0)
-    first, stop = tl.load(tile), tl.load(tile + 1)
-    ids = index + tl.load(tile + 2) * index_lane + tl.load(tile + 3) * index_iteration
-    keys, values = keys + (head // GROUPS) * SIZE, values + (head // GROUPS) * SIZE
-    row, part, lane = first + tl.arange(0, ROWS), _across(SIZE), tl.arange(0, KEYS)
-    mask = (row < stop)[:, None] & (part < SIZE)
-    slot = tl.load(slots + row, mask=row < stop, other=-1).to(tl.int32)
-    q = tl.load(query + row.to(tl.int64)[:, None] * query_row + head * SIZE + part, mask=mask, other=0.0)
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, _padded(SIZE)], tl.float32)
-    # Slots ascend: what the first row sees, all see, and most blocks are such.
-    lowest, end = tl.load(slots + first).to(tl.int32), tl.max(slot, 0) + 1
-    begin, plain = 0, (lowest + 1) // KEYS * KEYS
-    if window is not None:
-        begin = tl.maximum(lowest + 1 - window, 0) // KEYS * KEYS
-        plain = begin
-    for start in tl.range(begin, plain, KEYS):
-        found = tl.load(ids + start + lane)
-        top, total, sums = _block_of_keys(
-            q, top, total, sums, found, None, keys, values, key_row, value_row, scale, SIZE
-        )
-    for start in tl.range(plain, end, KEYS):
-        column = start + lane
-        found = tl.load(ids + column, mask=column < end, other=-1)
-        seen = column[None, :] <= slot[:, None]
-        if window is not None:
-            seen = seen & (column[None, :] > slot[:, None] - window)
-        top, total, sums = _block_of_keys(
-            q, top, total, sums, found, seen, keys, values, key_row, value_row, scale, SIZE
-        )
-    out = mixed + (row.to(tl.int64)[:, None] * HEADS + head) * SIZE + part
-    tl.store(out, sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=mask)
