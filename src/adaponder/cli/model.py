@@ -23,7 +23,16 @@ def convert(options: ConvertOptions) -> None:
 
 @app.taking(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
-    """Write on from a prompt, each token coloured by how often it was read."""
+    """Write on from prompts, each token coloured by how often it was read.
+
+    [dim]adaponder generate runs/demo --prompt "import " --policy fixed:2[/]
+
+    [dim]adaponder generate runs/demo --prompt-file prompts.jsonl --samples 4 --json out.json[/]
+
+    [dim]echo "def main" | adaponder generate runs/demo --stop "return" --greedy[/]
+
+    [dim]adaponder generate runs/demo --interactive[/]
+    """
     from adaponder.commands import generate as command
 
     command.run(options)

@@ -46,8 +46,8 @@ def run(options: DemoOptions) -> dict[str, Any]:
     console.rule("3  what it writes, each token coloured by how often it was read")
     model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
     words = open_tokenizer(model, done.final, None)
-    settings = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    show(generate(model, words, PROMPT, policy=None, max_iterations=None, seed=0, settings=settings), colours=True)
+    settings = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95}
+    show(generate(model, words, [PROMPT], settings=settings), colours=True)
     replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, result).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
     write_json(options.json, result)

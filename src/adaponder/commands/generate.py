@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from adaponder.backbones.shape import Shape, shape_of
+from adaponder.commands.live import LiveText
 from adaponder.commands.options import GenerateOptions
+from adaponder.commands.prompts import prompts_of
 from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.conversion.open import load
-from adaponder.errors import InputError
+from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
+from adaponder.inference.engine import Engine
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
-from adaponder.terminal import by_depth, console, legend, table, write_json
+from adaponder.terminal import by_depth, console, counting, legend, table, write_json
+from adaponder.text import TextEngine, TextEvent, Writing, encode, pieces
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Generated:
         depths: the depth of each token; 0 for the last, which was generated but never read.
         prompt: number of tokens of the prompt, the first of ``pieces``.
         deepest: the most iterations that were allowed.
+        finish_reason: ``stop``, ``length`` or ``cancelled``.
         prefill: what reading the prompt cost.
         decode: what reading the tokens after it cost; its seconds are those of the whole generation.
     """
@@ -37,6 +44,7 @@ class Generated:
     depths: list[int]
     prompt: int
     deepest: int
+    finish_reason: str
     prefill: Spent
     decode: Spent
 
@@ -44,7 +52,7 @@ class Generated:
     def mean_depth(self) -> float:
         """Mean depth of the tokens that were read."""
         read = [depth for depth in self.depths if depth]
-        return sum(read) / len(read)
+        return sum(read) / max(1, len(read))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -53,83 +61,165 @@ class Generated:
             "tokens": self.pieces,
             "depths": self.depths,
             "mean_depth": self.mean_depth,
+            "finish_reason": self.finish_reason,
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
         }
 
 
-def run(options: GenerateOptions) -> Generated:
-    """Continues ``options.prompt`` with the checkpoint, and prints text, depths and cost."""
+def run(options: GenerateOptions) -> list[Generated]:
+    """Continues each prompt with the checkpoint, and prints texts, depths and cost."""
+    prompts = [] if options.interactive else prompts_of(options)
     with console.status(f"loading {options.checkpoint} …"):
         model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
         words = open_tokenizer(model, folder, options.tokenizer)
         chosen = choose_policy(model, folder, options)
-    with console.status("generating …"):
-        done = generate(
-            model,
-            words,
-            options.prompt,
-            policy=chosen,
-            max_iterations=options.max_iterations,
-            seed=options.seed,
-            settings={
-                "max_new_tokens": options.max_new_tokens,
-                "do_sample": not options.greedy,
-                **({} if options.greedy else {"temperature": options.temperature, "top_p": options.top_p}),
-            },
-        )
-    show(done, colours=options.depth_colours)
-    write_json(options.json, done.as_dict())
+    if options.interactive:
+        from adaponder.commands.interactive import Conversation
+
+        Conversation(model, words, folder, options, chosen).run()
+        return []
+    settings = request_settings(options, chosen) | {"samples": options.samples}
+    streams = console.is_terminal and len(prompts) == options.samples == 1
+    began = time.perf_counter()
+    done = generate(
+        model,
+        words,
+        prompts,
+        settings=settings,
+        stops=options.stop,
+        lanes=options.lanes,
+        live=LiveText(_deepest(model, settings), colours=options.depth_colours) if streams else None,
+    )
+    show(done, colours=options.depth_colours, text=not streams)
+    write_json(options.json, as_result(done, time.perf_counter() - began))
     return done
+
+
+def request_settings(options: GenerateOptions, policy: Policy | None) -> dict[str, Any]:
+    """The fields of a :class:`Request` that the options set."""
+    names = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_iterations")
+    settings = {name: getattr(options, name) for name in names}
+    return settings | {"temperature": 0.0 if options.greedy else options.temperature, "policy": policy}
 
 
 def generate(
     model: AdaPonderForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompts: Sequence[str],
     *,
-    policy: Policy | None,
-    max_iterations: int | None,
-    seed: int,
     settings: dict[str, Any],
+    stops: Sequence[str] = (),
+    lanes: int = 64,
+    live: LiveText | None = None,
+) -> list[Generated]:
+    """The prompts as continued by the engine, each with as many samples as ``settings``, fields of a request, say.
+
+    ``live`` shows the one text while it grows.
+    """
+    ids = [_ids(tokenizer, prompt) for prompt in prompts]
+    engine = TextEngine(_engine(model, ids, settings, lanes), tokenizer)
+    writings = [writing for one in ids for writing in engine.submit(one, stops=stops, **settings)]
+    began, seconds = time.perf_counter(), {}
+
+    def note(event: TextEvent) -> None:
+        if event.done:
+            seconds[id(event.writing)] = time.perf_counter() - began
+
+    if live is not None:
+        with live:
+            live.say("".join(pieces(tokenizer, ids[0])), style="bold")
+            finish(engine, lambda event: (note(event), live.show(event)))
+    else:
+        with counting("generating", len(writings)) as advance:
+            finish(engine, lambda event: (note(event), advance(int(event.done))))
+    shape = shape_of(model.config)
+    return [as_generated(model, tokenizer, writing, shape, seconds[id(writing)]) for writing in writings]
+
+
+def finish(
+    engine: TextEngine, each: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False
+) -> None:
+    """Steps until nothing is left to do, or ``until`` says so and the rest is cancelled; events go to ``each``.
+
+    Raises the first error of a request.
+    """
+    wrong: list[str] = []
+    while engine.busy:
+        if until() or wrong:
+            engine.cancel_all()
+        for event in engine.step():
+            each(event)
+            if event.done and event.writing.error is not None:
+                wrong.append(event.writing.error)
+    if wrong:
+        raise EvaluationError(wrong[0])
+
+
+def as_generated(
+    model: AdaPonderForCausalLM, tokenizer: PreTrainedTokenizerBase, writing: Writing, shape: Shape, seconds: float
 ) -> Generated:
-    """The prompt as continued by ``model.generate``, which is also given ``settings``."""
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    if ids.shape[1] == 0:
-        raise InputError("--prompt is empty: give at least one token")
-    torch.manual_seed(seed)
-    policy_argument = {} if policy is None else {"policy": policy}
-    began = time.perf_counter()
-    result = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        pad_token_id=tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0,
-        return_dict_in_generate=True,
-        seed=seed,
-        max_iterations=max_iterations,
-        **policy_argument,
-        **settings,
-    )
-    seconds = time.perf_counter() - began
-    tokens = result.sequences[0].tolist()
-    depths = result.past_key_values.depth[0].tolist()
-    prefill, decode = _cost(model, depths, ids.shape[1], policy=policy, max_iterations=max_iterations)
+    """A finished writing with its prompt and its cost; ``seconds`` are what a user waits for, the prompt included."""
+    request = writing.request
+    depths, prompt = writing.depths, len(request.prompt)
+    policy: Any = request.policy
+    read = [depth for depth in depths if depth]
+    prefill, decode = _cost(model, read, prompt, shape=shape, policy=policy, max_iterations=request.max_iterations)
     return Generated(
-        pieces=pieces(tokenizer, tokens),
-        depths=depths + [0] * (len(tokens) - len(depths)),
-        prompt=ids.shape[1],
-        deepest=max_iterations or model.config.iterations,
+        pieces=[*pieces(tokenizer, request.prompt), *writing.pieces],
+        depths=depths,
+        prompt=prompt,
+        deepest=request.max_iterations or model.config.iterations,
+        finish_reason=writing.finish_reason or "cancelled",
         prefill=prefill,
-        # What a user waits for: the time to read the prompt is included.
         decode=replace(decode, seconds=seconds),
     )
 
 
+def as_result(done: Sequence[Generated], seconds: float) -> dict[str, Any]:
+    """What ``--json`` holds: every completion; of a single one its fields beside."""
+    made = sum(len(one.pieces) - one.prompt for one in done)
+    whole = {"seconds": seconds, "new_tokens": made, "tokens_per_second": made / seconds}
+    return whole | {"completions": [one.as_dict() for one in done]} | (done[0].as_dict() if len(done) == 1 else {})
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    try:
+        return encode(tokenizer, prompt)
+    except InputError:
+        raise InputError("--prompt is empty: give at least one token") from None
+
+
+def _engine(
+    model: AdaPonderForCausalLM, prompts: Sequence[Sequence[int]], settings: dict[str, Any], lanes: int
+) -> Engine:
+    """An engine with room for these prompts and no more than they need."""
+    longest = max(map(len, prompts)) + settings["max_new_tokens"]
+    positions = model.config.max_position_embeddings
+    samples = len(prompts) * settings.get("samples", 1)
+    return Engine(
+        model,
+        lanes=min(lanes, samples),
+        tokens=longest if positions is None else min(longest, positions),
+        max_iterations=settings.get("max_iterations"),
+    )
+
+
+def _deepest(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> int:
+    return settings.get("max_iterations") or model.config.iterations
+
+
 def _cost(
-    model: AdaPonderForCausalLM, depths: list[int], prompt: int, *, policy: Policy | None, max_iterations: int | None
+    model: AdaPonderForCausalLM,
+    depths: list[int],
+    prompt: int,
+    *,
+    shape: Shape,
+    policy: Policy | None,
+    max_iterations: int | None,
 ) -> tuple[Spent, Spent]:
     """Costs of reading the prompt, and of reading the tokens after it, each with attention to those before it."""
-    meters = [Meter(model.config, dtype=model.dtype, device=model.device) for _ in range(2)]
+    meters = [Meter(model.config, dtype=model.dtype, device=model.device, shape=shape) for _ in range(2)]
     read = torch.tensor([depths])
     arguments: dict[str, Any] = {"max_iterations": max_iterations, "logits": 1, "policy": policy}
     meters[0].add(read[:, :prompt], **arguments)
@@ -138,29 +228,32 @@ def _cost(
     return meters[0].spent(), meters[1].spent()
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The text of each token in context; a character of several tokens belongs to the token that completes it."""
-    texts, shown = [], ""
-    for end in range(1, len(tokens) + 1):
-        text = str(tokenizer.decode(tokens[:end]))
-        # An unfinished character decodes to U+FFFD, which the next token may turn into something else.
-        text = text if end == len(tokens) else text.rstrip("\ufffd")
-        texts.append(text[len(shown) :] if text.startswith(shown) else "")
-        shown = text if text.startswith(shown) else shown
-    return texts
-
-
-def show(done: Generated, *, colours: bool) -> None:
-    """Prints the text; with ``colours``, tokens are coloured by depth, and depths and costs follow in tables."""
+def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None:
+    """Prints the texts; with ``colours``, tokens are coloured by depth, and depths and costs follow in tables."""
+    for number, one in enumerate(done, start=1):
+        if text:
+            if len(done) > 1:
+                console.rule(f"{number} of {len(done)}")
+            whole = by_depth(one.pieces, one.depths, one.deepest) if colours else "".join(one.pieces)
+            console.print(whole)
     if not colours:
-        console.print("".join(done.pieces))
         return
-    console.print(by_depth(done.pieces, done.depths, done.deepest))
+    deepest = max(one.deepest for one in done)
     console.print()
-    console.print(legend(done.deepest))
-    counts = Counter(depth for depth in done.depths if depth)
-    total = sum(counts.values())
-    rows = [(depth, counts[depth], f"{counts[depth] / total:.1%}") for depth in range(1, done.deepest + 1)]
-    console.print(table(f"Mean depth {done.mean_depth:.2f} of {done.deepest}", ("read", "tokens", "share"), rows))
-    spent = [("the prompt", *done.prefill.cells()), ("each token after it", *done.decode.cells())]
-    console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
+    console.print(legend(deepest))
+    counts = Counter(depth for one in done for depth in one.depths if depth)
+    total = counts.total()
+    mean = sum(depth * count for depth, count in counts.items()) / max(1, total)
+    rows = [(depth, counts[depth], f"{counts[depth] / max(1, total):.1%}") for depth in range(1, deepest + 1)]
+    console.print(table(f"Mean depth {mean:.2f} of {deepest}", ("read", "tokens", "share"), rows))
+    prefill, decode = _together([one.prefill for one in done]), _together([one.decode for one in done])
+    spent = [("the prompt" if len(done) == 1 else "the prompts", *prefill.cells())]
+    console.print(table("\nWhat it cost", ("", *COLUMNS), [*spent, ("each token after it", *decode.cells())]))
+
+
+def _together(costs: Sequence[Spent]) -> Spent:
+    """The sum of costs that were spent at the same time: their seconds are the longest."""
+    cost = sum((one.cost for one in costs[1:]), costs[0].cost)
+    histogram = tuple(map(sum, zip(*(one.histogram for one in costs), strict=True)))
+    seconds = max(one.seconds for one in costs)
+    return replace(costs[0], cost=cost, histogram=histogram, seconds=seconds)

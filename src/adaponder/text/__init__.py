@@ -1,7 +1,18 @@
 """From token ids to text as they come: whole characters only, and nothing beyond a stop string."""
 
 from adaponder.text.detokenizer import Detokenizer, pieces
+from adaponder.text.engine import TextEngine, TextEvent, Writing, encode
 from adaponder.text.stops import StopStrings
 from adaponder.text.stream import Piece, TextStream
 
-__all__ = ["Detokenizer", "Piece", "StopStrings", "TextStream", "pieces"]
+__all__ = [
+    "Detokenizer",
+    "Piece",
+    "StopStrings",
+    "TextEngine",
+    "TextEvent",
+    "TextStream",
+    "Writing",
+    "encode",
+    "pieces",
+]

@@ -6,13 +6,11 @@ import sys
 
 import pytest
 import yaml
-from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import __version__, cli, terminal
 from adaponder.commands import demo, doctor
-from adaponder.commands.generate import pieces
 from adaponder.commands.options import DemoOptions
 from adaponder.commands.recipes import flat, show_recipe
 from adaponder.errors import AdaPonderError
@@ -215,7 +213,8 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
     found = json.loads(record.read_text())
     assert found["versions"]["torch"]
     assert found["devices"][0]["name"] == "cpu"
-    ops = {"compact_attention", "linear_cross_entropy", "vocab_expectation"}
+    ops = {"compact_attention", "ledger_attention", "linear_cross_entropy", "vocab_expectation"}
+    ops |= {"row_gates", "row_linear", "row_vocabulary"}
     assert {kernel["op"] for kernel in found["kernels"]} == ops
     assert {doctor.would_run(op, "cpu") for op in ops} == {"torch (reference)"}
     monkeypatch.setattr(doctor, "HAS_TRITON", True)
@@ -357,14 +356,6 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
         cli.app, ["generate", str(tmp_path / "runs" / "demo"), "--prompt", "the cat", "--max-new-tokens", "3"]
     )
     assert result.exit_code == 0
-
-
-def test_pieces_join_to_the_text_even_where_a_character_spans_tokens(stock):
-    words = PreTrainedTokenizerFast.from_pretrained(stock)
-    text = "naïve 日本語 tokens — done"
-    tokens = words(text).input_ids
-    assert "".join(pieces(words, tokens)) == text
-    assert len(pieces(words, tokens)) == len(tokens)
 
 
 def test_depth_colours_grow_lighter_and_never_repeat():

@@ -11,7 +11,8 @@ from adaponder.commands.options.evaluation import (
     EvalOptions,
     PoliciesOptions,
 )
-from adaponder.commands.options.model import ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions
+from adaponder.commands.options.generation import GenerateOptions
+from adaponder.commands.options.model import ConvertOptions, DoctorOptions, InspectOptions
 from adaponder.commands.options.option import Option
 from adaponder.commands.options.training import (
     DemoOptions,

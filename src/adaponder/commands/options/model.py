@@ -6,15 +6,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
-from adaponder.commands.options.shared import (
-    CHECKPOINT,
-    TOKENIZER,
-    DepthOptions,
-    Dtype,
-    Json,
-    OpenedModel,
-    Seed,
-)
+from adaponder.commands.options.shared import CHECKPOINT, Dtype, Json, Seed
 from adaponder.registry import DEFAULT_METHOD, method_names
 from adaponder.settings import Recurrence
 
@@ -68,31 +60,6 @@ class ConvertOptions(NewSettings, _Source, Seed, Dtype, Json):
             check=lambda name: values.one_of(*method_names(), "backbone")(name),  # by then there may be more
         ),
     ] = DEFAULT_METHOD
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Colours:
-    depth_colours: Annotated[bool, Option(help="Colour each token by how often it was read.")] = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(DepthOptions, _Colours, OpenedModel):
-    """``adaponder generate``."""
-
-    checkpoint: Annotated[str, CHECKPOINT]
-    prompt: Annotated[str, Option(metavar="TEXT", help="What to go on from.")]
-    tokenizer: Annotated[str | None, TOKENIZER] = None
-    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="How many tokens to add.")] = 64
-    temperature: Annotated[float, Option(metavar="X", help="Of the sampling.", check=values.above(0))] = 1.0
-    top_p: Annotated[
-        float,
-        Option(
-            metavar="X",
-            help="Sample from the likeliest tokens of this total probability.",
-            check=values.above(0, most=1),
-        ),
-    ] = 1.0
-    greedy: Annotated[bool, Option(flags=("--greedy",), help="Always the likeliest token.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

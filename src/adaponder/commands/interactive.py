@@ -1,0 +1,189 @@
+"""adaponder generate --interactive: prompt after prompt, each continued as it is generated."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from adaponder.commands.generate import finish, request_settings
+from adaponder.commands.live import LiveText
+from adaponder.commands.options import GenerateOptions
+from adaponder.commands.subject import choose_policy
+from adaponder.errors import AdaPonderError, InputError
+from adaponder.inference.engine import Engine
+from adaponder.inference.request import Request, check_request
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import Policy, parse_policy, spec_of
+from adaponder.terminal import console, errors, legend, line, table
+from adaponder.text import TextEngine, pieces
+
+COMMANDS = {
+    "/policy RULE": "who decides depth, as --policy: /policy fixed:2; alone: the model's own rule",
+    "/tau X": "another threshold for the learned gate; alone: the model's own rule",
+    "/profile NAME": "a budget that adaponder calibrate stored",
+    "/iterations N": "read no token more often than this; alone: as often as the model may",
+    "/temperature X": "of the sampling; 0: always the likeliest token",
+    "/top-p X": "sample from the likeliest tokens of this total probability",
+    "/top-k N": "sample from the N likeliest tokens; 0: from all",
+    "/max N": "how many tokens to add",
+    "/seed N": "everything random follows this; it grows by one with each prompt",
+    "/settings": "show what is set",
+    "/help": "show this",
+    "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
+}
+
+
+class Interruption:
+    """Within it Ctrl-C is noted and interrupts nothing: a step of the engine is done or not begun."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():  # no other can
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *about: object) -> None:
+        self.asked = True
+
+
+class Conversation:
+    """Reads lines, obeys those that begin with a slash, and continues the others."""
+
+    def __init__(
+        self,
+        model: AdaPonderForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        options: GenerateOptions,
+        policy: Policy | None,
+    ):
+        self.model, self.tokenizer, self.folder = model, tokenizer, folder
+        self.options, self.policy = options, policy
+        self.engine = TextEngine(Engine(model, lanes=1), tokenizer)
+
+    def run(self) -> None:
+        """Asks for prompts until there is no more input, or ``/quit``."""
+        console.print(line("Text is continued. ", ("/help", "bold"), " says what else can be typed."))
+        console.print(legend(self.options.max_iterations or self.model.config.iterations))
+        while True:
+            try:
+                text = console.input(line(("> ", "bold")))
+            except KeyboardInterrupt:
+                console.print()
+                continue
+            except EOFError:
+                console.print()
+                return
+            if text.strip() == "/quit":
+                return
+            if text.strip():
+                self.answer(text)
+
+    def answer(self, text: str) -> None:
+        """Obeys or continues one line; what is wrong with it is said, and changes nothing."""
+        try:
+            if text.startswith("/"):
+                self.obey(*text[1:].split(None, 1))
+            else:
+                self.write(text)
+        except AdaPonderError as error:
+            errors.print(line(("error:", "bold red"), " ", str(error)), soft_wrap=True)
+
+    def write(self, prompt: str) -> None:
+        """Continues the prompt, shown as it grows; Ctrl-C ends it."""
+        settings = request_settings(self.options, self.policy)
+        (writing,) = self.engine.submit(prompt, stops=self.options.stop, **settings)
+        deepest = self.options.max_iterations or self.model.config.iterations
+        live = LiveText(deepest, colours=self.options.depth_colours)
+        with live:
+            live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
+            with Interruption() as interruption:
+                finish(self.engine, live.show, until=lambda: interruption.asked)
+        ended = {"length": "", "stop": "ended by itself; ", "cancelled": "stopped; "}
+        console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
+        self.options = replace(self.options, seed=self.options.seed + 1)
+
+    def obey(self, command: str = "", value: str = "") -> None:
+        """Sets what a command names; raises, with nothing changed, if it cannot be."""
+        if command == "help":
+            console.print(table("", ("command", ""), COMMANDS.items()))
+            return
+        if command == "settings":
+            self.show_settings()
+            return
+        changes = self._changes(command, value.strip())
+        options = replace(self.options, **changes)
+        policy = choose_policy(self.model, self.folder, options)
+        self._check(Request(prompt=[0], **request_settings(options, policy)))
+        self.options, self.policy = options, policy
+        self.show_settings()
+
+    def _check(self, request: Request) -> None:
+        """Raises if no prompt could be continued so."""
+        config, engine = self.model.config, self.engine.engine
+        limits = {"positions": engine.tokens, "iterations": config.iterations, "eos_ids": engine.eos_ids}
+        check_request(request, vocabulary=config.vocab_size, model=self.model, **limits)
+
+    def _changes(self, command: str, value: str) -> dict[str, object]:
+        """The options that a command changes."""
+        depth: dict[str, object] = {"policy": None, "tau": None, "profile": None}
+        if command == "policy":
+            return depth | {"policy": parse_policy(value) if value else None}
+        if command == "tau":
+            return depth | {"tau": _number("/tau", value, 0, 1) if value else None}
+        if command == "profile":
+            return depth | {"profile": value or None}
+        if command == "iterations":
+            return {"max_iterations": _whole("/iterations", value, 1) if value else None}
+        if command == "temperature":
+            heat = _number("/temperature", value, 0, 100)
+            return {"greedy": heat == 0, "temperature": heat or self.options.temperature}
+        if command == "top-p":
+            if not (share := _number("/top-p", value, 0, 1)):
+                raise InputError("/top-p 0: a number above 0 is needed; /temperature 0 takes the likeliest token")
+            return {"top_p": share}
+        whole = {"top-k": ("top_k", 0), "max": ("max_new_tokens", 1), "seed": ("seed", 0)}
+        if command in whole:
+            name, least = whole[command]
+            return {name: _whole(f"/{command}", value, least)}
+        raise InputError(f"/{command}: there is no such command; /help lists them")
+
+    def show_settings(self) -> None:
+        """Prints what the next prompt is continued with."""
+        options = self.options
+        depth = "the model's own rule" if self.policy is None else spec_of(self.policy)
+        most = options.max_iterations or self.model.config.iterations
+        heat = 0 if options.greedy else options.temperature
+        console.print(
+            f"depth: {depth}, at most {most}; temperature {heat:g}, top-p {options.top_p:g}, top-k {options.top_k}; "
+            f"max {options.max_new_tokens}, seed {options.seed}",
+            style="dim",
+        )
+
+
+def _number(command: str, text: str, least: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        raise InputError(f"{command} {text}: a number from {least:g} to {most:g} is needed")
+    return value
+
+
+def _whole(command: str, text: str, least: int) -> int:
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise InputError(f"{command} {text}: a whole number, at least {least}, is needed")
+    return int(text)

@@ -1,0 +1,160 @@
+"""Text in, text out, over an engine that knows token ids: prompts, stop strings, and the text of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from adaponder.errors import InputError
+from adaponder.inference.outputs import Completion, FinishReason, Token
+from adaponder.inference.request import Request
+from adaponder.text.stops import check_stops
+from adaponder.text.stream import Piece, TextStream
+
+if TYPE_CHECKING:
+    from adaponder.inference.engine import Engine
+
+
+@dataclass
+class Writing:
+    """One sample of a request as text, as far as it has come.
+
+    Attributes:
+        request: what was asked of the engine.
+        number: of the request.
+        sample: which of the request's samples, from 0.
+        stream: turns the tokens into text.
+        tokens: the tokens of the text; the last one completed the stop string, where there is one.
+        pieces: the text of each token.
+        prompt_depths: depths of the prompt's tokens; empty before they are known.
+        finish_reason: ``stop`` at a stop string or id; ``None`` while it goes on.
+        error: what went wrong, in one line.
+    """
+
+    request: Request
+    number: int
+    sample: int
+    stream: TextStream
+    tokens: list[Token] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    prompt_depths: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each token of prompt and text; 0 for the last, of which no row is known."""
+        # A token's row predicted the next one, which says its depth; the prompt's last row predicted the first.
+        after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
+        return self.prompt_depths + after
+
+    def add(self, token: Token) -> list[Piece]:
+        """Takes a token in; returns the text that can be shown now."""
+        self.tokens.append(token)
+        self.pieces.append("")
+        return self.keep(self.stream.add(token.id))
+
+    def keep(self, pieces: list[Piece]) -> list[Piece]:
+        """The same pieces, written down."""
+        for piece in pieces:
+            self.pieces[piece.token] += piece.text
+        return pieces
+
+
+class TextEvent(NamedTuple):
+    """Text that a sample has grown by, possibly empty; or its end."""
+
+    writing: Writing
+    pieces: list[Piece]
+    done: bool = False
+
+
+class TextEngine:
+    """Generates text for many prompts at once; see :class:`adaponder.inference.engine.Engine`, which it drives.
+
+    A request of several samples is cancelled when all of them have met their stop strings; until then the tokens
+    beyond are left out of the text.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase):
+        self.engine, self.tokenizer = engine, tokenizer
+        self._writings: dict[int, list[Writing]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any text is not finished."""
+        return bool(self._writings)
+
+    def submit(
+        self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), include_stop: bool = False, **settings: Any
+    ) -> list[Writing]:
+        """Takes a prompt in and returns its samples; ``settings`` are fields of :class:`Request`.
+
+        Raises :class:`InputError` if it cannot be honoured.
+        """
+        stops = check_stops(stops)
+        request = Request(prompt=encode(self.tokenizer, prompt), **settings)
+        number = self.engine.submit(request)
+        silent = set(request.stop_ids) | (set() if request.ignore_eos else set(self.engine.eos_ids))
+        ids = list(request.prompt)
+        self._writings[number] = [
+            Writing(
+                request,
+                number,
+                sample,
+                TextStream(self.tokenizer, ids, stops=stops, include_stop=include_stop, silent=silent),
+            )
+            for sample in range(request.samples)
+        ]
+        return list(self._writings[number])
+
+    def cancel(self, number: int) -> None:
+        """Ends a request; the ends of its samples are among the next step's events."""
+        self.engine.cancel(number)
+
+    def cancel_all(self) -> None:
+        """Ends every request that is not finished."""
+        for number in self._writings:
+            self.cancel(number)
+
+    def step(self) -> list[TextEvent]:
+        """One step of the engine, as text."""
+        events = []
+        for event in self.engine.step():
+            writings = self._writings.get(event.request)
+            if writings is None:
+                continue
+            writing = writings[event.sample]
+            if event.completion is not None:
+                events.append(self._end(writing, event.completion))
+            elif event.token is not None and writing.stream.stop is None:
+                events.append(TextEvent(writing, writing.add(event.token)))
+                if all(one.stream.stop is not None or one.finish_reason is not None for one in writings):
+                    self.cancel(event.request)
+        return events
+
+    def _end(self, writing: Writing, completion: Completion) -> TextEvent:
+        pieces = writing.keep(writing.stream.finish())
+        stopped = writing.stream.stop is not None
+        writing.finish_reason = "stop" if stopped else completion.finish_reason or "error"
+        writing.error = None if stopped else completion.error
+        writing.prompt_depths = list(completion.prompt_depths)
+        writings = self._writings[writing.number]
+        if all(one.finish_reason is not None for one in writings):
+            del self._writings[writing.number]
+        return TextEvent(writing, pieces, done=True)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
+    """The prompt's token ids; raises if there are none."""
+    ids = list(tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise InputError("prompt: it is empty; give at least one token")
+    return ids

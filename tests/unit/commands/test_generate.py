@@ -1,0 +1,226 @@
+"""adaponder generate: prompts from everywhere, many at once, stop strings, and a loop that Ctrl-C does not end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from typer.testing import CliRunner
+
+from adaponder import cli
+from adaponder.commands import generate, interactive, live
+from adaponder.commands.options import GenerateOptions
+from adaponder.commands.prompts import prompts_of
+from adaponder.errors import InputError
+from adaponder.terminal import Screen, plain
+from harness_support import reader, words
+
+GREEDY = ("--greedy", "--max-new-tokens", "8")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate") / "ada"
+    reader().save_pretrained(folder)
+    words().save_pretrained(folder)
+    return str(folder)
+
+
+def invoke(*arguments: str, typed: str | None = None):
+    result = CliRunner().invoke(cli.app, ["generate", *arguments], env={"COLUMNS": "100"}, input=typed)
+    assert result.exit_code == 0, f"{result.output} {result.exception!r}"
+    return result.output
+
+
+def texts(checkpoint, tmp_path, *arguments: str, typed: str | None = None) -> list[str]:
+    invoke(checkpoint, *arguments, "--json", str(tmp_path / "out.json"), typed=typed)
+    found = json.loads((tmp_path / "out.json").read_text())["completions"]
+    return [one["prompt"] + one["text"] for one in found]
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def asked(monkeypatch, typed: str | None = None, **options) -> list[str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed or ""))
+    return prompts_of(GenerateOptions(checkpoint="x", **options))
+
+
+def test_prompts_come_from_arguments_files_and_standard_input(monkeypatch, tmp_path):
+    lines, records = tmp_path / "some.txt", tmp_path / "some.jsonl"
+    lines.write_text("The river\r\n\n  the mill\x0cran\n")
+    records.write_text('{"prompt": "one\\ntwo", "id": 3}\n{"prompt": "three"}\n')
+    assert asked(monkeypatch, prompt="a") == ["a"]
+    assert asked(monkeypatch, prompt=("a", "b")) == ["a", "b"]
+    assert asked(monkeypatch, prompt=("a", "-"), typed="c\nd\n") == ["a", "c\nd"]
+    assert asked(monkeypatch, typed="piped in\n") == ["piped in"]
+    assert asked(monkeypatch, prompt_file=lines) == ["The river", "  the mill\x0cran"]
+    assert asked(monkeypatch, prompt=("a",), prompt_file=records) == ["a", "one\ntwo", "three"]
+    assert asked(monkeypatch, prompt_file=Path("-"), typed="c\nd\n") == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.jsonl", b'{"prompt": 5}', "line 1: the field prompt"),
+        ("x.jsonl", b'{"prompt": "a"}\n{"text": "a"}', "line 2: the field prompt"),
+        ("x.jsonl", b'{"prompt": ""}', "line 1: the field prompt"),
+        ("x.jsonl", b"\n[", "line 2: '\\['"),
+        ("x.jsonl", b"[" * 100_000, "line 1"),
+        ("x.txt", b"\n \n", "there is no prompt in it"),
+        ("x.txt", b"\xff\xfe", "not UTF-8"),
+        ("missing", None, "cannot be read"),
+    ],
+)
+def test_a_file_without_prompts_is_refused_by_name_and_line(monkeypatch, tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"--prompt-file .*{name}.*{said}") as error:
+        asked(monkeypatch, prompt_file=tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_no_prompt_at_all_is_wrong_use(monkeypatch):
+    for typed in ("", "\n"):
+        with pytest.raises(InputError, match="--prompt: standard input is empty"):
+            asked(monkeypatch, typed=typed)
+    with pytest.raises(InputError, match="--prompt is empty"):
+        asked(monkeypatch, prompt="")
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    with pytest.raises(InputError, match="--prompt: say what to go on from"):
+        prompts_of(GenerateOptions(checkpoint="x"))
+
+
+# --- many at once --------------------------------------------------------------------------------------------------
+
+
+def test_prompts_together_are_continued_as_each_alone(checkpoint, tmp_path):
+    prompts = ["The river ran", "A", "mill past the mill"]
+    alone = [texts(checkpoint, tmp_path, "--prompt", prompt, *GREEDY)[0] for prompt in prompts]
+    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+    assert texts(checkpoint, tmp_path, *asked, *GREEDY, "--lanes", "2") == alone
+    assert texts(checkpoint, tmp_path, "--prompt-file", "-", *GREEDY, typed="\n".join(prompts)) == alone
+    assert all(text.startswith(prompt) for text, prompt in zip(alone, prompts, strict=True))
+
+
+def test_samples_differ_and_follow_the_seed(checkpoint, tmp_path):
+    base = ("--prompt", "The", "--samples", "3", "--max-new-tokens", "12")
+    first, again = (texts(checkpoint, tmp_path, *base, "--seed", "4") for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 3
+    shown = invoke(checkpoint, *base)
+    assert "1 of 3" in shown
+    assert "What it cost" in shown
+
+
+def test_a_stop_string_ends_the_text_before_it(checkpoint, tmp_path):
+    (whole,) = texts(checkpoint, tmp_path, "--prompt", "The river", *GREEDY)
+    added = whole.removeprefix("The river")
+    stop = added[3:6]
+    (text,) = texts(checkpoint, tmp_path, "--prompt", "The river", *GREEDY, "--stop", "nowhere", "--stop", stop)
+    assert text == "The river" + added[: added.index(stop)]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["finish_reason"] == "stop"
+    assert len(found["tokens"]) == len(found["depths"])
+    assert found["depths"][-1] == 0
+
+
+# --- on a terminal -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def window(monkeypatch):
+    """What a terminal of 40 columns is sent."""
+    screen = Screen()
+    screen.file, screen._force_terminal, screen.is_interactive, screen.width = io.StringIO(), True, True, 40
+    for module in (generate, interactive, live):
+        monkeypatch.setattr(module, "console", screen)
+    return screen.file
+
+
+def test_one_prompt_is_shown_as_it_grows(monkeypatch, window, checkpoint):
+    monkeypatch.setattr(live, "_REFRESH", 0.0)
+    options = GenerateOptions(checkpoint=checkpoint, prompt="The river ran", greedy=True, max_new_tokens=40)
+    (done,) = generate.run(options)
+    sent = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", window.getvalue()).replace("\r", "\n")
+    speeds = [int(found) for found in re.findall(r"(\d+) tokens, [\d.,]+ tokens/s, mean depth", sent)]
+    assert speeds[0] < 5
+    assert speeds == sorted(speeds)
+    lines = iter(sent.split("\n"))
+    whole = Text(plain("".join(done.pieces))).wrap(Console(width=40), 40)
+    assert len(whole) > 1
+    assert all(line.plain.rstrip() in (seen.rstrip() for seen in lines) for line in whole), "each line, in their order"
+    assert "Mean depth" in sent
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+
+def conversation(checkpoint, *lines: str) -> str:
+    return invoke(checkpoint, "--interactive", *GREEDY, typed="".join(f"{line}\n" for line in lines))
+
+
+def test_a_conversation_continues_prompts_and_obeys_commands(checkpoint, tmp_path):
+    (whole,) = texts(checkpoint, tmp_path, "--prompt", "The river ran", *GREEDY)
+    shown = conversation(checkpoint, "The river ran", "", "/max 2", "The river ran", "/quit", "never read")
+    assert plain(whole).rstrip() in shown
+    assert "8 tokens, " in shown
+    assert "2 tokens, " in shown
+    assert "never read" not in shown
+    shown = conversation(checkpoint, "/help", "/policy fixed:1", "A", "/tau 0.5", "/temperature 0.7", "/settings")
+    assert "mean depth 1.00" in shown
+    assert "/temperature X" in shown
+    assert "fixed:1" in shown
+    assert "temperature 0.7" in shown
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/nothing",
+        "/",
+        "/tau 2",
+        "/tau word",
+        "/policy wild:1",
+        "/policy ranked-uniform:0.5",
+        "/max 0",
+        "/max 1.5",
+        "/max 999999999999",
+        "/temperature -1",
+        "/temperature nan",
+        "/top-p 0",
+        "/top-k -1",
+        "/seed x",
+        "/iterations 99",
+        "/profile none",
+    ],
+)
+def test_a_wrong_command_is_said_and_changes_nothing(checkpoint, line):
+    shown = conversation(checkpoint, line, "A")
+    assert shown.count("error: ") == 1
+    assert line.partition(" ")[0].strip("/") in shown.partition("error: ")[2]
+    assert "8 tokens, " in shown
+
+
+def test_ctrl_c_ends_the_text_and_not_the_program(monkeypatch, checkpoint):
+    show = live.LiveText.show
+
+    def interrupted(self, event):
+        if len(event.writing.tokens) == 3 and event.writing.finish_reason is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        show(self, event)
+
+    monkeypatch.setattr(live.LiveText, "show", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    shown = conversation(checkpoint, "The river ran", "/max 2", "A")
+    assert "stopped; 3 tokens, " in shown or "stopped; 4 tokens, " in shown
+    assert "2 tokens, " in shown
+    assert signal.getsignal(signal.SIGINT) is before
