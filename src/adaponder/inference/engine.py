@@ -71,7 +71,8 @@ class Engine:
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
         built = body_of(model, body, lanes=bucket_of(lanes), positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
-        most = lanes * (self.tokens * width * passes + 2 * PAGE)
+        # Beyond what the lanes need: what a launch may use before its answer is known, as `_check` counts it.
+        most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
         rows = _rows_that_fit(model, numbers, most) if rows is None else rows
         pages = Pages(rows // PAGE + 1, PAGE)
         self.runner = Runner(

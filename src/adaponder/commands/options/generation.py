@@ -28,7 +28,7 @@ class SamplingOptions:
     min_p: Annotated[
         float,
         Option(
-            metavar="X", help="Sample from tokens at least X times as probable as the likeliest.", check=values.share
+            metavar="X", help="Sample from tokens X times as probable as the likeliest, or more.", check=values.share
         ),
     ] = 0.0
     repetition_penalty: Annotated[
