@@ -6,11 +6,9 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
-    from adaponder.inference.runner import Log, Runner
-    from adaponder.inference.sampler import Features
+    from adaponder.inference.runner import Log, Needs, Runner
 
 _WARM_UP = 2
 
@@ -43,38 +41,38 @@ class Graphs:
         self.graphs: dict[Hashable, _Graph] = {}
         self.pool: Any = None
 
-    def run(self, seats: list[int], features: Features, longest: int, ticks: int) -> Log:
+    def run(self, seats: list[int], needs: Needs, longest: int, ticks: int) -> Log:
         """So many ticks over these lanes; their logs, on the host once the stream has come so far."""
         bucket = bucket_of(len(seats))
         context = context_of(longest, self.runner.lanes.index.shape[2])
-        key = (bucket, features, context, self.runner.policies.key())
+        key = (bucket, needs, context, self.runner.policies.key())
         if key not in self.graphs:
-            self.graphs[key] = _Graph(self, bucket, features, context)
+            self.graphs[key] = _Graph(self, bucket, needs, context)
         return self.graphs[key].run(seats, ticks)
 
 
 class _Graph:
-    def __init__(self, owner: Graphs, bucket: int, features: Features, context: int):
+    def __init__(self, owner: Graphs, bucket: int, needs: Needs, context: int):
         runner = owner.runner
         self.runner, self.bucket = runner, bucket
         self.seats: list[int] = []
         self.lane = torch.full((bucket,), runner.lanes.nobody, device=runner.device)
         self.number = torch.zeros(1, dtype=torch.long, device=runner.device)
-        self.log: list[Tensor] = []
         # The first runs, over nobody's rows, compile kernels and show what a log holds.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP):
-                said, _ = runner.tick(self.lane, (), features, context)
+                said, _ = runner.tick(self.lane, (), needs, context)
         torch.cuda.current_stream().wait_stream(side)
         self.kind = type(said)
-        self.log = [part.new_zeros(owner.ticks, *part.shape) for part in said]
+        self.log = [None if part is None else part.new_zeros(owner.ticks, *part.shape) for part in said]
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=owner.pool):
-            said, _ = runner.tick(self.lane, (), features, context)
+            said, _ = runner.tick(self.lane, (), needs, context)
             for kept, part in zip(self.log, said, strict=True):
-                kept.index_copy_(0, self.number, part[None])
+                if kept is not None and part is not None:
+                    kept.index_copy_(0, self.number, part[None])
             self.number += 1
         owner.pool = self.graph.pool()
 
@@ -86,4 +84,5 @@ class _Graph:
         self.number.zero_()
         for _ in range(ticks):
             self.graph.replay()
-        return self.kind(*(part[:ticks].to("cpu", non_blocking=True) for part in self.log))
+        kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.log)
+        return self.kind(*kept)

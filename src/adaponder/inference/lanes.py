@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adaponder.methods import State
+from adaponder.ops.lane_books import Books
 
 
 class Lanes:
@@ -17,72 +18,55 @@ class Lanes:
     Every tensor keeps its place in memory, so that a CUDA graph can read and write it.
 
     Attributes:
-        index: int32 ``[lanes + 1, iterations, slots]``: the pool row that an iteration reads for a slot; -1: none.
-        token: int64 ``[lanes + 1]``: the id of the token that is being read.
-        place: which token of the sequence that is.
-        iteration: at which iteration its next row stands.
-        last: the last iteration that is allowed.
-        used: how many rows of its pages the lane has used.
-        pages: int32 ``[lanes + 1, …]``: the pages from which its rows come.
-        state: what the method keeps of the token, from one iteration to the next.
+        books: where each lane stands, and which rows it sees.
+        state: what the method keeps of the lane's token, from one iteration to the next.
+        places: how many tokens a sequence may have.
     """
 
     def __init__(self, lanes: int, *, passes: int, tokens: int, width: int, page_size: int, like: State):
-        device = like.input.device
-        self.lanes, self.nobody, self.width, self.page_size = lanes, lanes, width, page_size
-        count, slots = lanes + 1, tokens * width
-        self.index = torch.full((count, passes, slots), -1, dtype=torch.int32, device=device)
+        device, count, slots = like.input.device, lanes + 1, tokens * width
+        self.nobody, self.places, self.width = lanes, tokens, width
 
-        def numbers() -> Tensor:
-            return torch.zeros(count, dtype=torch.long, device=device)
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(count, *shape, dtype=torch.int32 if shape else torch.long, device=device)
 
-        self.token, self.place, self.iteration, self.last, self.used = (numbers() for _ in range(5))
         # A lane that is done may run a few ticks more before the host has heard of it.
-        self.pages = torch.zeros(count, -(-slots * passes // page_size) + _SPARE, dtype=torch.int32, device=device)
+        pages = -(-slots * passes // page_size) + _SPARE
+        self.books = Books(
+            index=numbers(passes, slots).fill_(-1),
+            token=numbers(),
+            place=numbers(),
+            iteration=numbers(),
+            last=numbers(),
+            used=numbers(),
+            pages=numbers(pages),
+            page_size=page_size,
+        )
 
         def entries(one: Tensor) -> Tensor:
             return one.new_zeros(count, *one.shape[1:])
 
         hidden = like.input.new_zeros(count, 1, like.input.shape[-1])
         self.state = State(entries(like.input), hidden, tuple(entries(one) for one in like.carried))
-        self._numbers = torch.arange(passes, device=device)
 
-    # --- the host writes ----------------------------------------------------------------------------------------
+    @property
+    def index(self) -> Tensor:
+        return self.books.index
 
     def enter(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
         """(lane, token id, its place in the sequence, last iteration): these lanes begin to read a token."""
-        lane, token, place, last = self._columns(entries)
-        self.token[lane], self.place[lane], self.last[lane] = token, place, last
-        self.iteration[lane] = 0
-        self.used[lane] = 0
+        books, (lane, token, place, last) = self.books, self._columns(entries)
+        books.token[lane], books.place[lane], books.last[lane] = token, place, last
+        books.iteration.index_fill_(0, lane, 0)
+        books.used.index_fill_(0, lane, 0)
 
     def add_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """(lane, place in its page table, page)."""
         lane, place, page = self._columns(entries)
-        self.pages[lane, place] = page.int()
+        self.books.pages[lane, place] = page.int()
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> Any:
-        return torch.tensor(entries).to(self.token.device, non_blocking=True).unbind(1)
-
-    # --- the device writes --------------------------------------------------------------------------------------
-
-    def next_rows(self, lane: Tensor) -> Tensor:
-        """The pool rows ``[n, width]`` that these lanes write next; they count as used."""
-        place = self.used[lane][:, None] + torch.arange(self.width, device=lane.device)
-        place = place.clamp(max=self.pages.shape[1] * self.page_size - 1)
-        page = self.pages[lane[:, None], place // self.page_size].long()
-        self.used.index_add_(0, lane, torch.full_like(lane, self.width))
-        return page * self.page_size + place % self.page_size
-
-    def book(self, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-        """Law 3: a row is what its slot shows at its own iteration and at every later one, until a later row is there.
-
-        Where a halted token ``vanishes``, it shows at its own iteration alone. All arguments are ``[n]``.
-        """
-        old = self.index[lane, :, slot]
-        own, later = self._numbers == iteration[:, None], self._numbers > iteration[:, None]
-        after = -1 if vanishes else row[:, None].int()
-        self.index[lane, :, slot] = torch.where(own, row[:, None].int(), torch.where(later, after, old))
+        return torch.tensor(entries).to(self.books.token.device, non_blocking=True).unbind(1)
 
 
 _SPARE = 16

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
-from adaponder.inference.runner import GOES_ON, NOT_A_NUMBER, Launch, Read, Runner
+from adaponder.inference.runner import GOES_ON, NOT_A_NUMBER, Launch, Log, Read, Runner
 from adaponder.inference.scheduler import Scheduler, kind_of
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 
@@ -25,16 +23,6 @@ class Event:
     completion: Completion | None = None
 
 
-class _Logs(NamedTuple):
-    """The logs of a launch on the host, ``[ticks, n, …]``."""
-
-    token: np.ndarray
-    gate: np.ndarray
-    log_probability: np.ndarray
-    top_ids: np.ndarray
-    top_log_probabilities: np.ndarray
-
-
 class Receiver:
     """Keeps the host's knowledge of each sequence; ends those that are finished."""
 
@@ -43,7 +31,7 @@ class Receiver:
         self.tokens = self.rows = self.ticks = 0
 
     def receive(self, launch: Launch) -> list[Event]:
-        logs = _Logs(*(part.numpy() for part in launch.wait()))
+        logs = launch.wait()
         events: list[Event] = []
         self.ticks += launch.ticks
         self._fail(launch, events)
@@ -67,14 +55,14 @@ class Receiver:
 
     # --- decoding -----------------------------------------------------------------------------------------------
 
-    def _decoded(self, sequence: Sequence, ticks: int, logs: _Logs, number: int, events: list[Event]) -> None:
+    def _decoded(self, sequence: Sequence, ticks: int, logs: Log, number: int, events: list[Event]) -> None:
         width, request = self.runner.width, sequence.request
         sequence.ahead -= ticks * width
         sequence.rows.used += ticks * width
         self.rows += ticks * width
         for tick, said in enumerate(logs.token[:, number].tolist()):
             sequence.reading += 1
-            if request.gates and sequence.reading < sequence.iterations:
+            if request.gates and logs.gate is not None and sequence.reading < sequence.iterations:
                 sequence.gates.append(float(logs.gate[tick, number]))
             if request.iteration_top:
                 sequence.iteration_top.append(_top(logs, tick, number, request.iteration_top))
@@ -100,7 +88,7 @@ class Receiver:
                 events.append(self.end(sequence, "length"))
                 return
 
-    def _token(self, sequence: Sequence, said: int, logs: _Logs, tick: int, number: int) -> Token:
+    def _token(self, sequence: Sequence, said: int, logs: Log, tick: int, number: int) -> Token:
         request = sequence.request
         if request.log_probabilities is None and not request.gates and not request.iteration_top:
             return Token(said, sequence.reading * self.runner.width)
@@ -108,7 +96,7 @@ class Receiver:
         return Token(
             said,
             sequence.reading * self.runner.width,
-            None if wanted is None else float(logs.log_probability[tick, number]),
+            None if wanted is None or logs.log_probability is None else float(logs.log_probability[tick, number]),
             _top(logs, tick, number, wanted or 0),
             tuple(sequence.gates),
             tuple(sequence.iteration_top),
@@ -189,7 +177,9 @@ class Receiver:
         return Event(sequence.request_number, sequence.sample, None, completion)
 
 
-def _top(logs: _Logs, tick: int, number: int, count: int) -> TopTokens:
+def _top(logs: Log, tick: int, number: int, count: int) -> TopTokens:
+    if not count or logs.top_ids is None or logs.top_log_probabilities is None:
+        return ()
     ids, values = logs.top_ids[tick, number, :count], logs.top_log_probabilities[tick, number, :count]
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 

@@ -3,57 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.execution.base import Rows
-from adaponder.inference.lane_policies import LanePolicies
+from adaponder.inference.lanes import joined
+from adaponder.methods import State
+from adaponder.ops.ledger_attention import Cohort
+from adaponder.ops.row_vocabulary import row_expectation, row_logits
 from adaponder.ops.vocab_expectation import vocab_expectation
 from adaponder.policies import PolicyInput
+
+if TYPE_CHECKING:
+    from adaponder.inference.runner import Runner
+
+
+class TickInput(NamedTuple):
+    """The tokens of a tick, ``[n]`` each: lane, token id, place in the sequence, iteration, last iteration allowed.
+
+    ``row`` are the pool rows, ``[n, width]``; ``state`` is what the method kept of the iteration before.
+    """
+
+    lane: Tensor
+    token: Tensor
+    place: Tensor
+    iteration: Tensor
+    last: Tensor
+    row: Tensor
+    state: State
+
+    @classmethod
+    def joined(cls, parts: Sequence[TickInput]) -> TickInput:
+        """The tokens of several, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = list(zip(*(part[:-1] for part in parts), strict=True))
+        return cls(*(torch.cat(column) for column in columns), joined([part.state for part in parts]))
+
+    @classmethod
+    def nothing(cls, zeros: Tensor, embedded: Tensor) -> TickInput:
+        """One token of no meaning."""
+        return cls(zeros, zeros, zeros, zeros, zeros, zeros[:, None], State(embedded, embedded))
 
 
 class TickRows(Rows):
     """Rows of many sequences; everything is ``[n, 1]`` or ``[n, width, d]``, the first axis counting tokens.
 
     Attributes:
-        lane, token, iteration, last: int64 ``[n]``: whose row it is, which token of the sequence, at which iteration,
-            and which iteration is the last that is allowed.
-        before: hidden states ``[n, 1, d]`` one iteration earlier; of no meaning at iteration 0.
-        alone: how many rows, the first ones, decode; of the others no logits are kept.
+        alone: how many tokens, the first ones, decode; the others are chunks of prompts, which ``cohorts`` lists.
         wants: what the gates said, ``[n, 1]``, where the method asked any.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        policies: LanePolicies,
-        *,
-        lane: Tensor,
-        token: Tensor,
-        iteration: Tensor,
-        last: Tensor,
-        before: Tensor,
-        alone: int,
-        width: int,
-    ):
-        self.lane, self.token, self.iteration, self.last = lane, token, iteration, last
-        self.before, self.alone, self.slots_per_token = before, alone, width
-        self.policies = policies
-        self.backbone = TickHead(backbone, self)
-        self.active = torch.ones_like(lane, dtype=torch.bool)[:, None]
+    def __init__(self, runner: Runner, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...]):
+        self.lane, self.place, self.iteration = tick.lane, tick.place, tick.iteration
+        self.before, self.alone, self.cohorts = tick.state.hidden, alone, cohorts
+        self.slots_per_token = runner.width
+        self.runner = runner
+        self.backbone: Any = TickHead(runner.backbone, self)
+        self.active = torch.ones_like(tick.lane, dtype=torch.bool)[:, None]
         self.wants: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         return function(values)
 
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        if len(gates) == 1:
-            return gates[0](values)
-        every = torch.stack([gate(values) for gate in gates], dim=-1)
-        return every.gather(-1, self.iteration.clamp(max=len(gates) - 1)[:, None, None]).squeeze(-1)
+        alone, parts = self.alone, []
+        if alone:
+            parts.append(self.runner.gates(gates)(values[:alone], self.iteration[:alone, None]))
+        for cohort in self.cohorts:
+            those = slice(cohort.start // self.slots_per_token, cohort.stop // self.slots_per_token)
+            parts.append(gates[min(cohort.iteration, len(gates) - 1)](values[those]))
+        return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].dtype) for part in parts])
 
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
         self.wants = gate
@@ -61,15 +84,15 @@ class TickRows(Rows):
             iteration=self.iteration[:, None],
             gate=gate,
             hidden=hidden,
-            position=self.token[:, None],
+            position=self.place[:, None],
             seed=self.lane[:, None],  # each lane has its own, which its policy is given
             sequence=self.lane[:, None],
-            slot=self.token[:, None],
+            slot=self.place[:, None],
             active=self.active,
             head=self.backbone.logits,
             previous=self.before,
         )
-        self.active = self.active & self.policies(rows)
+        self.active = self.active & self.runner.policies(rows)
 
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
         return new  # halted rows are not in the pass
@@ -92,26 +115,23 @@ class TickHead:
     def decoding_logits(self, hidden: Tensor) -> Tensor:
         """Those of the rows that decode, ``[alone, vocabulary]``."""
         if self._kept is None or hidden is not self._of:
-            self._of, self._kept = hidden, self._backbone.logits(hidden[: self._rows.alone, 0])
+            weight, bias = self._backbone.head()
+            self._of, self._kept = hidden, row_logits(hidden[: self._rows.alone, 0], weight, bias=bias)
         return self._kept
 
-    def expected_embedding(self, hidden: Tensor, *, scale: float, **options: Any) -> Tensor:
-        """As :meth:`Backbone.expected_embedding`; rows that decode take it from the logits that sampling needs too."""
-        alone, parts = self._rows.alone, []
-        table = self._backbone.table()
+    def expected_embedding(
+        self, hidden: Tensor, *, scale: float, top_k: int | None = None, keep_logits: bool = False
+    ) -> Tensor:
+        """As :meth:`Backbone.expected_embedding`; rows that decode take it from the logits that sampling needs too.
+
+        Those that have halted get zeros.
+        """
+        alone, parts, table = self._rows.alone, [], self._backbone.table()
         if alone:
-            parts.append(expectation(self.decoding_logits(hidden), table, options.get("top_k"))[:, None])
+            goes_on = self._rows.active[:alone, 0]
+            logits = self.decoding_logits(hidden)
+            parts.append(row_expectation(logits, table, goes_on, scale=scale, top_k=top_k)[:, None])
         if alone < len(hidden):
             weight, bias = self._backbone.head()
-            parts.append(vocab_expectation(hidden[alone:], weight, table, bias=bias, **options))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)) * scale
-
-
-def expectation(logits: Tensor, table: Tensor, top_k: int | None) -> Tensor:
-    """Equals ``softmax(logits) @ table``, with ``top_k`` over the likeliest words alone."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if top_k:
-        best = logits.to(wide).topk(top_k, dim=-1)
-        shares = best.values.softmax(-1).to(table.dtype)
-        return torch.einsum("nk,nkd->nd", shares, table[best.indices])
-    return logits.to(wide).softmax(-1).to(table.dtype) @ table
+            parts.append(vocab_expectation(hidden[alone:], weight, table, bias=bias, top_k=top_k) * scale)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaponder.execution.base import Pass
 from adaponder.inference.bodies.base import Body, Pools
 from adaponder.inference.graphs import Graphs
 from adaponder.inference.lane_policies import LanePolicies
-from adaponder.inference.lanes import Lanes, chosen, joined, rows_of, store
+from adaponder.inference.lanes import Lanes, chosen, rows_of, store
 from adaponder.inference.prefixes import Span
 from adaponder.inference.request import forced_depths
-from adaponder.inference.rows import TickRows
-from adaponder.inference.sampler import Features, SamplerState, Scored, prompt_log_probabilities
+from adaponder.inference.rows import TickInput, TickRows
+from adaponder.inference.sampler import Features, SamplerState, prompt_log_probabilities
 from adaponder.inference.scheduler import Plan
 from adaponder.inference.sequence import Chunk, Sequence
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
+from adaponder.ops.row_gates import RowGates
 
 
 class Log(NamedTuple):
     """What one tick says of each lane that decodes: ``[n]``, and ``[n, top]``.
 
-    ``token`` is the sampled id, or one of the numbers below.
+    ``token`` is the sampled id, or one of the numbers below; what nobody asked for is ``None``.
     """
 
     token: Tensor
-    gate: Tensor
-    log_probability: Tensor
-    top_ids: Tensor
-    top_log_probabilities: Tensor
+    gate: Tensor | None = None
+    log_probability: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_log_probabilities: Tensor | None = None
 
 
 GOES_ON, NOT_A_NUMBER = -1, -2
@@ -98,10 +100,10 @@ class Runner:
         self.sampler = SamplerState(lanes + 1, model.config.vocab_size, self.device, eos_ids=eos_ids)
         self.pools = Pools.empty(body.row_shapes(), rows, self.dtype, self.device)
         one = torch.zeros(1, dtype=torch.long, device=self.device)
-        first = self.method.start(
-            self._rows(one, one, one, one, self._nothing(1), 1), self.backbone.embed(one[:, None])
-        )
+        embedded = self.backbone.embed(one[:, None])
+        first = self.method.start(TickRows(self, TickInput.nothing(one, embedded), 1, ()), embedded)
         self.graphs: Graphs | None = None
+        self._gates: tuple[Any, RowGates] | None = None
         self.lanes = Lanes(lanes, passes=self.passes, tokens=tokens, width=self.width, page_size=page_size, like=first)
 
     # --- lanes --------------------------------------------------------------------------------------------------
@@ -157,60 +159,48 @@ class Runner:
         if plan.pages:
             self.lanes.add_pages(plan.pages)
         launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks)
-        features = Features.union({_features(one) for one in plan.decoding})
+        needs = Needs.of(plan.decoding)
         seats = [one.lane for one in plan.decoding if one.lane is not None]
         if self.graphs is not None and not plan.chunks and not self.policies.callables():
-            launch.log = self.graphs.run(seats, features, plan.longest, plan.ticks)
+            launch.log = self.graphs.run(seats, needs, plan.longest, plan.ticks)
         else:
-            self._run(seats, features, plan, launch)
+            self._run(seats, needs, plan, launch)
         if self.device.type == "cuda":
             launch.ready = torch.cuda.Event()
             launch.ready.record()
         return launch
 
-    def _run(self, seats: list[int], features: Features, plan: Plan, launch: Launch) -> None:
+    def _run(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
         lane, logs = self.as_tensor(seats), []
         for tick in range(plan.ticks):
-            log, reads = self.tick(lane, plan.chunks if tick == 0 else (), features, plan.longest)
+            log, reads = self.tick(lane, plan.chunks if tick == 0 else (), needs, plan.longest)
             logs.append(log)
             for (chunk, _), read in zip(plan.chunks if tick == 0 else (), reads, strict=True):
                 predicted = None if read.predicted is None else tuple(_to_host(part) for part in read.predicted)
                 launch.chunks.append((chunk, chunk.sequence.stay, Read(_to_host(read.goes_on), predicted)))
             launch.failed |= self.policies.errors
-        launch.log = Log(*(_to_host(torch.stack(parts)) for parts in zip(*logs, strict=True)))
+        launch.log = Log(*(None if one is None else _to_host(one) for one in stacked(logs)))
 
     def as_tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     def tick(
-        self, lane: Tensor, chunks: Many[tuple[Chunk, list[int]]], features: Features, longest: int
+        self, lane: Tensor, chunks: Many[tuple[Chunk, list[int]]], needs: Needs, longest: int
     ) -> tuple[Log, list[Read]]:
         """One pass over a row of each of these lanes and over these chunks."""
-        lanes, alone = self.lanes, len(lane)
-        place, iteration, last = lanes.place[lane], lanes.iteration[lane], lanes.last[lane]
-        ids = [lanes.token[lane]]
-        states, places, iterations, lasts, owners = [rows_of(lanes.state, lane)], [place], [iteration], [last], [lane]
-        pool_rows, cohorts = [lanes.next_rows(lane)], []
+        begun = begin_rows(self.lanes.books, lane, width=self.width, vanishes=self.vanishes)
+        alone = TickInput(lane, *begun, rows_of(self.lanes.state, lane))
+        parts, cohorts, start = [alone], [], len(lane)
         for chunk, rows in chunks:
-            part = self._chunk_rows(chunk)
-            start = sum(len(one) for one in owners)
-            owners.append(part.lane)
-            places.append(part.token)
-            iterations.append(part.iteration)
-            lasts.append(part.last)
-            ids.append(part.ids)
-            states.append(part.state)
-            pool_rows.append(self.as_tensor(rows).view(-1, self.width))
+            parts.append(self._chunk_rows(chunk, rows))
             stop, last_slot = start + len(chunk.tokens), (chunk.tokens[-1] + 1) * self.width - 1
             cohorts.append(
                 Cohort(start * self.width, stop * self.width, chunk.sequence.lane, chunk.iteration, last_slot)
             )
-        every = TickInput(
-            *(torch.cat(parts) for parts in (owners, places, iterations, lasts, ids, pool_rows)), joined(states)
-        )
-        rows, state, hidden = self._pass(every, alone, tuple(cohorts), longest)
+            start = stop
+        rows, state, hidden = self._pass(TickInput.joined(parts), len(lane), tuple(cohorts), longest)
         goes_on = rows.active[:, 0]
-        log = self._decoded(rows, rows_of(state, slice(alone)), hidden, goes_on[:alone], features)
+        log = self._decoded(rows, begun, rows_of(state, slice(len(lane))), hidden, needs)
         reads = []
         for (chunk, _), cohort in zip(chunks, cohorts, strict=True):
             which = slice(cohort.start // self.width, cohort.stop // self.width)
@@ -222,27 +212,22 @@ class Runner:
         self, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...], longest: int
     ) -> tuple[TickRows, State, Tensor]:
         """A pass of the backbone and the method's lines after it: (rows, their state for the next pass, hidden)."""
-        rows = self._rows(tick.lane, tick.token, tick.iteration, tick.last, tick.state.hidden, alone)
-        embedded = self.backbone.embed(tick.ids[:, None])
-        state = chosen(
-            tick.iteration == 0, self.method.start(rows, embedded)._replace(hidden=tick.state.hidden), tick.state
-        )
-        slot = (tick.token[:, None] * self.width + torch.arange(self.width, device=self.device)).flatten()
-        lane, iteration = (one.repeat_interleave(self.width) for one in (tick.lane, tick.iteration))
+        rows = TickRows(self, tick, alone, cohorts)
+        start = self.method.start(rows, self.backbone.embed(tick.token[:, None]))
+        state = chosen(tick.iteration == 0, start, tick.state)
+        width, lane, slot, iteration = self.width, tick.lane, tick.place, tick.iteration
+        if width > 1:
+            lane, iteration = lane.repeat_interleave(width), iteration.repeat_interleave(width)
+            slot = (slot[:, None] * width + torch.arange(width, device=self.device)).flatten()
         row = tick.row.flatten()
-        self.lanes.book(lane, slot, iteration, row, vanishes=self.vanishes)
-        ledger = LedgerRows(
-            self.lanes.index,
-            lane,
-            slot,
-            iteration,
-            row,
-            alone * self.width,
-            cohorts,
-            min(longest, self.lanes.index.shape[2]),
-        )
-        output = self.body.read(state.input.flatten(0, 1), tick.token.repeat_interleave(self.width), ledger, self.pools)
-        grid = (len(tick.lane), self.width, -1)
+        if cohorts:
+            those = slice(alone * width, None)
+            book_rows(self.lanes.index, lane[those], slot[those], iteration[those], row[those], vanishes=self.vanishes)
+        longest = min(longest, self.lanes.index.shape[2])
+        ledger = LedgerRows(self.lanes.index, lane, slot, iteration, row, alone * width, cohorts, longest)
+        position = tick.place if width == 1 else tick.place.repeat_interleave(width)
+        output = self.body.read(state.input.flatten(0, 1), position, ledger, self.pools)
+        grid = (len(tick.lane), width, -1)
         state = self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
         hidden = state.hidden
         rows.active = (tick.iteration < tick.last)[:, None]
@@ -250,25 +235,18 @@ class Runner:
             state = self.method.advance(rows, state)
         return rows, state, hidden
 
-    def _decoded(self, rows: TickRows, state: State, hidden: Tensor, goes_on: Tensor, features: Features) -> Log:
+    def _decoded(self, rows: TickRows, begun: Begun, state: State, hidden: Tensor, needs: Needs) -> Log:
         """What becomes of the rows that decode: the next iteration of their token, or the first one of the next."""
         lanes, alone = self.lanes, rows.alone
-        lane, place, iteration = rows.lane[:alone], rows.token[:alone], rows.iteration[:alone]
-        said = self.sampler.choose(rows.backbone.decoding_logits(hidden), lane, place, features)
-        if features.penalised:
+        lane, goes_on = rows.lane[:alone], rows.active[:alone, 0]
+        said = self.sampler.choose(rows.backbone.decoding_logits(hidden), lane, begun.place, needs.features)
+        if needs.features.penalised:
             self.sampler.record(said.token, lane, ~goes_on)
-        lanes.token.index_copy_(0, lane, torch.where(goes_on, lanes.token[lane], said.token))
-        lanes.place.index_copy_(0, lane, torch.where(goes_on, place, (place + 1).clamp(max=self._last_place())))
-        lanes.iteration.index_copy_(0, lane, torch.where(goes_on, iteration + 1, 0))
+        end_rows(lanes.books, lane, begun, goes_on, said.token, places=lanes.places)
         store(lanes.state, lane, state._replace(hidden=hidden[:alone]))
         token = torch.where(goes_on, GOES_ON, torch.where(said.bad, NOT_A_NUMBER, said.token))
-        wants = place.new_zeros(alone, dtype=torch.float32) if rows.wants is None else rows.wants[:alone, 0].float()
-        nothing = wants.new_zeros(alone, 0)
-        scored = Scored(wants, nothing, nothing) if said.scored is None else said.scored
-        return Log(token, wants, *scored)
-
-    def _last_place(self) -> int:
-        return self.lanes.index.shape[2] // self.width - 1
+        wants = rows.wants[:alone, 0].float() if needs.gates and rows.wants is not None else None
+        return Log(token, wants, *(said.scored or (None, None, None)))
 
     def _predicted(self, chunk: Chunk, hidden: Tensor) -> Any:
         """What these prompt tokens say of the ones after them, where that was asked for."""
@@ -279,21 +257,19 @@ class Runner:
         targets = self.as_tensor([tokens[place + 1] for place in chunk.tokens])
         return prompt_log_probabilities(self.backbone.logits(hidden[:, 0]), targets, wanted)
 
-    def _chunk_rows(self, chunk: Chunk) -> TickInput:
-        sequence = chunk.sequence
-        token = self.as_tensor(chunk.tokens)
-        ids = self.as_tensor([sequence.tokens[place] for place in chunk.tokens])
+    def _chunk_rows(self, chunk: Chunk, rows: list[int]) -> TickInput:
+        sequence, place = chunk.sequence, self.as_tensor(chunk.tokens)
         state = chunk.state
         if state is None:
-            state = rows_of(self.lanes.state, torch.full_like(token, self.lanes.nobody))
+            state = rows_of(self.lanes.state, torch.full_like(place, self.lanes.nobody))
         return TickInput(
-            torch.full_like(token, sequence.lane),
-            token,
-            torch.full_like(token, chunk.iteration),
-            torch.full_like(token, min(self.passes, sequence.iterations) - 1),
-            ids,
-            token,
-            state._replace(hidden=state.hidden if chunk.before is None else chunk.before),
+            lane=torch.full_like(place, sequence.lane),
+            token=self.as_tensor([sequence.tokens[token] for token in chunk.tokens]),
+            place=place,
+            iteration=torch.full_like(place, chunk.iteration),
+            last=torch.full_like(place, min(self.passes, sequence.iterations) - 1),
+            row=self.as_tensor(rows).view(-1, self.width),
+            state=state if chunk.before is None else state._replace(hidden=chunk.before),
         )
 
     def survive(self, chunk: Chunk, which: list[int]) -> None:
@@ -305,46 +281,30 @@ class Runner:
             chunk.state, chunk.before = rows_of(chunk.state, index), chunk.before[index]
         chunk.tokens = [chunk.tokens[number] for number in which]
 
-    def _rows(
-        self, lane: Tensor, token: Tensor, iteration: Tensor, last: Tensor, before: Tensor, alone: int
-    ) -> TickRows:
-        return TickRows(
-            self.backbone,
-            self.policies,
-            lane=lane,
-            token=token,
-            iteration=iteration,
-            last=last,
-            before=before,
-            alone=alone,
-            width=self.width,
-        )
-
-    def _nothing(self, rows: int) -> Tensor:
-        return torch.zeros(rows, 1, self.model.config.hidden_size, dtype=self.dtype, device=self.device)
+    def gates(self, gates: Many[nn.Module] | nn.ModuleList) -> RowGates:
+        """The gates as rows at different iterations ask them."""
+        if self._gates is None or self._gates[0] is not gates:
+            self._gates = (gates, RowGates(gates))
+        return self._gates[1]
 
 
-class TickInput(NamedTuple):
-    """The tokens of a tick, ``[n]`` each: lane, place in the sequence, iteration, last iteration, id, pool rows."""
+class Needs(NamedTuple):
+    """What the sequences that decode ask of a tick beyond its tokens."""
 
-    lane: Tensor
-    token: Tensor
-    iteration: Tensor
-    last: Tensor
-    ids: Tensor
-    row: Tensor
-    state: State
+    features: Features = Features()
+    gates: bool = False
 
-
-def _features(sequence: Sequence) -> Features:
-    """What a sequence needs of the sampler, the likeliest tokens after each iteration included."""
-    wanted, features = sequence.request.iteration_top, Features.of(sequence.request)
-    if not wanted:
-        return features
-    both = replace(sequence.request, log_probabilities=max(wanted, sequence.request.log_probabilities or 0))
-    return Features.of(both)
+    @classmethod
+    def of(cls, sequences: Many[Sequence]) -> Needs:
+        each = {one.needs for one in sequences}
+        return cls(Features.union(features for features, _ in each), any(gates for _, gates in each))
 
 
 def _to_host(values: Tensor) -> Tensor:
     """A copy on the host, which has its values once the stream has come so far."""
     return values.to("cpu", non_blocking=True)
+
+
+def stacked(logs: Many[Log]) -> list[Tensor | None]:
+    """The fields of several logs, ``[ticks, n, …]`` each."""
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*logs, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from adaponder.inference.outputs import Token
 from adaponder.inference.pages import RowStream
 from adaponder.inference.prefixes import Span
 from adaponder.inference.request import Request
+from adaponder.inference.sampler import Features
 from adaponder.methods import State
 from adaponder.policies import Policy
 
@@ -51,6 +52,7 @@ class Sequence:
         policy: who decides its depth.
         iterations: the most times one of its tokens is read.
         root: with whom it may share a prompt; ``None``: with nobody.
+        needs: what it asks of a tick: features of the sampler, and whether gates are returned.
         request_number: of the request it belongs to.
         leader: the sample that reads the prompt for it; ``None`` if it does that itself.
         samples: all samples of its request.
@@ -101,6 +103,9 @@ class Sequence:
     preemptions: int = 0
 
     def __post_init__(self) -> None:
+        wanted, top = self.request.iteration_top, self.request.log_probabilities
+        asks = replace(self.request, log_probabilities=max(wanted, top or 0)) if wanted else self.request
+        self.needs = Features.of(asks), self.request.gates
         self.prompt_length = len(self.tokens)
         self.forget_rows()
 

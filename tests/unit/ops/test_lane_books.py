@@ -1,0 +1,47 @@
+"""The kernels of the books against the plain version, in Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton on this platform")
+
+from adaponder.ops.lane_books import torch as plain
+from adaponder.ops.lane_books import triton as kernels
+from adaponder.ops.lane_books.torch import Books
+
+
+def drawn_books(seed: int) -> Books:
+    torch.manual_seed(seed)
+    lanes, iterations, slots, pages, size = 6, 3, 11, 4, 4
+
+    def numbers(most: int) -> torch.Tensor:
+        return torch.randint(most, (lanes,))
+
+    return Books(
+        index=torch.randint(-1, 50, (lanes, iterations, slots), dtype=torch.int32),
+        token=numbers(99),
+        place=numbers(slots),
+        iteration=numbers(iterations),
+        last=numbers(iterations),
+        used=numbers(pages * size + 3),
+        pages=torch.randint(1, 9, (lanes, pages), dtype=torch.int32),
+        page_size=size,
+    )
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_keep_the_same_books(seed, vanishes):
+    mine = drawn_books(seed)
+    theirs = copy.deepcopy(mine)
+    lane = torch.tensor([4, 0, 5, 2])
+    ours = kernels.begin_rows(mine, lane, width=1, vanishes=vanishes)
+    wanted = plain.begin_rows(theirs, lane, width=1, vanishes=vanishes)
+    assert all(torch.equal(one, other) for one, other in zip(ours, wanted, strict=True))
+    goes_on, chosen = torch.tensor([True, False, False, True]), torch.tensor([1, 2, 3, 4])
+    kernels.end_rows(mine, lane, ours, goes_on, chosen, places=9)
+    plain.end_rows(theirs, lane, wanted, goes_on, chosen, places=9)
+    for name in ("index", "token", "place", "iteration", "used"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
