@@ -5,7 +5,9 @@ The generator is splitmix64 read at a counter: seed and sample make the stream's
 
 from __future__ import annotations
 
+import math
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,30 +28,40 @@ def stream_key(seed: int, sample: int) -> int:
     return as_int64(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
 
 
-def draw(logits: Tensor, best: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
-    """One token of each row, int64 ``[n]``: an exact draw from ``softmax(logits / temperature)``.
+class Picked(NamedTuple):
+    """A token of each row, int64 ``[n]``; ``bad`` marks rows that have a logit of NaN or ``inf``, or all of ``-inf``."""
 
-    Rows of temperature 0 get the first of their likeliest tokens.
+    token: Tensor
+    bad: Tensor
+
+
+def pick(
+    logits: Tensor, lanes: Tensor, position: Tensor, temperature: Tensor, key: Tensor, *, sampled: bool = True
+) -> Picked:
+    """An exact draw from ``softmax(logits / temperature)``; at temperature 0 the first of the likeliest tokens.
 
     Args:
         logits: ``[n, V]``.
-        best: ``[n]``, their maxima.
-        temperature: float64 ``[n]``.
-        key: int64 ``[n]``, from :func:`stream_key`.
+        lanes: int64 ``[n]``.
         position: int64 ``[n]``.
+        temperature: float64 ``[lanes]``: 0, or not below 1e-5, so that quotients keep enough digits.
+        key: int64 ``[lanes]``, from :func:`stream_key`.
+        sampled: false where all these rows' temperatures are 0: noise is not computed.
     """
     if logits.is_cuda and HAS_TRITON and os.environ.get("ADAPONDER_KERNELS") != "0":
         from adaponder.inference import noise_triton
 
-        return noise_triton.draw(logits, best, temperature, key, position)
-    parts = zip(*(tensor.split(_ROWS) for tensor in (logits, best, temperature, key, position)), strict=True)
-    return torch.cat([_draw(*part) for part in parts])
+        return noise_triton.pick(logits, lanes, position, temperature, key, sampled=sampled)
+    best, token = logits.max(-1)
+    if sampled:
+        parts = zip(*(rows.split(_ROWS) for rows in (logits, temperature[lanes], key[lanes], position)), strict=True)
+        token = torch.cat([_drawn(*part) for part in parts])
+    return Picked(token, ~(best.abs() < math.inf))  # NaN compares as false
 
 
-def _draw(logits: Tensor, best: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
+def _drawn(logits: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
     wide, temperature = logits.double(), temperature[:, None]
-    # Relative to the best, so that a tiny temperature makes no infinity of it.
-    noisy = (wide - best.double()[:, None]) / temperature + gumbel(key, position, logits.shape[1])
+    noisy = wide / temperature + gumbel(key, position, logits.shape[1])
     return torch.where(temperature > 0, noisy, wide).argmax(-1)
 
 

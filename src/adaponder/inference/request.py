@@ -19,7 +19,7 @@ MOST_SAMPLES = 128
 MOST_TOP = 20
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
-HIGHEST_TEMPERATURE = 100.0
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 100.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: most tokens to generate.
         min_new_tokens: so many tokens come before any end-of-text or stop id may.
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits; 0 is greedy, and so is anything below 1e-5.
         top_k: sample among the k likeliest tokens; 0: among all.
         top_p: sample among the fewest likeliest tokens whose probabilities sum to at least ``top_p``.
         min_p: sample among tokens at least ``min_p`` times as probable as the likeliest.
@@ -82,7 +82,7 @@ class Request:
     @property
     def greedy(self) -> bool:
         """Whether each token is the likeliest one."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < LOWEST_TEMPERATURE or self.top_k == 1
 
 
 def check_request(

@@ -1,9 +1,10 @@
 """The next token of each row, chosen on the device: the same whatever else is in the batch.
 
 A row's logits go through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition,
-presence and frequency penalties; temperature; top-k; top-p of what top-k left; min-p. Tokens as likely as the k-th stay
-in the top k. A token is drawn by Gumbel noise that is a hash of (seed, sample, position, token id). Greedy rows take
-the first of the likeliest tokens. Log-probabilities are of the model's own distribution, before all of this.
+presence and frequency penalties; temperature; top-k; top-p of what top-k left; min-p. Tokens as likely as the least
+likely one that stays all stay. A token is drawn by Gumbel noise that is a hash of (seed, sample, position, token id).
+Greedy rows take the first of the likeliest tokens. Log-probabilities are of the model's own distribution, before all of
+this.
 
 Settings of all lanes lie in device tensors that never move, shapes depend on the number of rows and on
 :class:`Features` alone, and the host never waits: a CUDA graph can hold :meth:`SamplerState.choose`.
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adaponder.inference.noise import draw, stream_key
+from adaponder.inference.noise import pick, stream_key
 from adaponder.inference.penalties import LaneBiases, Occurrences
 from adaponder.inference.request import Request
 
@@ -160,17 +161,13 @@ class SamplerState:
         adjusted = logits
         if features.biased and self._biases is not None:
             adjusted = self._biases.add(_wide(adjusted), lanes, position)
-        needs_numbers = features.sampled or features.penalised
-        numbers = self._numbers[lanes] if needs_numbers else self._numbers
         if features.penalised and self._occurrences is not None:
-            adjusted = self._occurrences.penalise(_wide(adjusted), lanes, *numbers[:, 3:].split(1, dim=1))
-        best, token = adjusted.max(-1)
-        bad = ~(best.abs() < math.inf)  # NaN compares as false
-        if features.sampled:
-            integers = self._integers[lanes]
-            if features.truncated:
-                adjusted = truncate(adjusted, best, numbers, integers[:, 1:])
-            token = draw(adjusted, best, numbers[:, 0], integers[:, 0], position)
+            penalties = self._numbers[lanes, 3:].split(1, dim=1)
+            adjusted = self._occurrences.penalise(_wide(adjusted), lanes, *penalties)
+        if features.truncated:
+            adjusted = truncate(adjusted, self._numbers[lanes, :3], self._integers[lanes, 1:])
+        temperature, key = self._numbers[:, 0], self._integers[:, 0]
+        token, bad = pick(adjusted, lanes, position, temperature, key, sampled=features.sampled)
         scored = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
         return Chosen(token, bad, scored)
 
@@ -180,32 +177,30 @@ class SamplerState:
             self._occurrences.record(tokens, lanes, taken)
 
 
-def truncate(logits: Tensor, best: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """``logits [n, V]`` with ``-inf`` for the tokens that top-k, top-p and min-p leave out, a few rows at a time."""
-    parts = zip(*(tensor.split(_ROWS) for tensor in (logits, best, numbers, top_k)), strict=True)
-    return torch.cat([_truncate(*part) for part in parts])
+def truncate(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    """``logits [n, V]`` with ``-inf`` for the tokens that top-k, top-p and min-p leave out; the likeliest always stays.
 
-
-def _truncate(logits: Tensor, best: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    temperature, top_p, log_min_p = numbers[:, :3].split(1, dim=1)
-    scaled = (values.double() - best.double()[:, None]) / torch.where(temperature > 0, temperature, 1.0)
-    keep = kept(scaled, top_k=top_k, top_p=top_p, log_min_p=log_min_p)
-    return torch.where(torch.zeros_like(keep).scatter(1, ids, keep), logits, -math.inf)
-
-
-def kept(values: Tensor, *, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
-    """Which tokens truncation leaves, bool ``[n, V]``; the likeliest always stays.
-
-    ``values`` are descending logits less their largest, so that ``values >= log_min_p`` says ``p >= min_p * max(p)``.
-    The others are ``[n, 1]``; ``top_k`` is from 1 to V.
+    Args:
+        logits: ``[n, V]``.
+        numbers: float64 ``[n, 3]``: temperature, top-p and the logarithm of min-p.
+        top_k: int64 ``[n, 1]``, from 1 to V.
     """
+    parts = zip(*(tensor.split(_ROWS) for tensor in (logits, numbers, top_k)), strict=True)
+    return torch.cat([torch.where(part[0] >= _least_kept(*part), part[0], -math.inf) for part in parts])
+
+
+def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    """The smallest logit that truncation keeps, ``[n, 1]``."""
+    values = logits.sort(dim=-1, descending=True).values
+    temperature, top_p, log_min_p = numbers.split(1, dim=1)
+    scaled = (values.double() - values[:, :1].double()) / torch.where(temperature > 0, temperature, 1.0)
     keep = values >= values.gather(1, top_k - 1)
-    probability = torch.where(keep, values, -math.inf).softmax(-1)
+    probability = torch.where(keep, scaled, -math.inf).softmax(-1)
     # A token stays while those before it do not sum to top_p.
     before = torch.cat([torch.zeros_like(top_p), probability.cumsum(-1)[:, :-1]], dim=1)
     keep &= (before < top_p) | (top_p >= 1.0)
-    return keep & (values >= log_min_p)
+    keep &= scaled >= log_min_p  # p >= min_p * max(p)
+    return values.gather(1, keep.sum(-1, keepdim=True).clamp_min(1) - 1)
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scored:

@@ -18,16 +18,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adaponder.inference.noise import draw, gumbel, stream_key
+from adaponder.inference.noise import gumbel, pick, stream_key
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import (
     Chosen,
     Features,
     SamplerState,
-    kept,
     likeliest,
     prompt_log_probabilities,
     score,
+    truncate,
 )
 
 VOCABULARY = 23
@@ -196,13 +196,22 @@ def test_the_kernel_draws_the_same_tokens(
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocabulary + 3, generator=generator).to(dtype)[:, :vocabulary]
     logits[0, : vocabulary // 2] = -math.inf
-    temperature = torch.rand(rows, 2, generator=generator, dtype=torch.float64)[:, 0] * 2
-    temperature[1::3] = 0
+    temperature = torch.rand(2 * rows, 2, generator=generator, dtype=torch.float64)[:, 0] * 2
+    lanes = torch.randperm(2 * rows, generator=generator)[:rows]
+    temperature[lanes[1::3]] = 0
     logits[1::3] = logits[1::3].round()  # full of ties
-    key = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    for row, value in zip(range(3, rows), (math.nan, math.inf), strict=False):
+        logits[row, vocabulary - 2] = value
+    logits[5:] = -math.inf
+    key = torch.randint(-(2**63), 2**63 - 1, (2 * rows,), generator=generator)
     position = torch.randint(0, 2**31, (rows,), generator=generator)
-    settings = (logits, logits.amax(-1), temperature, key, position)
-    assert noise_triton.draw(*(tensor.to(device) for tensor in settings)).tolist() == draw(*settings).tolist()
+    settings = (logits, lanes, position, temperature, key)
+    for sampled in (True, False):
+        token, bad = noise_triton.pick(*(tensor.to(device) for tensor in settings), sampled=sampled)
+        expected = pick(*settings, sampled=sampled)
+        assert bad.tolist() == expected.bad.tolist() == [row >= 3 for row in range(rows)]
+        assert token[:3].tolist() == expected.token[:3].tolist()
+        assert ((token >= 0) & (token < vocabulary)).all()
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
@@ -220,16 +229,14 @@ def test_the_same_seed_draws_the_same_and_seeds_are_modulo_two_to_the_64th() -> 
     assert draws(logits, 50, seed=9).tolist() != draws(logits, 50, seed=10).tolist()
 
 
-def support(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Probabilities after temperature and truncation, as the sampler sees them."""
-    values, ids = (logits - logits.amax(-1, keepdim=True)).sort(dim=-1, descending=True, stable=True)
-    keep = kept(
-        values,
-        top_k=torch.full((len(logits), 1), top_k or logits.shape[1]),
-        top_p=torch.full((len(logits), 1), top_p, dtype=torch.float64),
-        log_min_p=torch.full((len(logits), 1), math.log(min_p) if min_p else -math.inf, dtype=torch.float64),
-    )
-    return logits.masked_fill(~torch.zeros_like(keep).scatter(1, ids, keep), -math.inf).softmax(-1)
+def support(
+    logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """Probabilities after temperature and truncation."""
+    numbers = torch.tensor([[temperature, top_p, math.log(min_p) if min_p else -math.inf]], dtype=torch.float64)
+    most = torch.full((len(logits), 1), top_k or logits.shape[1])
+    left = truncate(logits, numbers.expand(len(logits), -1), most)
+    return (left.double() / temperature).softmax(-1)
 
 
 @settings(max_examples=25)
@@ -250,10 +257,29 @@ def test_truncation_is_that_of_hugging_face(
     warpers += [MinPLogitsWarper(min_p)] if min_p else []
     for warper in warpers:
         warped = warper(ids, warped)
-    truncated = {"top_k": min(top_k, VOCABULARY), "top_p": top_p, "min_p": min_p}
-    ours, theirs = support(logits / temperature, **truncated), warped.softmax(-1)
+    truncated = {"temperature": temperature, "top_k": min(top_k, VOCABULARY), "top_p": top_p, "min_p": min_p}
+    ours, theirs = support(logits, **truncated), warped.softmax(-1)
     assert torch.equal(ours > 0, theirs > 0)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_tokens_as_likely_as_the_least_likely_that_stays_all_stay(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0, 0.0]], dtype=dtype)
+    first, second = {1, 4}, {1, 2, 3, 4, 5}
+    likely = float(logits.double().softmax(-1)[0, 1])
+    for truncated, expected in (
+        ({"top_k": 1}, first),
+        ({"top_k": 3}, second),
+        ({"top_p": likely / 2}, first),
+        ({"top_p": likely * 1.9}, first),
+        ({"top_p": likely * 2.1}, second),
+        ({"min_p": 1.0}, first),
+        ({"min_p": 0.9 / math.e}, second),
+        ({"top_k": 3, "min_p": 0.9}, first),
+        ({"top_p": 1.0}, set(range(7))),
+    ):
+        assert set(support(logits, **truncated)[0].nonzero().flatten().tolist()) == expected
 
 
 def test_the_sampler_itself_draws_only_what_hugging_face_leaves() -> None:
@@ -329,7 +355,7 @@ def test_nothing_stops_before_the_least_number_of_tokens() -> None:
     assert int(alone(logits, heedless, 2).token) == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-300, 100.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-300, 1e-5, 100.0])
 def test_rows_without_a_choice_are_marked_and_the_others_go_on(temperature: float) -> None:
     logits = noise(5)
     logits[1, 3] = math.nan
@@ -342,7 +368,7 @@ def test_rows_without_a_choice_are_marked_and_the_others_go_on(temperature: floa
     chosen = state.choose(logits, torch.arange(5), torch.arange(5), state.features())
     assert chosen.bad.tolist() == [False, True, True, True, False]
     assert ((chosen.token >= 0) & (chosen.token < VOCABULARY)).all()
-    if temperature < 1e-100:
+    if temperature <= 1e-5:
         assert chosen.token[[0, 4]].tolist() == logits[[0, 4]].argmax(-1).tolist()
 
 
