@@ -29,7 +29,7 @@ def stream_key(seed: int, sample: int) -> int:
 
 
 class Picked(NamedTuple):
-    """A token of each row, int64 ``[n]``; ``bad`` marks rows that have a logit of NaN or ``inf``, or all of ``-inf``."""
+    """A token of each row, int64 ``[n]``; ``bad`` marks rows that have a logit of NaN or ``inf``, or only ``-inf``."""
 
     token: Tensor
     bad: Tensor
