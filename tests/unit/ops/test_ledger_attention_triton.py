@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ def _small_blocks(request, monkeypatch):
     if not on_gpu and torch.cuda.is_available():
         pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
     number = request.node.callspec.params.get("number", 0) if hasattr(request.node, "callspec") else 0
-    monkeypatch.setattr(launch, "ALONE", {128: (16 if on_gpu else 4, 4, number % 2 == 0)})
+    block = (16 if on_gpu else 4, 4, number % 2 == 0)
+    monkeypatch.setattr(launch, "ALONE", {128: {math.inf: block}})
+    monkeypatch.setattr(launch, "SHARED", (16 if on_gpu else 4, 4, False))
     monkeypatch.setattr(launch, "COHORT", {16: (16, 4, 2)})
     monkeypatch.setattr(launch, "LEAST", 4)
 
@@ -158,12 +161,18 @@ def test_a_row_that_enters_is_written_and_reads_itself(device, dtype, number):
 
 
 def test_splits_fill_the_device_and_no_more():
-    device = torch.device("cpu")
-    most = launch.PROGRAMS * launch.INTERPRETED_PROCESSORS
-    for count, heads, reach in itertools.product((1, 2, 100), (1, 16), (1, 9, 10_000)):
-        splits = launch.splits_for(count, heads, reach, device)
+    for programs, processors, reach in itertools.product((1, 16, 131, 2048), (2, 132), (1, 9, 10_000)):
+        splits = launch.splits_for(programs, processors, reach)
         assert 1 <= splits <= min(launch.MOST_SPLITS, -(-reach // launch.LEAST))
-        assert splits == 1 or (splits - 1) * count * heads < most
+        assert splits == 1 or splits * programs <= processors
+    assert launch.splits_for(16, 132, 10_000) == 8
+
+
+def test_few_rows_take_large_blocks(monkeypatch):
+    monkeypatch.setattr(launch, "ALONE", {64: {1: (8, 8, True), math.inf: (4, 4, True)}, 128: {math.inf: (2, 2, True)}})
+    assert launch.block_for(64, 132, 132) == (8, 8, True)
+    assert launch.block_for(8, 133, 132) == (4, 4, True)
+    assert launch.block_for(65, 1, 132) == (2, 2, True)
 
 
 def test_a_query_that_sees_nothing_gets_zeros():
@@ -172,3 +181,11 @@ def test_a_query_that_sees_nothing_gets_zeros():
     mixed = launch.ledger_attention(made.query, made.keys, made.values, rows, splits=2)
     assert not mixed[0].any()
     assert mixed[1].all()
+
+
+def test_a_scratch_for_fewer_rows_is_refused():
+    made = case(seed=6, alone=3, cohorts=0, dtype=torch.float32)
+    with pytest.raises(ValueError, match="too small: make it for 3 rows"):
+        launch.ledger_attention(
+            made.query, made.keys, made.values, made.rows, splits=32, scratch=scratch_for(2, 2, 8, "cpu")
+        )

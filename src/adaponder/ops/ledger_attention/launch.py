@@ -18,12 +18,19 @@ from adaponder.ops.ledger_attention.scratch import MOST_SPLITS, Scratch, scratch
 from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows
 
 LARGEST = 128  # of head sizes
-# Rows alone: (keys of a block, warps, stages of the pipeline) by the largest head size they are for.
-ALONE = {64: (64, 4, True), LARGEST: (32, 4, True)}
-# Programs for each multiprocessor that keys are split for, and the fewest keys that a part is worth.
-PROGRAMS, LEAST = 8, 128
+# Measured on an H200 with torch 2.11 (bf16, 16 heads; 1 to 128 rows of 128 to 2,048 keys; cohorts of 1,024).
+# Rows alone: (keys of a block, warps, whether the next block is loaded ahead) by the largest head size they are for,
+# then by the most rows and key heads for each multiprocessor: few take large blocks and split their keys.
+ALONE = {
+    64: {1: (128, 8, True), 2: (64, 8, True), 4: (32, 4, True), math.inf: (16, 2, True)},
+    LARGEST: {1: (64, 8, True), 2: (32, 8, True), 8: (16, 4, True), math.inf: (16, 4, False)},
+}
+# The same where heads share keys.
+SHARED = (64, 4, False)
+# The fewest keys that a part of a row is worth.
+LEAST = 128
 # Cohorts: (keys of a block, warps, stages) by the rows of a block.
-COHORT = {16: (64, 4, 3), 64: (64, 4, 3)}
+COHORT = {16: (64, 4, 2), 64: (64, 4, 2)}
 INTERPRETED_PROCESSORS = 2
 
 
@@ -147,11 +154,14 @@ def _alone(
     _, key_heads, size = keys.shape
     heads, window = mixed.shape[1], _bounded(window, rows)
     reach = rows.reach if window is None else min(rows.reach, window)
-    splits = splits_for(rows.alone, key_heads, reach, keys.device) if splits is None else splits
+    programs, processors = rows.alone * key_heads, _processors(keys.device)
+    splits = splits_for(programs, processors, reach) if splits is None else splits
     if splits > 1 and scratch is None:
         scratch = scratch_for(rows.alone, heads, size, keys.device)
-    block, warps, ahead = next(found for most, found in ALONE.items() if size <= most)
+    if scratch is not None and scratch.partial.numel() < rows.alone * heads * size * splits:
+        raise ValueError(f"scratch.partial={tuple(scratch.partial.shape)} is too small: make it for {rows.alone} rows")
     groups = heads // key_heads
+    block, warps, ahead = block_for(size, programs, processors) if groups == 1 else SHARED
     plain = {"EPSILON": 0.0, "ROTARY": 0, "STEP": 0, "FIRST": 0, "NEXT": 0, "DEPENDENT": False}
     shape = {
         "KEY_HEADS": key_heads,
@@ -162,7 +172,7 @@ def _alone(
         "SPLITS": splits,
         "LEAST": LEAST,
         "KEYS": block,
-        "AHEAD": ahead and groups == 1,
+        "AHEAD": ahead,
         "num_warps": warps,
     }
     with on_device_of(query):
@@ -187,10 +197,15 @@ def _alone(
         )
 
 
-def splits_for(count: int, key_heads: int, reach: int, device: torch.device) -> int:
-    """How many programs share a row's keys: enough to fill the device, none with fewer keys than are worth it."""
-    wanted = -(-PROGRAMS * _processors(device) // max(1, count * key_heads))
-    return max(1, min(wanted, -(-reach // LEAST), MOST_SPLITS))
+def splits_for(programs: int, processors: int, reach: int) -> int:
+    """How many programs share a row's keys: as many as there is room for at once, none with too few keys."""
+    return max(1, min(processors // programs, -(-reach // LEAST), MOST_SPLITS))
+
+
+def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:
+    """Keys of a block, warps, and whether the next block is loaded ahead, for rows alone that share no keys."""
+    choices = next(found for most, found in ALONE.items() if size <= most)
+    return next(found for most, found in choices.items() if programs <= most * processors)
 
 
 @lru_cache(maxsize=16)

@@ -79,6 +79,8 @@ def ledger_attention(
     Returns:
         ``[n, heads, value size]``.
     """
+    # torch's memory-efficient kernel reads rows at addresses it does not check.
+    query = query.contiguous()
     mixed = query.new_empty(*query.shape[:2], values.shape[-1])
     reach = rows.reach
     step = max(1, GATHERED // max(1, reach * keys.shape[1] * keys.shape[2]))
