@@ -28,6 +28,11 @@ def stream_key(seed: int, sample: int) -> int:
     return as_int64(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
 
 
+def has_kernels(logits: Tensor) -> bool:
+    """Whether tokens are chosen by Triton kernels: on CUDA, unless ``ADAPONDER_KERNELS=0`` says otherwise."""
+    return logits.is_cuda and HAS_TRITON and os.environ.get("ADAPONDER_KERNELS") != "0"
+
+
 class Picked(NamedTuple):
     """A token of each row, int64 ``[n]``; ``bad`` marks rows that have a logit of NaN or ``inf``, or only ``-inf``."""
 
@@ -36,7 +41,14 @@ class Picked(NamedTuple):
 
 
 def pick(
-    logits: Tensor, lanes: Tensor, position: Tensor, temperature: Tensor, key: Tensor, *, sampled: bool = True
+    logits: Tensor,
+    lanes: Tensor,
+    position: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    *,
+    sampled: bool = True,
+    least: Tensor | None = None,
 ) -> Picked:
     """An exact draw from ``softmax(logits / temperature)``; at temperature 0 the first of the likeliest tokens.
 
@@ -47,11 +59,14 @@ def pick(
         temperature: float64 ``[lanes]``: 0, or not below 1e-5, so that quotients keep enough digits.
         key: int64 ``[lanes]``, from :func:`stream_key`.
         sampled: false where all these rows' temperatures are 0: noise is not computed.
+        least: ``[n, 1]``, of the logits' type: tokens with smaller logits are left out; ``None`` leaves out none.
     """
-    if logits.is_cuda and HAS_TRITON and os.environ.get("ADAPONDER_KERNELS") != "0":
+    if has_kernels(logits):
         from adaponder.inference import noise_triton
 
-        return noise_triton.pick(logits, lanes, position, temperature, key, sampled=sampled)
+        return noise_triton.pick(logits, lanes, position, temperature, key, sampled=sampled, least=least)
+    if least is not None:
+        logits = torch.where(logits >= least, logits, -math.inf)
     best, token = logits.max(-1)
     if sampled:
         parts = zip(*(rows.split(_ROWS) for rows in (logits, temperature[lanes], key[lanes], position)), strict=True)

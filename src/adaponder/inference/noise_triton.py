@@ -18,7 +18,14 @@ _PROGRAMS = 512
 
 
 def pick(
-    logits: Tensor, lanes: Tensor, position: Tensor, temperature: Tensor, key: Tensor, *, sampled: bool = True
+    logits: Tensor,
+    lanes: Tensor,
+    position: Tensor,
+    temperature: Tensor,
+    key: Tensor,
+    *,
+    sampled: bool = True,
+    least: Tensor | None = None,
 ) -> Picked:
     """Equals :func:`adaponder.inference.noise.pick` but for the last digits of logarithms."""
     rows, vocabulary = logits.shape
@@ -40,14 +47,17 @@ def pick(
             position,
             temperature,
             key,
+            logits if least is None else least,
             scores,
             winners,
             vocabulary,
             logits.stride(0),
             temperature.stride(0),
             key.stride(0),
+            0 if least is None else least.stride(0),
             steps,
             SAMPLED=sampled,
+            TRUNCATED=least is not None,
             GOLDEN=GOLDEN,
             SHIFT0=shift0,
             FACTOR0=factor0,
@@ -67,14 +77,17 @@ def _part_kernel(
     position,
     temperature,
     key,
+    least,
     scores,
     winners,
     vocabulary,
     logits_stride,
     temperature_stride,
     key_stride,
+    least_stride,
     steps,
     SAMPLED: tl.constexpr,
+    TRUNCATED: tl.constexpr,
     GOLDEN: tl.constexpr,
     SHIFT0: tl.constexpr,
     FACTOR0: tl.constexpr,
@@ -98,6 +111,8 @@ def _part_kernel(
         inside = place < vocabulary
         logit = tl.load(logits + row * logits_stride + place, mask=inside, other=float("-inf")).to(tl.float64)
         wrong = tl.where(logit < float("inf"), wrong, 1)  # NaN compares as false
+        if TRUNCATED:
+            logit = tl.where(logit >= tl.load(least + row * least_stride).to(tl.float64), logit, float("-inf"))
         score = logit
         if SAMPLED:  # noqa: SIM102 (what is known when the kernel is compiled stands apart)
             if heat > 0:

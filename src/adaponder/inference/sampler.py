@@ -23,8 +23,9 @@ from torch import Tensor
 from adaponder.inference.noise import pick, stream_key
 from adaponder.inference.penalties import LaneBiases, Occurrences
 from adaponder.inference.request import Request
+from adaponder.inference.truncation import least_kept
 
-# Rows whose sorted logits exist at a time.
+# Rows of a prompt that are scored at a time.
 _ROWS = 64
 # How many likeliest tokens are computed where some are asked for: few sizes, so that few graphs are captured.
 _TOP_SIZES = (0, 5, 20)
@@ -164,10 +165,11 @@ class SamplerState:
         if features.penalised and self._occurrences is not None:
             penalties = self._numbers[lanes, 3:].split(1, dim=1)
             adjusted = self._occurrences.penalise(_wide(adjusted), lanes, *penalties)
+        least = None
         if features.truncated:
-            adjusted = truncate(adjusted, self._numbers[lanes, :3], self._integers[lanes, 1:])
+            least = least_kept(adjusted, lanes, self._numbers[:, :3], self._integers[:, 1])
         temperature, key = self._numbers[:, 0], self._integers[:, 0]
-        token, bad = pick(adjusted, lanes, position, temperature, key, sampled=features.sampled)
+        token, bad = pick(adjusted, lanes, position, temperature, key, sampled=features.sampled, least=least)
         scored = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
         return Chosen(token, bad, scored)
 
@@ -175,32 +177,6 @@ class SamplerState:
         """Counts the tokens of rows where ``taken`` as output of their lanes, for the penalties; all are ``[n]``."""
         if self._occurrences is not None:
             self._occurrences.record(tokens, lanes, taken)
-
-
-def truncate(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """``logits [n, V]`` with ``-inf`` for the tokens that top-k, top-p and min-p leave out; the likeliest always stays.
-
-    Args:
-        logits: ``[n, V]``.
-        numbers: float64 ``[n, 3]``: temperature, top-p and the logarithm of min-p.
-        top_k: int64 ``[n, 1]``, from 1 to V.
-    """
-    parts = zip(*(tensor.split(_ROWS) for tensor in (logits, numbers, top_k)), strict=True)
-    return torch.cat([torch.where(part[0] >= _least_kept(*part), part[0], -math.inf) for part in parts])
-
-
-def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """The smallest logit that truncation keeps, ``[n, 1]``."""
-    values = logits.sort(dim=-1, descending=True).values
-    temperature, top_p, log_min_p = numbers.split(1, dim=1)
-    scaled = (values.double() - values[:, :1].double()) / torch.where(temperature > 0, temperature, 1.0)
-    keep = values >= values.gather(1, top_k - 1)
-    probability = torch.where(keep, scaled, -math.inf).softmax(-1)
-    # A token stays while those before it do not sum to top_p.
-    before = torch.cat([torch.zeros_like(top_p), probability.cumsum(-1)[:, :-1]], dim=1)
-    keep &= (before < top_p) | (top_p >= 1.0)
-    keep &= scaled >= log_min_p  # p >= min_p * max(p)
-    return values.gather(1, keep.sum(-1, keepdim=True).clamp_min(1) - 1)
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scored:

@@ -27,8 +27,8 @@ from adaponder.inference.sampler import (
     likeliest,
     prompt_log_probabilities,
     score,
-    truncate,
 )
+from adaponder.inference.truncation import least_kept
 
 VOCABULARY = 23
 EVERYTHING = Features(True, True, True, True, 5)
@@ -206,9 +206,11 @@ def test_the_kernel_draws_the_same_tokens(
     key = torch.randint(-(2**63), 2**63 - 1, (2 * rows,), generator=generator)
     position = torch.randint(0, 2**31, (rows,), generator=generator)
     settings = (logits, lanes, position, temperature, key)
-    for sampled in (True, False):
-        token, bad = noise_triton.pick(*(tensor.to(device) for tensor in settings), sampled=sampled)
-        expected = pick(*settings, sampled=sampled)
+    third = logits.nan_to_num(posinf=0).topk(3).values[:, 2:]
+    for sampled, least in ((True, None), (False, None), (True, third)):
+        moved = None if least is None else least.to(device)
+        token, bad = noise_triton.pick(*(tensor.to(device) for tensor in settings), sampled=sampled, least=moved)
+        expected = pick(*settings, sampled=sampled, least=least)
         assert bad.tolist() == expected.bad.tolist() == [row >= 3 for row in range(rows)]
         assert token[:3].tolist() == expected.token[:3].tolist()
         assert ((token >= 0) & (token < vocabulary)).all()
@@ -234,9 +236,30 @@ def support(
 ) -> Tensor:
     """Probabilities after temperature and truncation."""
     numbers = torch.tensor([[temperature, top_p, math.log(min_p) if min_p else -math.inf]], dtype=torch.float64)
-    most = torch.full((len(logits), 1), top_k or logits.shape[1])
-    left = truncate(logits, numbers.expand(len(logits), -1), most)
-    return (left.double() / temperature).softmax(-1)
+    lanes = torch.zeros(len(logits), dtype=torch.long)
+    least = least_kept(logits, lanes, numbers, torch.tensor([top_k or logits.shape[1]]))
+    return (logits.double().masked_fill(logits < least, -math.inf) / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    truncation_triton = pytest.importorskip("adaponder.inference.truncation_triton")
+    monkeypatch.setattr(truncation_triton, "_BLOCK", 16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(40, 50, generator=generator)).to(dtype)
+    logits[::4] = logits[::4].round()
+    logits[1, 3:] = -math.inf
+    uniform = torch.rand(60, 4, generator=generator, dtype=torch.float64)
+    temperature = torch.where(uniform[:, 0] < 0.2, 0.0, 2 * uniform[:, 0])
+    top_p = torch.where(uniform[:, 1] < 0.3, 1.0, uniform[:, 1])
+    log_min_p = torch.where(uniform[:, 2] < 0.5, 0.0, uniform[:, 2] / 10).log()
+    top_k = torch.where(uniform[:, 3] < 0.5, 50, (uniform[:, 3] * 50).long())
+    lanes = torch.randperm(60, generator=generator)[:40]
+    settings = (logits, lanes, torch.stack([temperature, top_p, log_min_p], dim=1), top_k)
+    least = truncation_triton.least_kept(*(tensor.to(device) for tensor in settings))
+    assert torch.equal(least.cpu(), least_kept(*settings))
+    assert (logits >= least.cpu()).sum(1).unique().numel() > 10
 
 
 @settings(max_examples=25)
