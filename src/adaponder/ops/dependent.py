@@ -3,6 +3,8 @@
 A kernel launched with :func:`launch_options` calls ``allow_next`` at its start, loads what no kernel of the pass
 writes (weights), and calls ``wait_for_previous`` before it reads or writes anything else. The wait ends when the kernel
 before has ended and its writes are visible. A kernel that never waits would let the one after it run too early.
+
+While it waits, memory is idle: ``bring`` lets the weights of a later kernel be on their way to the cache by then.
 """
 
 from __future__ import annotations
@@ -39,3 +41,19 @@ def wait_for_previous(DEPENDENT: tl.constexpr):  # noqa: N803
     """Returns when the kernel before this one has ended."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def bring(weight, lines, DEPENDENT: tl.constexpr):  # noqa: N803
+    """Asks for so many lines of 128 bytes from ``weight`` on; the programs along the first axis share the asking."""
+    if DEPENDENT:
+        # None where the row is not the first.
+        share = tl.where(tl.program_id(1) == 0, tl.cdiv(lines, tl.num_programs(0)), 0)
+        first = tl.program_id(0) * share
+        numbers: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        for start in range(0, share, 128):
+            line = first + tl.minimum(start + tl.arange(0, 128), share - 1)
+            at = weight + tl.minimum(line, lines - 1).to(tl.int64) * numbers
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+            )

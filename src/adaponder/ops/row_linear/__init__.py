@@ -21,28 +21,33 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
     return reference.row_norm(x, norm)
 
 
-def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The torch version, or its Triton kernels where they run."""
+def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor] = ()) -> list[Tensor]:
+    """The torch version, or its Triton kernels where they run.
+
+    ``ahead`` are up to two weights that the kernels after this one read: they are brought to the cache meanwhile.
+    """
     if runs_fused(x):
         from adaponder.ops.row_linear import triton
 
-        return triton.normed_linears(x, pieces)
+        return triton.normed_linears(x, pieces, ahead=ahead)
     return reference.normed_linears(x, pieces)
 
 
-def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
-    """The torch version, or its Triton kernels where they run."""
+def gated_linear(
+    x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str, ahead: Sequence[Tensor] = ()
+) -> Tensor:
+    """The torch version, or its Triton kernels where they run; ``ahead`` as in :func:`normed_linears`."""
     if runs_fused(x):
         from adaponder.ops.row_linear import triton
 
-        return triton.gated_linear(x, gate, up, norm, activation=activation)
+        return triton.gated_linear(x, gate, up, norm, activation=activation, ahead=ahead)
     return reference.gated_linear(x, gate, up, norm, activation=activation)
 
 
-def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """The torch version, or its Triton kernel where it runs."""
+def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence[Tensor] = ()) -> Tensor:
+    """The torch version, or its Triton kernel where it runs; ``ahead`` as in :func:`normed_linears`."""
     if runs_fused(residual):
         from adaponder.ops.row_linear import triton
 
-        return triton.residual_linears(residual, terms)
+        return triton.residual_linears(residual, terms, ahead=ahead)
     return reference.residual_linears(residual, terms)

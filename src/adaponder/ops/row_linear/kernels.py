@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaponder.ops.dependent import allow_next, wait_for_previous
+from adaponder.ops.dependent import allow_next, bring, wait_for_previous
 
 
 @triton.jit
@@ -55,6 +55,15 @@ def normalised(
 
 
 @triton.jit
+def bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Asks for the weights of the kernels after this one, if there are any to ask for."""
+    if AHEAD > 0:
+        bring(ahead_0, lines_0, DEPENDENT)
+    if AHEAD > 1:
+        bring(ahead_1, lines_1, DEPENDENT)
+
+
+@triton.jit
 def _map(
     x,
     result,
@@ -65,7 +74,6 @@ def _map(
     block,
     size,
     eps,
-    rows,
     x_stride,
     result_stride,
     INPUTS: tl.constexpr,
@@ -77,7 +85,7 @@ def _map(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One block of outputs of one linear map, for all rows."""
+    """One block of outputs of one linear map, of one row."""
     first = block * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     tile = weight_tile(weight, first, size, INPUTS, BLOCK, OUTPUTS)
@@ -88,40 +96,42 @@ def _map(
     if BIASED:
         bias = tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
-    for row in range(rows):
-        values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
-        values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
-        total = tl.sum(tile.to(tl.float32) * values, 1)
-        if BIASED:
-            total += bias
-        total = activate(total, ACTIVATION)
-        tl.store(result + row * result_stride + output, total, mask=output < size)
+    row = tl.program_id(1)
+    values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
+    values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
+    total = tl.sum(tile.to(tl.float32) * values, 1)
+    if BIASED:
+        total += bias
+    total = activate(total, ACTIVATION)
+    tl.store(result + row * result_stride + output, total, mask=output < size)
 
 
 # fmt: off
 @triton.jit
 def normed_kernel(
     x, result, weight_0, bias_0, gain_0, shift_0, weight_1, bias_1, gain_1, shift_1, weight_2, bias_2, gain_2, shift_2,
-    size_0, size_1, size_2, end_0, end_1, eps_0, eps_1, eps_2, rows, x_stride, result_stride,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, MAPS: tl.constexpr, NORMS: tl.constexpr,
-    SHIFTED: tl.constexpr, BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
+    size_0, size_1, size_2, end_0, end_1, eps_0, eps_1, eps_2, x_stride, result_stride,
+    ahead_0, ahead_1, lines_0, lines_1, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,
+    MAPS: tl.constexpr, NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr,
+    ACTIVATIONS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Up to three maps of the same rows, side by side; programs up to ``end_0`` work at the first, and so on."""
     allow_next(DEPENDENT)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     block = tl.program_id(0)
     if MAPS == 1 or block < end_0:
         _map(
-            x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, rows, x_stride, result_stride,
+            x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, x_stride, result_stride,
             INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0], DEPENDENT,
         )
     elif MAPS == 2 or block < end_1:
         _map(
-            x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, rows, x_stride,
+            x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, x_stride,
             result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1], ACTIVATIONS[1], DEPENDENT,
         )
     else:
         _map(
-            x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2, rows,
+            x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2,
             x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2], ACTIVATIONS[2], DEPENDENT,
         )
 # fmt: on
@@ -139,8 +149,11 @@ def gated_kernel(
     shift,
     size,
     eps,
-    rows,
     x_stride,
+    ahead_0,
+    ahead_1,
+    lines_0,
+    lines_1,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -148,9 +161,11 @@ def gated_kernel(
     SHIFTED: tl.constexpr,
     BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     gate_tile = weight_tile(gate, first, size, INPUTS, BLOCK, OUTPUTS)
@@ -158,17 +173,21 @@ def gated_kernel(
     gain = row_tile(gain, INPUTS, BLOCK)
     if SHIFTED:
         shift = row_tile(shift, INPUTS, BLOCK)
+    if BIASED[0]:
+        gate_bias = tl.load(gate_bias + output, mask=output < size, other=0.0).to(tl.float32)
+    if BIASED[1]:
+        up_bias = tl.load(up_bias + output, mask=output < size, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
-    for row in range(rows):
-        values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
-        values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
-        opened = tl.sum(gate_tile.to(tl.float32) * values, 1)
-        total = tl.sum(up_tile.to(tl.float32) * values, 1)
-        if BIASED[0]:
-            opened += tl.load(gate_bias + output, mask=output < size, other=0.0).to(tl.float32)
-        if BIASED[1]:
-            total += tl.load(up_bias + output, mask=output < size, other=0.0).to(tl.float32)
-        tl.store(result + row * size + output, activate(opened, ACTIVATION) * total, mask=output < size)
+    row = tl.program_id(1)
+    values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
+    values = normalised(values, gain, shift, eps, INPUTS, BLOCK, NORM, SHIFTED)
+    opened = tl.sum(gate_tile.to(tl.float32) * values, 1)
+    total = tl.sum(up_tile.to(tl.float32) * values, 1)
+    if BIASED[0]:
+        opened += gate_bias
+    if BIASED[1]:
+        total += up_bias
+    tl.store(result + row * size + output, activate(opened, ACTIVATION) * total, mask=output < size)
 
 
 @triton.jit
@@ -182,18 +201,23 @@ def residual_kernel(
     weight_1,
     bias_1,
     size,
-    rows,
     stride,
     stride_0,
     stride_1,
+    ahead_0,
+    ahead_1,
+    lines_0,
+    lines_1,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TERMS: tl.constexpr,
     BIASED: tl.constexpr,
+    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     tile_0 = weight_tile(weight_0, first, size, INPUTS[0], BLOCK[0], OUTPUTS)
@@ -205,14 +229,14 @@ def residual_kernel(
     if TERMS == 2 and BIASED[1]:
         bias += tl.load(bias_1 + output, mask=output < size, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
-    for row in range(rows):
-        start = tl.load(residual + row * stride + output, mask=output < size, other=0.0).to(tl.float32)
-        values = row_tile(x_0 + row * stride_0, INPUTS[0], BLOCK[0]).to(tl.float32)
-        total = tl.sum(tile_0.to(tl.float32) * values, 1)
-        if TERMS == 2:
-            values = row_tile(x_1 + row * stride_1, INPUTS[1], BLOCK[1]).to(tl.float32)
-            total += tl.sum(tile_1.to(tl.float32) * values, 1)
-        tl.store(result + row * size + output, total + bias + start, mask=output < size)
+    row = tl.program_id(1)
+    start = tl.load(residual + row * stride + output, mask=output < size, other=0.0).to(tl.float32)
+    values = row_tile(x_0 + row * stride_0, INPUTS[0], BLOCK[0]).to(tl.float32)
+    total = tl.sum(tile_0.to(tl.float32) * values, 1)
+    if TERMS == 2:
+        values = row_tile(x_1 + row * stride_1, INPUTS[1], BLOCK[1]).to(tl.float32)
+        total += tl.sum(tile_1.to(tl.float32) * values, 1)
+    tl.store(result + row * size + output, total + bias + start, mask=output < size)
 
 
 @triton.jit

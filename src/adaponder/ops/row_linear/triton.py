@@ -1,7 +1,7 @@
 """Matrix-vector kernels: each weight is read once, in wide loads, and begins to arrive before the rows are known.
 
-A program owns a few outputs and all inputs. It loads its weights, waits for the kernel before it (see
-:mod:`adaponder.ops.dependent`), and then for each row loads, normalises and multiplies. A tile of weights is
+A program owns one row, a few outputs and all inputs. It loads its weights, waits for the kernel before it (see
+:mod:`adaponder.ops.dependent`), and then loads, normalises and multiplies its row. A tile of weights is
 ``[outputs, inputs]``, held in registers, its inputs spread over all threads as a row's are. More rows than ``FEW`` go
 through the matrix library instead, with their norm in a kernel.
 """
@@ -28,11 +28,22 @@ _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
 
 
+# Most bytes of weights that a kernel asks for ahead, all tensors together: well below the size of an H200's cache.
+MOST_AHEAD = 16 << 20
+
+
 class Blocks(NamedTuple):
-    """How a product is cut: outputs of a program, and its warps."""
+    """How a product is cut: outputs of a program, its warps, and the most registers of a thread (0: any number).
+
+    Fewer registers leave room for programs of the next kernel, which then start earlier.
+    """
 
     outputs: int
     warps: int
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def blocks_for(inputs: int, outputs: int) -> Blocks:
@@ -63,7 +74,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
     return result.reshape(x.shape)
 
 
-def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor] = ()) -> list[Tensor]:
     """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
     maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
     if x.shape[0] > FEW or len(maps) > 3 or not _plain(x, [each.linear for each in maps]):
@@ -74,9 +85,10 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     blocks = blocks_for(inputs, sum(sizes))
     counts = [triton.cdiv(size, blocks.outputs) for size in sizes]
     three = [*maps, maps[-1], maps[-1]][:3]
+    coming = _ahead(ahead, x)
     if rows:
         with on_device_of(x):
-            kernels.normed_kernel[(sum(counts),)](
+            kernels.normed_kernel[(sum(counts), rows)](
                 x,
                 result,
                 *(pointer for each in three for pointer in each.pointers(x)),
@@ -84,9 +96,9 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
                 counts[0],
                 sum(counts[:2]),
                 *(each.eps for each in three),
-                rows,
                 x.stride(0),
                 result.stride(0),
+                *coming,
                 INPUTS=inputs,
                 BLOCK=triton.next_power_of_2(inputs),
                 OUTPUTS=blocks.outputs,
@@ -95,7 +107,8 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
                 SHIFTED=tuple(each.shifted for each in three),
                 BIASED=tuple(each.linear.bias is not None for each in three),
                 ACTIVATIONS=tuple(_CODES[each.activation] for each in three),
-                num_warps=blocks.warps,
+                AHEAD=len(ahead),
+                **blocks.options(),
                 **launch_options(x),
             )
     return list(result.split([piece.outputs for piece in pieces], -1))
@@ -122,7 +135,9 @@ class _Map(NamedTuple):
         return *_linear_pointers(self.linear), *norm
 
 
-def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
+def gated_linear(
+    x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str, ahead: Sequence[Tensor] = ()
+) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
     if x.shape[0] > FEW or not _plain(x, (gate, up)):
         normed = row_norm(x, norm)
@@ -131,9 +146,10 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
     size = gate.weight.shape[0]
     result = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     blocks = blocks_for(2 * inputs, size)
+    coming = _ahead(ahead, x)
     if rows:
         with on_device_of(x):
-            kernels.gated_kernel[(triton.cdiv(size, blocks.outputs),)](
+            kernels.gated_kernel[(triton.cdiv(size, blocks.outputs), rows)](
                 x,
                 result,
                 *_linear_pointers(gate),
@@ -141,8 +157,8 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
                 *_norm_pointers(norm),
                 size,
                 norm.eps,
-                rows,
                 x.stride(0),
+                *coming,
                 INPUTS=inputs,
                 BLOCK=triton.next_power_of_2(inputs),
                 OUTPUTS=blocks.outputs,
@@ -150,13 +166,14 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
                 SHIFTED=norm.bias is not None,
                 BIASED=(gate.bias is not None, up.bias is not None),
                 ACTIVATION=_CODES[activation],
-                num_warps=blocks.warps,
+                AHEAD=len(ahead),
+                **blocks.options(),
                 **launch_options(x),
             )
     return result
 
 
-def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
+def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence[Tensor] = ()) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`, rounded once for few rows."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
@@ -166,9 +183,10 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
     first, second = terms[0], terms[-1]
     inputs = [term.x.shape[1] for term in terms]
     blocks = blocks_for(sum(inputs), size)
+    coming = _ahead(ahead, residual)
     if rows:
         with on_device_of(residual):
-            kernels.residual_kernel[(triton.cdiv(size, blocks.outputs),)](
+            kernels.residual_kernel[(triton.cdiv(size, blocks.outputs), rows)](
                 residual,
                 result,
                 first.x,
@@ -176,16 +194,17 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
                 *_linear_pointers(first.linear),
                 *_linear_pointers(second.linear),
                 size,
-                rows,
                 residual.stride(0),
                 first.x.stride(0),
                 second.x.stride(0),
+                *coming,
                 INPUTS=(inputs[0], inputs[-1]),
                 BLOCK=(triton.next_power_of_2(inputs[0]), triton.next_power_of_2(inputs[-1])),
                 OUTPUTS=blocks.outputs,
                 TERMS=len(terms),
                 BIASED=(first.linear.bias is not None, second.linear.bias is not None),
-                num_warps=blocks.warps,
+                AHEAD=len(ahead),
+                **blocks.options(),
                 **launch_options(residual),
             )
     return result
@@ -220,6 +239,15 @@ def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
     """Whether rows and weights lie as the kernels read them."""
     return x.stride(-1) == 1 and all(w.is_contiguous() and w.dtype == x.dtype for w, _ in linears)
+
+
+def _ahead(ahead: Sequence[Tensor], like: Tensor) -> tuple[Tensor | int, ...]:
+    """Up to two tensors to ask for, and of how many lines of 128 bytes each."""
+    if len(ahead) > 2:
+        raise ValueError(f"{len(ahead)} tensors ahead: at most two")
+    most = MOST_AHEAD // max(1, len(ahead))
+    lines = [max(1, min(most, x.numel() * x.element_size()) // 128) for x in ahead]
+    return *[*ahead, like, like][:2], *[*lines, 0, 0][:2]
 
 
 def _linear_pointers(linear: Linear) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Few rows against the vocabulary: logits by the matrix-vector kernels, the expectation split over the vocabulary.
 
-A program owns a slice of the vocabulary and a block of the embedding. It finds the largest logit of each row in its
-slice, and adds up the slice's embeddings, each weighted by how far its logit lies below. A second kernel weighs the
-slices against one another. Where no row goes on, neither reads the table.
+A program owns a slice of the vocabulary and a block of the embedding. It adds up the slice's embeddings, each weighted
+by how far its logit lies below the largest so far. A second kernel weighs the slices against one another. Where no row
+goes on, neither reads the table.
 """
 
 # ruff: noqa: N803 (constants of a kernel are in capitals)
@@ -31,7 +31,7 @@ ROWS = 16
 class Slices(NamedTuple):
     """How the vocabulary is cut: slices, tokens and embedding columns of a tile, warps, stages of the pipeline."""
 
-    count: int = 256
+    count: int = 66
     tokens: int = 64
     columns: int = 256
     warps: int = 4
@@ -157,21 +157,20 @@ def _slice_kernel(
         last = tl.minimum(first + length, vocabulary)
         at = logits + row[:, None].to(tl.int64) * stride
         top = tl.full([ROWS], -float("inf"), tl.float32)
-        for start in range(first, last, TOKENS):
-            here = start + token
-            z = tl.load(at + here[None, :], mask=going[:, None] & (here < last)[None, :], other=-float("inf"))
-            top = tl.maximum(top, tl.max(z.to(tl.float32), 1))
-        level = finite(top)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in tl.range(first, last, TOKENS):
             here = start + token
             z = tl.load(at + here[None, :], mask=going[:, None] & (here < last)[None, :], other=-float("inf"))
-            p = tl.exp(z.to(tl.float32) - level[:, None])
-            total += tl.sum(p, 1)
+            z = z.to(tl.float32)
+            higher = tl.maximum(top, tl.max(z, 1))
+            level = finite(higher)
+            fading, p = tl.exp(top - level), tl.exp(z - level[:, None])
+            total = total * fading + tl.sum(p, 1)
+            top = higher
             rows_at = table + here[:, None].to(tl.int64) * table_stride + column[None, :]
             e = tl.load(rows_at, mask=(here < last)[:, None] & (column < width)[None, :], other=0.0)
-            mixed = tl.dot(p.to(e.dtype), e, mixed, input_precision="ieee")
+            mixed = tl.dot(p.to(e.dtype), e, mixed * fading[:, None], input_precision="ieee")
         out = sums + (number * rows + row[:, None]) * width + column[None, :]
         tl.store(out, mixed, mask=going[:, None] & (column < width)[None, :])
         if block == 0:
