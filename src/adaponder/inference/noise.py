@@ -65,9 +65,9 @@ def pick(
         from adaponder.inference import noise_triton
 
         return noise_triton.pick(logits, lanes, position, temperature, key, sampled=sampled, least=least)
+    best, token = logits.max(-1)
     if least is not None:
         logits = torch.where(logits >= least, logits, -math.inf)
-    best, token = logits.max(-1)
     if sampled:
         parts = zip(*(rows.split(_ROWS) for rows in (logits, temperature[lanes], key[lanes], position)), strict=True)
         token = torch.cat([_drawn(*part) for part in parts])
