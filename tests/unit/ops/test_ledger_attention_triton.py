@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
-from adaponder.ops.ledger_attention import Projection, Turn, entry, launch, scratch_for
+from adaponder.ops.ledger_attention import Projection, Scratch, Turn, entry, launch, scratch_for
 from adaponder.ops.ledger_attention import torch as reference
 from ledger_support import case
 from poison import poisoned  # noqa: F401
@@ -183,9 +183,12 @@ def test_a_query_that_sees_nothing_gets_zeros():
     assert mixed[1].all()
 
 
-def test_a_scratch_for_fewer_rows_is_refused():
+def test_a_scratch_is_enough_for_every_split_and_a_smaller_one_is_refused():
+    scratch = scratch_for(1, 4, 8, "cpu")
+    for rows, key_heads, processors in itertools.product((1, 2, 7, 100), (1, 2, 4), (2, 132, 10_000)):
+        splits = launch.splits_for(rows * key_heads, processors, 10_000)
+        assert splits == 1 or rows * 4 * splits <= len(scratch.counter) == len(scratch.partial)
     made = case(seed=6, alone=3, cohorts=0, dtype=torch.float32)
-    with pytest.raises(ValueError, match="too small: make it for 3 rows"):
-        launch.ledger_attention(
-            made.query, made.keys, made.values, made.rows, splits=32, scratch=scratch_for(2, 2, 8, "cpu")
-        )
+    small = Scratch(*(x[: 3 * 2 * 5 - 1] for x in scratch))
+    with pytest.raises(ValueError, match="too small: 30 places of 8 needed"):
+        launch.ledger_attention(made.query, made.keys, made.values, made.rows, splits=5, scratch=small)

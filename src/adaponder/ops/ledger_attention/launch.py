@@ -14,7 +14,7 @@ from adaponder.ops.fused import on_device_of
 from adaponder.ops.ledger_attention import triton as kernels
 from adaponder.ops.ledger_attention.cohorts import cohort_kernel
 from adaponder.ops.ledger_attention.entry import Projection, Turn
-from adaponder.ops.ledger_attention.scratch import MOST_SPLITS, Scratch, scratch_for
+from adaponder.ops.ledger_attention.scratch import MOST_PROGRAMS, MOST_SPLITS, Scratch, scratch_for
 from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows
 
 LARGEST = 128  # of head sizes
@@ -158,8 +158,10 @@ def _alone(
     splits = splits_for(programs, processors, reach) if splits is None else splits
     if splits > 1 and scratch is None:
         scratch = scratch_for(rows.alone, heads, size, keys.device)
-    if scratch is not None and scratch.partial.numel() < rows.alone * heads * size * splits:
-        raise ValueError(f"scratch.partial={tuple(scratch.partial.shape)} is too small: make it for {rows.alone} rows")
+    if splits > 1 and scratch is not None and scratch.partial.numel() < (places := rows.alone * heads * splits) * size:
+        raise ValueError(
+            f"scratch.partial={tuple(scratch.partial.shape)} is too small: {places} places of {size} needed"
+        )
     groups = heads // key_heads
     block, warps, ahead = block_for(size, programs, processors) if groups == 1 else SHARED
     plain = {"EPSILON": 0.0, "ROTARY": 0, "STEP": 0, "FIRST": 0, "NEXT": 0, "DEPENDENT": False}
@@ -199,7 +201,7 @@ def _alone(
 
 def splits_for(programs: int, processors: int, reach: int) -> int:
     """How many programs share a row's keys: as many as there is room for at once, none with too few keys."""
-    return max(1, min(processors // programs, -(-reach // LEAST), MOST_SPLITS))
+    return max(1, min(min(processors, MOST_PROGRAMS) // programs, -(-reach // LEAST), MOST_SPLITS))
 
 
 def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Most parts that the keys of a row are split into.
-MOST_SPLITS = 32
+# Most parts that the keys of a row are split into, and most programs that keys are ever split for.
+MOST_SPLITS, MOST_PROGRAMS = 32, 256
 
 
 class Scratch(NamedTuple):
-    """Calls that follow one another may share it.
+    """A place for each row, head and part; calls that follow one another may share it.
 
     Attributes:
-        partial: float32 ``[rows * heads, splits, size]``, results of the parts.
-        level: float32 ``[rows * heads, splits]``, the base-2 logarithm of what each part was normalised by.
-        counter: int32 ``[rows * key heads]``, how many parts are done; 0 between calls.
+        partial: float32 ``[places, size]``, results of the parts.
+        level: float32 ``[places]``, the base-2 logarithm of what each part was normalised by.
+        counter: int32 ``[places]``, for each row and key head how many parts are done; 0 between calls.
     """
 
     partial: Tensor
@@ -26,7 +26,8 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
-    """Enough for any pass of at most ``rows`` rows alone."""
-    partial = torch.empty(rows * heads, MOST_SPLITS, size, dtype=torch.float32, device=device)
-    level = torch.empty(rows * heads, MOST_SPLITS, dtype=torch.float32, device=device)
-    return Scratch(partial, level, torch.zeros(rows * heads, dtype=torch.int32, device=device))
+    """Enough for any pass: keys are split only where few rows leave room for it."""
+    places = max(rows, MOST_PROGRAMS) * heads
+    partial = torch.empty(places, size, dtype=torch.float32, device=device)
+    level = torch.empty(places, dtype=torch.float32, device=device)
+    return Scratch(partial, level, torch.zeros(places, dtype=torch.int32, device=device))
