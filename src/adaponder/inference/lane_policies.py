@@ -44,6 +44,7 @@ class LanePolicies:
         self._classes: dict[int, type[Policy]] = {}
         self._callables: dict[int, Policy] = {}
         self._forcing: set[int] = set()
+        self._forced_before: set[int] = set()
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(
@@ -79,7 +80,8 @@ class LanePolicies:
             self._forcing.add(lane)
             if self._forced is None:
                 self._forced = torch.zeros(len(self._integers), self.slots, dtype=torch.int32, device=self.device)
-        if self._forced is not None:
+        if self._forced is not None and (forced or lane in self._forced_before):
+            self._forced_before.add(lane)
             depth_of_slot = torch.zeros(self.slots, dtype=torch.int32)
             for slot, depth in forced.items():
                 if slot < self.slots:

@@ -24,11 +24,15 @@ class LaneBiases:
         self._token = torch.zeros(lanes, entries, dtype=torch.int64, device=device)
         self._value = torch.zeros(lanes, entries, dtype=torch.float64, device=device)
         self._until = torch.zeros(lanes, entries, dtype=torch.int64, device=device)
+        self._written: set[int] = set()
 
     def set(self, lane: int, biases: Mapping[int, float], banned: Collection[int], until: int) -> None:
         """Biases for ever, and tokens that cannot be chosen by rows before position ``until``."""
         entries = [(int(token), float(value), _FOR_EVER) for token, value in biases.items()]
         entries += [(int(token), -math.inf, until) for token in banned]
+        if not entries and lane not in self._written:
+            return
+        self._written.add(lane)
         entries += [(0, 0.0, 0)] * (self._token.shape[1] - len(entries))
         tokens, values, limits = zip(*entries, strict=True)
         for buffer, numbers in ((self._token, tokens), (self._value, values), (self._until, limits)):

@@ -11,14 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from adaponder.inference.noise import gumbel, pick, stream_key
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import (
     Chosen,
@@ -28,7 +23,6 @@ from adaponder.inference.sampler import (
     prompt_log_probabilities,
     score,
 )
-from adaponder.inference.truncation import least_kept
 
 VOCABULARY = 23
 EVERYTHING = Features(True, True, True, True, 5)
@@ -73,25 +67,6 @@ def alone(
     return state.choose(logits[None], *where, state.features() if features is None else features)
 
 
-def draws(logits: Tensor, count: int, *, sample: int = 0, **fields: Any) -> Tensor:
-    """Tokens drawn at ``count`` positions from the same logits."""
-    state = SamplerState(1, logits.shape[-1])
-    state.set(0, request(**fields), sample, [1])
-    lanes, position = torch.zeros(count, dtype=torch.long), torch.arange(count)
-    return state.choose(logits.expand(count, -1), lanes, position, state.features()).token
-
-
-def chi_square(tokens: Tensor, probability: Tensor) -> float:
-    """Pearson's statistic in standard deviations from its mean."""
-    observed = torch.bincount(tokens, minlength=len(probability)).double()
-    assert observed[probability == 0].sum() == 0
-    possible = probability > 0
-    expected = len(tokens) * probability[possible]
-    freedom = int(possible.sum()) - 1
-    statistic = float(((observed[possible] - expected) ** 2 / expected).sum())
-    return (statistic - freedom) / math.sqrt(2 * freedom)
-
-
 @settings(max_examples=25)
 @given(
     rows=st.lists(st.tuples(st.sampled_from(sorted(REQUESTS)), st.integers(0, 40)), min_size=1, max_size=8),
@@ -132,186 +107,6 @@ def test_greedy_takes_the_first_of_the_likeliest_whatever_the_others_need(dtype:
         chosen = state.choose(logits[:8], torch.arange(8), torch.arange(8), features)
         assert chosen.token.tolist() == first[:8].tolist()
         assert not chosen.bad.any()
-
-
-def test_draws_have_the_distribution_of_the_logits() -> None:
-    logits = noise(1)[0]
-    for fields in ({}, {"temperature": 2.5}, {"seed": 1 << 70}, {"seed": -1}):
-        tokens = draws(logits, 40_000, **fields)
-        expected = (logits / fields.get("temperature", 1.0)).softmax(-1)
-        assert abs(chi_square(tokens, expected)) < 4
-
-
-def test_draws_of_truncated_distributions_are_renormalised() -> None:
-    logits = noise(1, seed=3)[0]
-    ranked = logits.argsort(descending=True)
-    expected = torch.zeros_like(logits)
-    expected[ranked[:5]] = logits[ranked[:5]].softmax(-1)
-    assert abs(chi_square(draws(logits, 20_000, top_k=5), expected)) < 4
-
-
-def test_rare_tokens_are_as_rare_as_they_should_be() -> None:
-    # One token takes nearly all; 1,999 others share 5 %, each 2.5e-5.
-    logits = torch.zeros(2000, dtype=torch.float64)
-    logits[17] = math.log(19 * 1999)
-    tokens = torch.cat([draws(logits, 1000, seed=seed) for seed in range(6)])
-    rare = tokens[tokens != 17]
-    assert abs(len(rare) - 300) < 4 * math.sqrt(300)
-    assert abs(float(rare.double().mean()) - 1000) < 4 * 2000 / math.sqrt(12 * len(rare))
-
-
-def test_noise_is_of_gumbels_distribution_up_to_its_tail() -> None:
-    values = gumbel(torch.arange(40), torch.arange(40) * 7, 20_000).flatten()
-    for bound in (-2.0, 0.0, 1.0, 3.0, 6.0, 9.0):
-        beyond = 1 - math.exp(-math.exp(-bound))
-        deviation = math.sqrt(len(values) * beyond * (1 - beyond))
-        assert abs(int((values > bound).sum()) - len(values) * beyond) < 4 * deviation
-    assert values.unique().numel() == len(values)
-    assert values.isfinite().all()
-
-
-def test_noise_is_the_same_on_every_machine() -> None:
-    # From a splitmix64 in whole numbers of Python.
-    key, position, token, mask = stream_key(7, 2), 11, 5, (1 << 64) - 1
-    x = (key + ((position << 32) + token) * 0x9E3779B97F4A7C15) & mask
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-    x ^= x >> 31
-    expected = -math.log(-math.log(((x >> 12) + 0.5) / 2**52))
-    assert float(gumbel(torch.tensor([key]), torch.tensor([position]), 9)[0, token]) == pytest.approx(
-        expected, rel=1e-14
-    )
-    assert stream_key(7, 2) == stream_key(7 - (1 << 64), 2) == -1088427420777695408
-    assert len({stream_key(seed, sample) for seed in range(-50, 50) for sample in range(50)}) == 5000
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocabulary", "programs"), [(1, 23, 512), (3, 1024, 512), (7, 2500, 8)])
-def test_the_kernel_draws_the_same_tokens(
-    dtype: torch.dtype, rows: int, vocabulary: int, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noise_triton = pytest.importorskip("adaponder.inference.noise_triton")
-    monkeypatch.setattr(noise_triton, "_PROGRAMS", programs)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(rows)
-    logits = torch.randn(rows, vocabulary + 3, generator=generator).to(dtype)[:, :vocabulary]
-    logits[0, : vocabulary // 2] = -math.inf
-    temperature = torch.rand(2 * rows, 2, generator=generator, dtype=torch.float64)[:, 0] * 2
-    lanes = torch.randperm(2 * rows, generator=generator)[:rows]
-    temperature[lanes[1::3]] = 0
-    logits[1::3] = logits[1::3].round()  # full of ties
-    for row, value in zip(range(3, rows), (math.nan, math.inf), strict=False):
-        logits[row, vocabulary - 2] = value
-    logits[5:] = -math.inf
-    key = torch.randint(-(2**63), 2**63 - 1, (2 * rows,), generator=generator)
-    position = torch.randint(0, 2**31, (rows,), generator=generator)
-    settings = (logits, lanes, position, temperature, key)
-    third = logits.nan_to_num(posinf=0).topk(3).values[:, 2:]
-    for sampled, least in ((True, None), (False, None), (True, third)):
-        moved = None if least is None else least.to(device)
-        token, bad = noise_triton.pick(*(tensor.to(device) for tensor in settings), sampled=sampled, least=moved)
-        expected = pick(*settings, sampled=sampled, least=least)
-        assert bad.tolist() == expected.bad.tolist() == [row >= 3 for row in range(rows)]
-        assert token[:3].tolist() == expected.token[:3].tolist()
-        assert ((token >= 0) & (token < vocabulary)).all()
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
-def test_seeds_and_samples_draw_independently(other: dict[str, int]) -> None:
-    logits = torch.zeros(8, dtype=torch.float64)
-    one, two = draws(logits, 20_000), draws(logits, 20_000, **other)
-    assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
-    # Neighbouring positions, too.
-    assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4
-
-
-def test_the_same_seed_draws_the_same_and_seeds_are_modulo_two_to_the_64th() -> None:
-    logits = noise(1)[0]
-    assert draws(logits, 50, seed=9).tolist() == draws(logits, 50, seed=9 + (1 << 64)).tolist()
-    assert draws(logits, 50, seed=9).tolist() != draws(logits, 50, seed=10).tolist()
-
-
-def support(
-    logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
-    """Probabilities after temperature and truncation."""
-    numbers = torch.tensor([[temperature, top_p, math.log(min_p) if min_p else -math.inf]], dtype=torch.float64)
-    lanes = torch.zeros(len(logits), dtype=torch.long)
-    least = least_kept(logits, lanes, numbers, torch.tensor([top_k or logits.shape[1]]))
-    return (logits.double().masked_fill(logits < least, -math.inf) / temperature).softmax(-1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    truncation_triton = pytest.importorskip("adaponder.inference.truncation_triton")
-    monkeypatch.setattr(truncation_triton, "_BLOCK", 16)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator().manual_seed(0)
-    logits = (2 * torch.randn(40, 50, generator=generator)).to(dtype)
-    logits[::4] = logits[::4].round()
-    logits[1, 3:] = -math.inf
-    uniform = torch.rand(60, 4, generator=generator, dtype=torch.float64)
-    temperature = torch.where(uniform[:, 0] < 0.2, 0.0, 2 * uniform[:, 0])
-    top_p = torch.where(uniform[:, 1] < 0.3, 1.0, uniform[:, 1])
-    log_min_p = torch.where(uniform[:, 2] < 0.5, 0.0, uniform[:, 2] / 10).log()
-    top_k = torch.where(uniform[:, 3] < 0.5, 50, (uniform[:, 3] * 50).long())
-    lanes = torch.randperm(60, generator=generator)[:40]
-    settings = (logits, lanes, torch.stack([temperature, top_p, log_min_p], dim=1), top_k)
-    least = truncation_triton.least_kept(*(tensor.to(device) for tensor in settings))
-    assert torch.equal(least.cpu(), least_kept(*settings))
-    assert (logits >= least.cpu()).sum(1).unique().numel() > 10
-
-
-@settings(max_examples=25)
-@given(
-    seed=st.integers(0, 1000),
-    temperature=st.floats(0.2, 5.0),
-    top_k=st.integers(0, VOCABULARY + 5),
-    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
-    min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
-)
-def test_truncation_is_that_of_hugging_face(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
-    logits, ids = noise(16, seed=seed), torch.zeros(16, 1, dtype=torch.long)
-    warped = TemperatureLogitsWarper(temperature)(ids, logits)
-    warpers = [TopKLogitsWarper(top_k)] if top_k else []
-    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    warpers += [MinPLogitsWarper(min_p)] if min_p else []
-    for warper in warpers:
-        warped = warper(ids, warped)
-    truncated = {"temperature": temperature, "top_k": min(top_k, VOCABULARY), "top_p": top_p, "min_p": min_p}
-    ours, theirs = support(logits, **truncated), warped.softmax(-1)
-    assert torch.equal(ours > 0, theirs > 0)
-    torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tokens_as_likely_as_the_least_likely_that_stays_all_stay(dtype: torch.dtype) -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0, 0.0]], dtype=dtype)
-    first, second = {1, 4}, {1, 2, 3, 4, 5}
-    likely = float(logits.double().softmax(-1)[0, 1])
-    for truncated, expected in (
-        ({"top_k": 1}, first),
-        ({"top_k": 3}, second),
-        ({"top_p": likely / 2}, first),
-        ({"top_p": likely * 1.9}, first),
-        ({"top_p": likely * 2.1}, second),
-        ({"min_p": 1.0}, first),
-        ({"min_p": 0.9 / math.e}, second),
-        ({"top_k": 3, "min_p": 0.9}, first),
-        ({"top_p": 1.0}, set(range(7))),
-    ):
-        assert set(support(logits, **truncated)[0].nonzero().flatten().tolist()) == expected
-
-
-def test_the_sampler_itself_draws_only_what_hugging_face_leaves() -> None:
-    logits = noise(1, seed=4)[0]
-    warped = logits[None] / 2
-    for warper in (TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)):
-        warped = warper(None, warped)
-    tokens = draws(logits, 20_000, temperature=2, top_k=9, top_p=0.8, min_p=0.1)
-    assert abs(chi_square(tokens, warped[0].softmax(-1))) < 4
 
 
 def test_penalties_are_those_of_hugging_face_and_of_their_definition() -> None:
