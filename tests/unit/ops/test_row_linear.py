@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
-from adaponder.ops.row_linear import Linear, Norm, Piece, Term
+from adaponder.ops.row_linear import Linear, Norm, Piece, Term, some
 from adaponder.ops.row_linear import torch as plain
 from adaponder.ops.row_linear import triton as kernels
 from poison import poisoned  # noqa: F401
@@ -38,6 +38,7 @@ def _small_blocks(request, monkeypatch):
             pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
         return
     monkeypatch.setattr(kernels, "blocks_for", lambda inputs, outputs: kernels.Blocks(4, 1))
+    monkeypatch.setattr(some, "cut_for", lambda rows, inputs, outputs: some.Cut(16, 16, 1, 1))
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -123,9 +124,18 @@ def test_the_kernels_equal_the_plain_version(name, shape, device, dtype):
     assert error(ours, truth) <= error(same, truth) + FLOOR[dtype]
 
 
+@pytest.mark.parametrize("few", [8, 0], ids=["each", "together"])
+@pytest.mark.parametrize("name", ["neox", "llama", "gated", "sum"])
+def test_rows_are_multiplied_each_or_together(name, few, monkeypatch):
+    monkeypatch.setattr(kernels, "FEW", few)
+    like, true = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.float64)
+    ours = computations(Case(3, 40), like)[name](kernels)
+    assert error(ours, computations(Case(3, 40), true)[name](plain)) <= 5e-7
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_many_rows_equal_the_plain_version_too(name, monkeypatch):
-    monkeypatch.setattr(kernels, "FEW", 2)
+    monkeypatch.setattr(kernels, "SOME", 2)
     like, true = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.float64)
     ours = computations(Case(5, 40), like)[name](kernels)
     assert error(ours, computations(Case(5, 40), true)[name](plain)) <= 5e-7

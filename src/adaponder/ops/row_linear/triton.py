@@ -2,8 +2,9 @@
 
 A program owns one row, a few outputs and all inputs. It loads its weights, waits for the kernel before it (see
 :mod:`adaponder.ops.dependent`), and then loads, normalises and multiplies its row. A tile of weights is
-``[outputs, inputs]``, held in registers, its inputs spread over all threads as a row's are. More rows than ``FEW`` go
-through the matrix library instead, with their norm in a kernel.
+``[outputs, inputs]``, held in registers, its inputs spread over all threads as a row's are. More rows than ``FEW`` are
+multiplied together (:mod:`adaponder.ops.row_linear.dots`), more than ``SOME`` by the matrix library, both with their
+norm in a kernel of its own.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.nn import functional
 
 from adaponder.ops.dependent import launch_options
 from adaponder.ops.fused import on_device_of
-from adaponder.ops.row_linear import kernels
+from adaponder.ops.row_linear import kernels, some
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
-# Most rows for which these kernels are used.
-FEW = 8
+# Most rows for which these kernels are used, and those of `dots`.
+FEW, SOME = 1, 64
 # The kernels' numbers for activations and norms; 0 is none.
 _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
@@ -77,8 +78,39 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor] = ()) -> list[Tensor]:
     """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
     maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
-    if x.shape[0] > FEW or len(maps) > 3 or not _plain(x, [each.linear for each in maps]):
+    if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [each.linear for each in maps]):
         return _many_normed(x, pieces)
+    if x.shape[0] <= FEW:
+        wide = _each(x, maps, ahead)
+    else:
+        given, codes = _normed(x, [each.norm for each in maps]), [_CODES[each.activation] for each in maps]
+        wide = some.maps(given, [each.linear for each in maps], codes, _ahead(ahead, x), len(ahead))
+    return list(wide.split([piece.outputs for piece in pieces], -1))
+
+
+class _Map(NamedTuple):
+    """One linear map with what comes before and after it, as a kernel is handed it."""
+
+    linear: Linear
+    norm: Norm | None
+    activation: str | None
+
+    @property
+    def eps(self) -> float:
+        return 0.0 if self.norm is None else self.norm.eps
+
+    @property
+    def shifted(self) -> bool:
+        return self.norm is not None and self.norm.bias is not None
+
+    def pointers(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Weight, bias, the norm's weight and bias; anything in the place of what is not there."""
+        norm = (like, like) if self.norm is None else _norm_pointers(self.norm)
+        return *some.pointers(self.linear), *norm
+
+
+def _each(x: Tensor, maps: Sequence[_Map], ahead: Sequence[Tensor]) -> Tensor:
+    """Up to three maps side by side, row by row."""
     rows, inputs = x.shape
     sizes = [each.linear.weight.shape[0] for each in maps]
     result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
@@ -111,36 +143,17 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor
                 **blocks.options(),
                 **launch_options(x),
             )
-    return list(result.split([piece.outputs for piece in pieces], -1))
-
-
-class _Map(NamedTuple):
-    """One linear map with what comes before and after it, as a kernel is handed it."""
-
-    linear: Linear
-    norm: Norm | None
-    activation: str | None
-
-    @property
-    def eps(self) -> float:
-        return 0.0 if self.norm is None else self.norm.eps
-
-    @property
-    def shifted(self) -> bool:
-        return self.norm is not None and self.norm.bias is not None
-
-    def pointers(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Weight, bias, the norm's weight and bias; anything in the place of what is not there."""
-        norm = (like, like) if self.norm is None else _norm_pointers(self.norm)
-        return *_linear_pointers(self.linear), *norm
+    return result
 
 
 def gated_linear(
     x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str, ahead: Sequence[Tensor] = ()
 ) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
-    if x.shape[0] > FEW or not _plain(x, (gate, up)):
+    if x.shape[0] > FEW:
         normed = row_norm(x, norm)
+        if x.shape[0] <= SOME and _plain(x, (gate, up)):
+            return some.gated(normed, gate, up, _CODES[activation], _ahead(ahead, x), len(ahead))
         return ACTIVATIONS[activation](functional.linear(normed, *gate)).mul_(functional.linear(normed, *up))
     rows, inputs = x.shape
     size = gate.weight.shape[0]
@@ -152,8 +165,8 @@ def gated_linear(
             kernels.gated_kernel[(triton.cdiv(size, blocks.outputs), rows)](
                 x,
                 result,
-                *_linear_pointers(gate),
-                *_linear_pointers(up),
+                *some.pointers(gate),
+                *some.pointers(up),
                 *_norm_pointers(norm),
                 size,
                 norm.eps,
@@ -177,8 +190,10 @@ def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence
     """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`, rounded once for few rows."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
-    if rows > FEW or not 1 <= len(terms) <= 2 or not fits:
+    if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
         return _many_residual(residual, terms)
+    if rows > FEW:
+        return some.residual(residual, terms, _ahead(ahead, residual), len(ahead))
     result = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
     first, second = terms[0], terms[-1]
     inputs = [term.x.shape[1] for term in terms]
@@ -191,8 +206,8 @@ def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence
                 result,
                 first.x,
                 second.x,
-                *_linear_pointers(first.linear),
-                *_linear_pointers(second.linear),
+                *some.pointers(first.linear),
+                *some.pointers(second.linear),
                 size,
                 residual.stride(0),
                 first.x.stride(0),
@@ -210,14 +225,19 @@ def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence
     return result
 
 
+def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
+    """``x`` through each norm; the same one twice is computed once."""
+    done: dict[int, Tensor] = {}
+    for norm in norms:
+        if norm is not None and norm.weight.data_ptr() not in done:
+            done[norm.weight.data_ptr()] = row_norm(x, norm)
+    return [x if norm is None else done[norm.weight.data_ptr()] for norm in norms]
+
+
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The same through the matrix library; each norm is computed once."""
-    normed: dict[int, Tensor] = {}
+    """The same through the matrix library."""
     results = []
-    for linears, norm, activation in pieces:
-        if norm is not None and norm.weight.data_ptr() not in normed:
-            normed[norm.weight.data_ptr()] = row_norm(x, norm)
-        given = x if norm is None else normed[norm.weight.data_ptr()]
+    for (linears, _, activation), given in zip(pieces, _normed(x, [piece.norm for piece in pieces]), strict=True):
         products = [functional.linear(given, *linear) for linear in linears]
         product = products[0] if len(products) == 1 else torch.cat(products, -1)
         results.append(product if activation is None else ACTIVATIONS[activation](product))
@@ -248,10 +268,6 @@ def _ahead(ahead: Sequence[Tensor], like: Tensor) -> tuple[Tensor | int, ...]:
     most = MOST_AHEAD // max(1, len(ahead))
     lines = [max(1, min(most, x.numel() * x.element_size()) // 128) for x in ahead]
     return *[*ahead, like, like][:2], *[*lines, 0, 0][:2]
-
-
-def _linear_pointers(linear: Linear) -> tuple[Tensor, Tensor]:
-    return linear.weight, linear.weight if linear.bias is None else linear.bias
 
 
 def _norm_pointers(norm: Norm) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,12 @@ from torch.nn import functional
 from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.row_linear.torch import Linear, Piece
-from adaponder.ops.row_linear.triton import FEW, normed_linears
+from adaponder.ops.row_linear.triton import normed_linears
 from adaponder.ops.rows import finite
 from adaponder.ops.vocab_expectation.triton import softmax_
 
+# Most rows whose logits are computed by the matrix-vector kernel.
+FEW = 1
 # Most rows for which the expectation is split over the vocabulary; a tile of them is a matrix product's smallest.
 ROWS = 16
 

@@ -1,0 +1,136 @@
+"""The same products for some tens of rows: matrix products whose weights stream through, each read once.
+
+A program owns a few outputs of all rows and walks the inputs. Rows come normalised.
+"""
+
+# ruff: noqa: N803 (constants of a kernel are in capitals)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from adaponder.ops.dependent import allow_next, wait_for_previous
+from adaponder.ops.row_linear.kernels import activate, bring_both
+
+# fmt: off
+
+
+@triton.jit
+def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.constexpr):
+    """``[lines, step]`` of a matrix of so many inputs, from input ``start`` on; zeros outside."""
+    k = start + tl.arange(0, STEP)
+    mask = (line < lines)[:, None]
+    if INPUTS % STEP != 0:
+        mask = mask & (k < INPUTS)[None, :]
+    return tl.load(base + line[:, None].to(tl.int64) * stride + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _product(total, x, x_stride, rows, weight, output, size, INPUTS: tl.constexpr, STEP: tl.constexpr):
+    """``total [rows, outputs]`` plus ``x @ weight[output].T``."""
+    row = tl.arange(0, total.shape[0])
+    EXACT: tl.constexpr = "ieee" if weight.dtype.element_ty == tl.float32 else "tf32"  # noqa: N806
+    for start in tl.range(0, INPUTS, STEP):
+        values = _loaded(x, row, x_stride, rows, start, INPUTS, STEP)
+        tile = _loaded(weight, output, INPUTS, size, start, INPUTS, STEP)
+        total = tl.dot(values, tl.trans(tile), total, input_precision=EXACT)
+    return total
+
+
+@triton.jit
+def _keep(result, total, result_stride, rows, output, size):
+    row = tl.arange(0, total.shape[0])
+    at = result + row[:, None] * result_stride + output[None, :]
+    tl.store(at, total, mask=(row < rows)[:, None] & (output < size)[None, :])
+
+
+@triton.jit
+def _bias(bias, output, size):
+    return tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def maps_kernel(
+    result, x_0, weight_0, bias_0, x_1, weight_1, bias_1, x_2, weight_2, bias_2, size_0, size_1, size_2, end_0, end_1,
+    rows, x_stride, result_stride, ahead_0, ahead_1, lines_0, lines_1,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, MAPS: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Up to three maps side by side; programs up to ``end_0`` work at the first, and so on."""
+    allow_next(DEPENDENT)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    block = tl.program_id(0)
+    if MAPS == 1 or block < end_0:
+        _one_map(result, x_0, weight_0, bias_0, block, size_0, rows, x_stride, result_stride,
+                 INPUTS, ROWS, OUTPUTS, STEP, BIASED[0], ACTIVATIONS[0])
+    elif MAPS == 2 or block < end_1:
+        _one_map(result + size_0, x_1, weight_1, bias_1, block - end_0, size_1, rows, x_stride, result_stride,
+                 INPUTS, ROWS, OUTPUTS, STEP, BIASED[1], ACTIVATIONS[1])
+    else:
+        _one_map(result + size_0 + size_1, x_2, weight_2, bias_2, block - end_1, size_2, rows, x_stride, result_stride,
+                 INPUTS, ROWS, OUTPUTS, STEP, BIASED[2], ACTIVATIONS[2])
+
+
+@triton.jit
+def _one_map(
+    result, x, weight, bias, block, size, rows, x_stride, result_stride,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    output = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    total = _product(total, x, x_stride, rows, weight, output, size, INPUTS, STEP)
+    if BIASED:
+        total += _bias(bias, output, size)
+    _keep(result, activate(total, ACTIVATION), result_stride, rows, output, size)
+
+
+@triton.jit
+def gated_kernel(
+    result, x, gate, gate_bias, up, up_bias, size, rows, x_stride, ahead_0, ahead_1, lines_0, lines_1,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
+    ACTIVATION: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    allow_next(DEPENDENT)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    opened, total = tl.zeros([ROWS, OUTPUTS], tl.float32), tl.zeros([ROWS, OUTPUTS], tl.float32)
+    EXACT: tl.constexpr = "ieee" if gate.dtype.element_ty == tl.float32 else "tf32"  # noqa: N806
+    for start in tl.range(0, INPUTS, STEP):
+        values = _loaded(x, row, x_stride, rows, start, INPUTS, STEP)
+        gate_tile = _loaded(gate, output, INPUTS, size, start, INPUTS, STEP)
+        up_tile = _loaded(up, output, INPUTS, size, start, INPUTS, STEP)
+        opened = tl.dot(values, tl.trans(gate_tile), opened, input_precision=EXACT)
+        total = tl.dot(values, tl.trans(up_tile), total, input_precision=EXACT)
+    if BIASED[0]:
+        opened += _bias(gate_bias, output, size)
+    if BIASED[1]:
+        total += _bias(up_bias, output, size)
+    _keep(result, activate(opened, ACTIVATION) * total, size, rows, output, size)
+
+
+@triton.jit
+def residual_kernel(
+    result, residual, x_0, weight_0, bias_0, x_1, weight_1, bias_1, size, rows, stride, stride_0, stride_1,
+    ahead_0, ahead_1, lines_0, lines_1,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
+    BIASED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    allow_next(DEPENDENT)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    total = _product(total, x_0, stride_0, rows, weight_0, output, size, INPUTS[0], STEP)
+    if TERMS == 2:
+        total = _product(total, x_1, stride_1, rows, weight_1, output, size, INPUTS[1], STEP)
+    if BIASED[0]:
+        total += _bias(bias_0, output, size)
+    if TERMS == 2 and BIASED[1]:
+        total += _bias(bias_1, output, size)
+    mask = (row < rows)[:, None] & (output < size)[None, :]
+    total += tl.load(residual + row[:, None] * stride + output[None, :], mask=mask, other=0.0).to(tl.float32)
+    _keep(result, total, size, rows, output, size)
