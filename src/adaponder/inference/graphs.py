@@ -6,9 +6,10 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from adaponder.inference.runner import Log, Needs, Runner
+    from adaponder.inference.runner import Extras, Needs, Runner
 
 _WARM_UP = 2
 
@@ -41,8 +42,8 @@ class Graphs:
         self.graphs: dict[Hashable, _Graph] = {}
         self.pool: Any = None
 
-    def run(self, seats: list[int], needs: Needs, longest: int, ticks: int) -> Log:
-        """So many ticks over these lanes; their logs, on the host once the stream has come so far."""
+    def run(self, seats: list[int], needs: Needs, longest: int, ticks: int) -> tuple[Tensor, Extras]:
+        """So many ticks over these lanes: tokens and extras, on the host once the stream has come so far."""
         bucket = bucket_of(len(seats))
         context = context_of(longest, self.runner.lanes.index.shape[2])
         key = (bucket, needs, context, self.runner.policies.key())
@@ -57,32 +58,32 @@ class _Graph:
         self.runner, self.bucket = runner, bucket
         self.seats: list[int] = []
         self.lane = torch.full((bucket,), runner.lanes.nobody, device=runner.device)
-        self.number = torch.zeros(1, dtype=torch.long, device=runner.device)
-        # The first runs, over nobody's rows, compile kernels and show what a log holds.
+        self.tokens = self.lane.new_zeros(owner.ticks, bucket)
+        # The first runs, over nobody's rows, compile kernels and show what a tick says.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP):
-                said, _ = runner.tick(self.lane, (), needs, context)
+                runner.lanes.books.tick.fill_(-1)
+                extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
         torch.cuda.current_stream().wait_stream(side)
-        self.kind = type(said)
-        self.log = [None if part is None else part.new_zeros(owner.ticks, *part.shape) for part in said]
+        self.extras = [None if part is None else part.new_zeros(owner.ticks, *part.shape) for part in extras]
+        self.kind = type(extras)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=owner.pool):
-            said, _ = runner.tick(self.lane, (), needs, context)
-            for kept, part in zip(self.log, said, strict=True):
+            extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
+            for kept, part in zip(self.extras, extras, strict=True):
                 if kept is not None and part is not None:
-                    kept.index_copy_(0, self.number, part[None])
-            self.number += 1
+                    kept.index_copy_(0, runner.lanes.books.tick, part[None])
         owner.pool = self.graph.pool()
 
-    def run(self, seats: list[int], ticks: int) -> Log:
+    def run(self, seats: list[int], ticks: int) -> tuple[Tensor, Extras]:
         if seats != self.seats:
             filled = seats + [self.runner.lanes.nobody] * (self.bucket - len(seats))
             self.lane.copy_(self.runner.as_tensor(filled))
             self.seats = list(seats)
-        self.number.zero_()
+        self.runner.lanes.books.tick.fill_(-1)
         for _ in range(ticks):
             self.graph.replay()
-        kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.log)
-        return self.kind(*kept)
+        kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.extras)
+        return self.tokens[:ticks].to("cpu", non_blocking=True), self.kind(*kept)

@@ -104,6 +104,10 @@ class LanePolicies:
         """Lanes whose policy is a user's own: with any of these, a call makes the host wait."""
         return tuple(sorted(self._callables))
 
+    def reads_previous(self) -> bool:
+        """Whether any lane's policy looks at the hidden states of the iteration before."""
+        return bool(self._callables) or any(kind.reads_previous for kind in self.classes())
+
     def key(self) -> tuple[Any, ...]:
         """What is built into a captured call: while it stays the same, a CUDA graph of the call holds good."""
         return self.classes(), bool(self._forcing), bool(self._callables)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaponder.methods import State
-from adaponder.ops.lane_books import Books
+from adaponder.ops.lane_books import Books, resume_rows
 
 
 class Lanes:
@@ -40,6 +40,7 @@ class Lanes:
             last=numbers(),
             used=numbers(),
             pages=numbers(pages),
+            tick=torch.zeros(1, dtype=torch.long, device=device),
             page_size=page_size,
         )
 
@@ -73,35 +74,34 @@ _SPARE = 16
 
 
 def rows_of(state: State, which: Any) -> State:
-    """Some rows of a state."""
-    return State(state.input[which], state.hidden[which], tuple(one[which] for one in state.carried))
+    """Some rows of a state, without their hidden states."""
+    return State(state.input[which], carried=tuple(one[which] for one in state.carried))
+
+
+def resumed(first: State, kept: State, lane: Tensor, iteration: Tensor) -> State:
+    """What rows begin a pass with: ``first`` at iteration 0, else what their lanes have ``kept``."""
+    pairs = zip(first.carried, kept.carried, strict=True)
+    return State(
+        resume_rows(first.input, kept.input, lane, iteration),
+        carried=tuple(resume_rows(one, other, lane, iteration) for one, other in pairs),
+    )
 
 
 def joined(states: Sequence[State]) -> State:
-    """The rows of several states, one after the other."""
+    """The rows of several states, one after the other, without their hidden states."""
     if len(states) == 1:
         return states[0]
     carried = zip(*(state.carried for state in states), strict=True)
     return State(
         torch.cat([state.input for state in states]),
-        torch.cat([state.hidden for state in states]),
-        tuple(torch.cat(parts) for parts in carried),
+        carried=tuple(torch.cat(parts) for parts in carried),
     )
 
 
-def chosen(mask: Tensor, new: State, old: State) -> State:
-    """Row by row ``new`` where ``mask [n]`` says so, else ``old``; the hidden state is the old one."""
-
-    def pick(mine: Tensor, other: Tensor) -> Tensor:
-        return torch.where(mask.view(-1, *[1] * (mine.ndim - 1)), mine, other)
-
-    carried = tuple(pick(mine, other) for mine, other in zip(new.carried, old.carried, strict=True))
-    return State(pick(new.input, old.input), old.hidden, carried)
-
-
-def store(state: State, lane: Tensor, new: State) -> None:
-    """Writes rows into the lanes' own state."""
+def store(state: State, lane: Tensor, new: State, hidden: Tensor | None) -> None:
+    """Writes rows into the lanes' own state; ``hidden`` too where it is given."""
     state.input.index_copy_(0, lane, new.input.to(state.input.dtype))
-    state.hidden.index_copy_(0, lane, new.hidden.to(state.hidden.dtype))
+    if hidden is not None:
+        state.hidden.index_copy_(0, lane, hidden.to(state.hidden.dtype))
     for mine, one in zip(state.carried, new.carried, strict=True):
         mine.index_copy_(0, lane, one.to(mine.dtype))

@@ -8,9 +8,10 @@ from typing import Any
 
 from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
-from adaponder.inference.runner import GOES_ON, NOT_A_NUMBER, Launch, Log, Read, Runner
+from adaponder.inference.runner import Extras, Launch, Log, Read, Runner
 from adaponder.inference.scheduler import Scheduler, kind_of
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence
+from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,16 @@ class Receiver:
     # --- decoding -----------------------------------------------------------------------------------------------
 
     def _decoded(self, sequence: Sequence, ticks: int, logs: Log, number: int, events: list[Event]) -> None:
-        width, request = self.runner.width, sequence.request
+        width, request, extras = self.runner.width, sequence.request, logs.extras
         sequence.ahead -= ticks * width
         sequence.rows.used += ticks * width
         self.rows += ticks * width
         for tick, said in enumerate(logs.token[:, number].tolist()):
             sequence.reading += 1
-            if request.gates and logs.gate is not None and sequence.reading < sequence.iterations:
-                sequence.gates.append(float(logs.gate[tick, number]))
+            if request.gates and extras.gate is not None and sequence.reading < sequence.iterations:
+                sequence.gates.append(float(extras.gate[tick, number]))
             if request.iteration_top:
-                sequence.iteration_top.append(_top(logs, tick, number, request.iteration_top))
+                sequence.iteration_top.append(_top(extras, tick, number, request.iteration_top))
             if said == NOT_A_NUMBER:
                 events.append(
                     self.end(
@@ -78,7 +79,7 @@ class Receiver:
                 return
             if said == GOES_ON:
                 continue
-            token = self._token(sequence, said, logs, tick, number)
+            token = self._token(sequence, said, extras, tick, number)
             self._take(sequence, token)
             events.append(Event(sequence.request_number, sequence.sample, token))
             if self._ends(sequence, said):
@@ -88,7 +89,7 @@ class Receiver:
                 events.append(self.end(sequence, "length"))
                 return
 
-    def _token(self, sequence: Sequence, said: int, logs: Log, tick: int, number: int) -> Token:
+    def _token(self, sequence: Sequence, said: int, extras: Extras, tick: int, number: int) -> Token:
         request = sequence.request
         if request.log_probabilities is None and not request.gates and not request.iteration_top:
             return Token(said, sequence.reading * self.runner.width)
@@ -96,8 +97,8 @@ class Receiver:
         return Token(
             said,
             sequence.reading * self.runner.width,
-            None if wanted is None or logs.log_probability is None else float(logs.log_probability[tick, number]),
-            _top(logs, tick, number, wanted or 0),
+            None if wanted is None or extras.log_probability is None else float(extras.log_probability[tick, number]),
+            _top(extras, tick, number, wanted or 0),
             tuple(sequence.gates),
             tuple(sequence.iteration_top),
         )
@@ -177,10 +178,10 @@ class Receiver:
         return Event(sequence.request_number, sequence.sample, None, completion)
 
 
-def _top(logs: Log, tick: int, number: int, count: int) -> TopTokens:
-    if not count or logs.top_ids is None or logs.top_log_probabilities is None:
+def _top(extras: Extras, tick: int, number: int, count: int) -> TopTokens:
+    if not count or extras.top_ids is None or extras.top_log_probabilities is None:
         return ()
-    ids, values = logs.top_ids[tick, number, :count], logs.top_log_probabilities[tick, number, :count]
+    ids, values = extras.top_ids[tick, number, :count], extras.top_log_probabilities[tick, number, :count]
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.execution.base import Rows
-from adaponder.inference.lanes import joined
-from adaponder.methods import State
+from adaponder.halting import pondered
+from adaponder.ops.lane_books import ponder_rows
 from adaponder.ops.ledger_attention import Cohort
 from adaponder.ops.row_vocabulary import row_expectation, row_logits
 from adaponder.ops.vocab_expectation import vocab_expectation
@@ -22,31 +22,26 @@ if TYPE_CHECKING:
 
 
 class TickInput(NamedTuple):
-    """The tokens of a tick, ``[n]`` each: lane, token id, place in the sequence, iteration, last iteration allowed.
+    """The tokens of a tick, ``[n]`` each: lane, place in the sequence, iteration, last iteration allowed.
 
-    ``row`` are the pool rows, ``[n, width]``; ``state`` is what the method kept of the iteration before.
+    ``row`` are the pool rows, ``[n, width]``; ``before`` are the hidden states of the iteration before, where a policy
+    looks at them.
     """
 
     lane: Tensor
-    token: Tensor
     place: Tensor
     iteration: Tensor
     last: Tensor
     row: Tensor
-    state: State
+    before: Tensor | None
 
     @classmethod
     def joined(cls, parts: Sequence[TickInput]) -> TickInput:
         """The tokens of several, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        columns = list(zip(*(part[:-1] for part in parts), strict=True))
-        return cls(*(torch.cat(column) for column in columns), joined([part.state for part in parts]))
-
-    @classmethod
-    def nothing(cls, zeros: Tensor, embedded: Tensor) -> TickInput:
-        """One token of no meaning."""
-        return cls(zeros, zeros, zeros, zeros, zeros, zeros[:, None], State(embedded, embedded))
+        columns = list(zip(*parts, strict=True))
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))
 
 
 class TickRows(Rows):
@@ -59,11 +54,11 @@ class TickRows(Rows):
 
     def __init__(self, runner: Runner, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...]):
         self.lane, self.place, self.iteration = tick.lane, tick.place, tick.iteration
-        self.before, self.alone, self.cohorts = tick.state.hidden, alone, cohorts
+        self.before, self.alone, self.cohorts = tick.before, alone, cohorts
         self.slots_per_token = runner.width
         self.runner = runner
         self.backbone: Any = TickHead(runner.backbone, self)
-        self.active = torch.ones_like(tick.lane, dtype=torch.bool)[:, None]
+        self.active = runner.everybody(len(tick.lane))
         self.wants: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
@@ -90,7 +85,7 @@ class TickRows(Rows):
             slot=self.place[:, None],
             active=self.active,
             head=self.backbone.logits,
-            previous=self.before,
+            previous=self.before if self.runner.policies.reads_previous() else None,
         )
         self.active = self.active & self.runner.policies(rows)
 
@@ -99,6 +94,9 @@ class TickRows(Rows):
 
     def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
         return torch.where((self.iteration == 0)[:, None, None], first, later())
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return ponder_rows if function is pondered else function
 
 
 class TickHead:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from adaponder.execution.base import Pass
 from adaponder.inference.bodies.base import Body, Pools
-from adaponder.inference.graphs import Graphs
+from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import LanePolicies
-from adaponder.inference.lanes import Lanes, chosen, rows_of, store
+from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
 from adaponder.inference.prefixes import Span
 from adaponder.inference.request import forced_depths
 from adaponder.inference.rows import TickInput, TickRows
@@ -27,20 +27,20 @@ from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.ops.row_gates import RowGates
 
 
-class Log(NamedTuple):
-    """What one tick says of each lane that decodes: ``[n]``, and ``[n, top]``.
+class Extras(NamedTuple):
+    """What one tick says of each lane that decodes beside its token: ``[n]``, and ``[n, top]``; ``None``: not asked."""
 
-    ``token`` is the sampled id, or one of the numbers below; what nobody asked for is ``None``.
-    """
-
-    token: Tensor
     gate: Tensor | None = None
     log_probability: Tensor | None = None
     top_ids: Tensor | None = None
     top_log_probabilities: Tensor | None = None
 
 
-GOES_ON, NOT_A_NUMBER = -1, -2
+class Log(NamedTuple):
+    """What several ticks said: ``token [ticks, n]``, see :mod:`adaponder.ops.lane_books`, and their extras."""
+
+    token: Tensor
+    extras: Extras
 
 
 class Read(NamedTuple):
@@ -101,7 +101,9 @@ class Runner:
         self.pools = Pools.empty(body.row_shapes(), rows, self.dtype, self.device)
         one = torch.zeros(1, dtype=torch.long, device=self.device)
         embedded = self.backbone.embed(one[:, None])
-        first = self.method.start(TickRows(self, TickInput.nothing(one, embedded), 1, ()), embedded)
+        self._everybody = torch.ones(bucket_of(lanes), 1, dtype=torch.bool, device=self.device)
+        nothing = TickRows(self, TickInput(one, one, one, one, one[:, None], None), 1, ())
+        first = self.method.start(nothing, embedded)
         self.graphs: Graphs | None = None
         self._gates: tuple[Any, RowGates] | None = None
         self.lanes = Lanes(lanes, passes=self.passes, tokens=tokens, width=self.width, page_size=page_size, like=first)
@@ -162,7 +164,7 @@ class Runner:
         needs = Needs.of(plan.decoding)
         seats = [one.lane for one in plan.decoding if one.lane is not None]
         if self.graphs is not None and not plan.chunks and not self.policies.callables():
-            launch.log = self.graphs.run(seats, needs, plan.longest, plan.ticks)
+            launch.log = Log(*self.graphs.run(seats, needs, plan.longest, plan.ticks))
         else:
             self._run(seats, needs, plan, launch)
         if self.device.type == "cuda":
@@ -171,55 +173,69 @@ class Runner:
         return launch
 
     def _run(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
-        lane, logs = self.as_tensor(seats), []
+        lane, extras = self.as_tensor(seats), []
+        log = torch.empty(plan.ticks, len(seats), dtype=torch.long, device=self.device)
+        self.lanes.books.tick.fill_(-1)
         for tick in range(plan.ticks):
-            log, reads = self.tick(lane, plan.chunks if tick == 0 else (), needs, plan.longest)
-            logs.append(log)
-            for (chunk, _), read in zip(plan.chunks if tick == 0 else (), reads, strict=True):
+            chunks = plan.chunks if tick == 0 else []
+            extra, reads = self.tick(lane, chunks, needs, plan.longest, log)
+            extras.append(extra)
+            for (chunk, _), read in zip(chunks, reads, strict=True):
                 predicted = None if read.predicted is None else tuple(_to_host(part) for part in read.predicted)
                 launch.chunks.append((chunk, chunk.sequence.stay, Read(_to_host(read.goes_on), predicted)))
             launch.failed |= self.policies.errors
-        launch.log = Log(*(None if one is None else _to_host(one) for one in stacked(logs)))
+        columns = [None if parts[0] is None else torch.stack(parts) for parts in zip(*extras, strict=True)]
+        launch.log = Log(_to_host(log), Extras(*(None if one is None else _to_host(one) for one in columns)))
 
     def as_tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
     def tick(
-        self, lane: Tensor, chunks: Many[tuple[Chunk, list[int]]], needs: Needs, longest: int
-    ) -> tuple[Log, list[Read]]:
-        """One pass over a row of each of these lanes and over these chunks."""
-        begun = begin_rows(self.lanes.books, lane, width=self.width, vanishes=self.vanishes)
-        alone = TickInput(lane, *begun, rows_of(self.lanes.state, lane))
-        parts, cohorts, start = [alone], [], len(lane)
+        self, lane: Tensor, chunks: Many[tuple[Chunk, list[int]]], needs: Needs, longest: int, log: Tensor
+    ) -> tuple[Extras, list[Read]]:
+        """One pass over a row of each of these lanes and over these chunks; ``log [ticks, n]`` gets the tokens."""
+        lanes, keeps = self.lanes, self.policies.reads_previous()
+        begun = begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
+        before = lanes.state.hidden[lane] if keeps else None
+        parts, cohorts, start = [TickInput(lane, *begun[1:], before)], [], len(lane)
         for chunk, rows in chunks:
-            parts.append(self._chunk_rows(chunk, rows))
+            parts.append(self._chunk_rows(chunk, rows, keeps))
             stop, last_slot = start + len(chunk.tokens), (chunk.tokens[-1] + 1) * self.width - 1
             cohorts.append(
                 Cohort(start * self.width, stop * self.width, chunk.sequence.lane, chunk.iteration, last_slot)
             )
             start = stop
-        rows, state, hidden = self._pass(TickInput.joined(parts), len(lane), tuple(cohorts), longest)
-        goes_on = rows.active[:, 0]
-        log = self._decoded(rows, begun, rows_of(state, slice(len(lane))), hidden, needs)
+        rows = TickRows(self, TickInput.joined(parts), len(lane), tuple(cohorts))
+        state = self._begin(rows, begun.token, chunks)
+        state, hidden = self._pass(rows, TickInput.joined(parts), state, longest)
+        extras = self._decoded(rows, begun, rows_of(state, slice(len(lane))), hidden, needs, log)
         reads = []
         for (chunk, _), cohort in zip(chunks, cohorts, strict=True):
             which = slice(cohort.start // self.width, cohort.stop // self.width)
-            chunk.state, chunk.before = rows_of(state, which), hidden[which]
-            reads.append(Read(goes_on[which], self._predicted(chunk, hidden[which])))
-        return log, reads
+            chunk.state, chunk.before = rows_of(state, which), hidden[which] if keeps else None
+            reads.append(Read(rows.active[which, 0], self._predicted(chunk, hidden[which])))
+        return extras, reads
 
-    def _pass(
-        self, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...], longest: int
-    ) -> tuple[TickRows, State, Tensor]:
-        """A pass of the backbone and the method's lines after it: (rows, their state for the next pass, hidden)."""
-        rows = TickRows(self, tick, alone, cohorts)
-        start = self.method.start(rows, self.backbone.embed(tick.token[:, None]))
-        state = chosen(tick.iteration == 0, start, tick.state)
-        width, lane, slot, iteration = self.width, tick.lane, tick.place, tick.iteration
+    def _begin(self, rows: TickRows, token: Tensor, chunks: Many[tuple[Chunk, list[int]]]) -> State:
+        """What rows begin their pass with: the method's start, or what it kept of the iteration before."""
+        embed, alone = self.backbone.embed, rows.alone
+        first = self.method.start(rows, embed(token[:, None]))
+        states = [resumed(first, self.lanes.state, rows.lane[:alone], rows.iteration[:alone])]
+        for chunk, _ in chunks:
+            if chunk.state is None:
+                ids = self.as_tensor([chunk.sequence.tokens[place] for place in chunk.tokens])
+                states.append(self.method.start(rows, embed(ids[:, None])))
+            else:
+                states.append(chunk.state)
+        return joined(states)
+
+    def _pass(self, rows: TickRows, tick: TickInput, state: State, longest: int) -> tuple[State, Tensor]:
+        """A pass of the backbone and the method's lines after it: (their state for the next pass, hidden states)."""
+        width, alone, cohorts = self.width, rows.alone, rows.cohorts
+        lane, slot, iteration, row = tick.lane, tick.place, tick.iteration, tick.row.flatten()
         if width > 1:
             lane, iteration = lane.repeat_interleave(width), iteration.repeat_interleave(width)
             slot = (slot[:, None] * width + torch.arange(width, device=self.device)).flatten()
-        row = tick.row.flatten()
         if cohorts:
             those = slice(alone * width, None)
             book_rows(self.lanes.index, lane[those], slot[those], iteration[those], row[those], vanishes=self.vanishes)
@@ -233,20 +249,19 @@ class Runner:
         rows.active = (tick.iteration < tick.last)[:, None]
         if self.passes > 1:
             state = self.method.advance(rows, state)
-        return rows, state, hidden
+        return state, hidden
 
-    def _decoded(self, rows: TickRows, begun: Begun, state: State, hidden: Tensor, needs: Needs) -> Log:
+    def _decoded(self, rows: TickRows, begun: Begun, state: State, hidden: Tensor, needs: Needs, log: Tensor) -> Extras:
         """What becomes of the rows that decode: the next iteration of their token, or the first one of the next."""
         lanes, alone = self.lanes, rows.alone
         lane, goes_on = rows.lane[:alone], rows.active[:alone, 0]
         said = self.sampler.choose(rows.backbone.decoding_logits(hidden), lane, begun.place, needs.features)
         if needs.features.penalised:
             self.sampler.record(said.token, lane, ~goes_on)
-        end_rows(lanes.books, lane, begun, goes_on, said.token, places=lanes.places)
-        store(lanes.state, lane, state._replace(hidden=hidden[:alone]))
-        token = torch.where(goes_on, GOES_ON, torch.where(said.bad, NOT_A_NUMBER, said.token))
+        end_rows(lanes.books, lane, begun, goes_on, said.token, said.bad, log, places=lanes.places)
+        store(lanes.state, lane, state, hidden[:alone] if self.policies.reads_previous() else None)
         wants = rows.wants[:alone, 0].float() if needs.gates and rows.wants is not None else None
-        return Log(token, wants, *(said.scored or (None, None, None)))
+        return Extras(wants, *(said.scored or (None, None, None)))
 
     def _predicted(self, chunk: Chunk, hidden: Tensor) -> Any:
         """What these prompt tokens say of the ones after them, where that was asked for."""
@@ -257,29 +272,35 @@ class Runner:
         targets = self.as_tensor([tokens[place + 1] for place in chunk.tokens])
         return prompt_log_probabilities(self.backbone.logits(hidden[:, 0]), targets, wanted)
 
-    def _chunk_rows(self, chunk: Chunk, rows: list[int]) -> TickInput:
+    def _chunk_rows(self, chunk: Chunk, rows: list[int], keeps: bool) -> TickInput:
         sequence, place = chunk.sequence, self.as_tensor(chunk.tokens)
-        state = chunk.state
-        if state is None:
-            state = rows_of(self.lanes.state, torch.full_like(place, self.lanes.nobody))
+        before = None
+        if keeps:
+            before = place.new_zeros(len(place), 1, self.model.config.hidden_size, dtype=self.dtype)
+            before = before if chunk.before is None else chunk.before
         return TickInput(
             lane=torch.full_like(place, sequence.lane),
-            token=self.as_tensor([sequence.tokens[token] for token in chunk.tokens]),
             place=place,
             iteration=torch.full_like(place, chunk.iteration),
             last=torch.full_like(place, min(self.passes, sequence.iterations) - 1),
             row=self.as_tensor(rows).view(-1, self.width),
-            state=state if chunk.before is None else state._replace(hidden=chunk.before),
+            before=before,
         )
 
     def survive(self, chunk: Chunk, which: list[int]) -> None:
         """Keeps these tokens of a chunk: those that are read again."""
         if which and len(which) < len(chunk.tokens):
             assert chunk.state is not None
-            assert chunk.before is not None
             index = self.as_tensor(which)
-            chunk.state, chunk.before = rows_of(chunk.state, index), chunk.before[index]
+            chunk.state = rows_of(chunk.state, index)
+            chunk.before = None if chunk.before is None else chunk.before[index]
         chunk.tokens = [chunk.tokens[number] for number in which]
+
+    def everybody(self, rows: int) -> Tensor:
+        """True for so many rows, ``[rows, 1]``."""
+        if rows <= len(self._everybody):
+            return self._everybody[:rows]
+        return torch.ones(rows, 1, dtype=torch.bool, device=self.device)
 
     def gates(self, gates: Many[nn.Module] | nn.ModuleList) -> RowGates:
         """The gates as rows at different iterations ask them."""
@@ -303,8 +324,3 @@ class Needs(NamedTuple):
 def _to_host(values: Tensor) -> Tensor:
     """A copy on the host, which has its values once the stream has come so far."""
     return values.to("cpu", non_blocking=True)
-
-
-def stacked(logs: Many[Log]) -> list[Tensor | None]:
-    """The fields of several logs, ``[ticks, n, …]`` each."""
-    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*logs, strict=True)]

@@ -65,6 +65,7 @@ class Policy(ABC):
         row_by_row: promises that a row's answer depends on that row alone; a :class:`SequencePolicy` cannot, and
             chooses among the tokens of a whole sequence instead.
         reads_seed: whether an answer may depend on the row's seed.
+        reads_previous: whether it looks at ``previous``; an engine keeps those states only where a policy does.
         signal: the kind of ``gate`` it must be given (the ``signal`` of a method's class); ``None``: any.
         word: names it in a line of text; empty where it has no such form.
         value_field: the field that the value of a line sets; empty where it takes none.
@@ -73,6 +74,7 @@ class Policy(ABC):
     causal: ClassVar[bool] = True
     row_by_row: ClassVar[bool] = True
     reads_seed: ClassVar[bool] = True
+    reads_previous: ClassVar[bool] = False
     signal: ClassVar[str | None] = None
     word: ClassVar[str] = ""
     value_field: ClassVar[str] = ""

@@ -67,6 +67,7 @@ class Divergence(MeasureThreshold):
     """
 
     word: ClassVar[str] = "kl"
+    reads_previous: ClassVar[bool] = True
 
     def measure(self, rows: PolicyInput) -> Tensor:
         return divergence(rows)
@@ -83,6 +84,7 @@ class Change(MeasureThreshold):
     """
 
     word: ClassVar[str] = "change"
+    reads_previous: ClassVar[bool] = True
 
     def measure(self, rows: PolicyInput) -> Tensor:
         return change(rows)

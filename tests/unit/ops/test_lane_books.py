@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
+from adaponder.halting import pondered
 from adaponder.ops.lane_books import torch as plain
 from adaponder.ops.lane_books import triton as kernels
 from adaponder.ops.lane_books.torch import Books
@@ -27,6 +28,7 @@ def drawn_books(seed: int) -> Books:
         last=numbers(iterations),
         used=numbers(pages * size + 3),
         pages=torch.randint(1, 9, (lanes, pages), dtype=torch.int32),
+        tick=torch.tensor([seed - 1]),
         page_size=size,
     )
 
@@ -41,7 +43,26 @@ def test_kernels_keep_the_same_books(seed, vanishes):
     wanted = plain.begin_rows(theirs, lane, width=1, vanishes=vanishes)
     assert all(torch.equal(one, other) for one, other in zip(ours, wanted, strict=True))
     goes_on, chosen = torch.tensor([True, False, False, True]), torch.tensor([1, 2, 3, 4])
-    kernels.end_rows(mine, lane, ours, goes_on, chosen, places=9)
-    plain.end_rows(theirs, lane, wanted, goes_on, chosen, places=9)
-    for name in ("index", "token", "place", "iteration", "used"):
+    bad, logs = torch.tensor([True, False, True, False]), [torch.full((4, 4), -9) for _ in range(2)]
+    kernels.end_rows(mine, lane, ours, goes_on, chosen, bad, logs[0], places=9)
+    plain.end_rows(theirs, lane, wanted, goes_on, chosen, bad, logs[1], places=9)
+    assert torch.equal(*logs)
+    assert logs[0][seed].tolist() == [-1, 2, -2, -1]
+    for name in ("index", "token", "place", "iteration", "used", "tick"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_resume_and_ponder_alike(dtype):
+    torch.manual_seed(0)
+    first, kept, expected = torch.randn(3, 1, 20), torch.randn(5, 1, 20), torch.randn(3, 1, 20)
+    first, kept, expected = (one.to(dtype) for one in (first, kept, expected))
+    lane, iteration = torch.tensor([4, 0, 2]), torch.tensor([0, 2, 1])
+    ours = kernels.resume_rows(first, kept, lane, iteration)
+    assert torch.equal(ours, plain.resume_rows(first, kept, lane, iteration))
+    assert torch.equal(ours[0], first[0])
+    assert torch.equal(ours[1], kept[0])
+    active, s = torch.tensor([[True], [False], [True]]), torch.rand(3, 1)
+    pondered_rows = kernels.ponder_rows(ours, expected, active, s)
+    assert torch.equal(pondered_rows, plain.ponder_rows(ours, expected, active, s))
+    assert torch.equal(plain.ponder_rows(ours, expected, active, s), pondered(ours, expected, active, s))

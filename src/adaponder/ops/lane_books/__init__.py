@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from adaponder.ops.fused import runs_fused
 from adaponder.ops.lane_books import torch as plain
-from adaponder.ops.lane_books.torch import Begun, Books, book_rows
+from adaponder.ops.lane_books.torch import GOES_ON, NOT_A_NUMBER, Begun, Books, book_rows
 
-__all__ = ["Begun", "Books", "begin_rows", "book_rows", "end_rows"]
+__all__ = [
+    "GOES_ON",
+    "NOT_A_NUMBER",
+    "Begun",
+    "Books",
+    "begin_rows",
+    "book_rows",
+    "end_rows",
+    "ponder_rows",
+    "resume_rows",
+]
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
@@ -18,10 +29,29 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
     return plain.begin_rows(books, lane, width=width, vanishes=vanishes)
 
 
-def end_rows(books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: Tensor, *, places: int) -> None:
+def end_rows(books: Books, lane: Tensor, *arguments: Tensor | Begun, places: int) -> None:
+    """See :func:`adaponder.ops.lane_books.torch.end_rows`."""
     if lane.is_cuda:
         from adaponder.ops.lane_books import triton as kernels
 
-        kernels.end_rows(books, lane, begun, goes_on, chosen, places=places)
+        kernels.end_rows(books, lane, *arguments, places=places)  # type: ignore[arg-type]
         return
-    plain.end_rows(books, lane, begun, goes_on, chosen, places=places)
+    plain.end_rows(books, lane, *arguments, places=places)  # type: ignore[arg-type]
+
+
+def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
+    """See :func:`adaponder.ops.lane_books.torch.resume_rows`."""
+    if lane.is_cuda:
+        from adaponder.ops.lane_books import triton as kernels
+
+        return kernels.resume_rows(first, kept, lane, iteration)
+    return plain.resume_rows(first, kept, lane, iteration)
+
+
+def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
+    """See :func:`adaponder.ops.lane_books.torch.ponder_rows`."""
+    if runs_fused(embedding) and embedding.shape[1] == 1:
+        from adaponder.ops.lane_books import triton as kernels
+
+        return kernels.ponder_rows(embedding, expected, active, probability)
+    return plain.ponder_rows(embedding, expected, active, probability)

@@ -1,4 +1,4 @@
-"""The books of decoding lanes as two kernels, one program per row; one slot per token."""
+"""The books of decoding lanes as one kernel each, a program or a few per row; one slot per token."""
 
 # ruff: noqa: N803 (constants of a kernel are written large)
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.lane_books.torch import Begun, Books
+
+_BLOCK = 1024
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
@@ -29,6 +31,7 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
             books.last,
             books.used,
             books.pages,
+            books.tick,
             *begun,
             slots,
             books.pages.shape[1],
@@ -41,7 +44,17 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
     return begun
 
 
-def end_rows(books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: Tensor, *, places: int) -> None:
+def end_rows(
+    books: Books,
+    lane: Tensor,
+    begun: Begun,
+    goes_on: Tensor,
+    chosen: Tensor,
+    bad: Tensor,
+    log: Tensor,
+    *,
+    places: int,
+) -> None:
     """Equals :func:`adaponder.ops.lane_books.torch.end_rows`."""
     with on_device_of(lane):
         _end_kernel[(len(lane),)](
@@ -49,14 +62,67 @@ def end_rows(books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: 
             books.token,
             books.place,
             books.iteration,
+            books.tick,
             begun.token,
             begun.place,
             begun.iteration,
             goes_on,
             chosen,
+            bad,
+            log,
             places,
+            goes_on.stride(0),
+            log.stride(0),
             num_warps=1,
         )
+
+
+def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
+    """Equals :func:`adaponder.ops.lane_books.torch.resume_rows`."""
+    first, out = first.contiguous(), kept.new_empty(len(lane), *kept.shape[1:])
+    size = out[0].numel()
+    with on_device_of(lane):
+        grid = (len(lane), triton.cdiv(size, _BLOCK))
+        _resume_kernel[grid](first, kept, lane, iteration, out, size, BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
+    """Equals :func:`adaponder.ops.lane_books.torch.ponder_rows`, for rows ``[n, 1, d]``."""
+    out, size = torch.empty_like(embedding), embedding.shape[-1]
+    with on_device_of(embedding):
+        _ponder_kernel[(len(embedding), triton.cdiv(size, _BLOCK))](
+            embedding.contiguous(),
+            expected.contiguous(),
+            active.contiguous(),
+            probability.contiguous(),
+            out,
+            size,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _resume_kernel(first, kept, lanes, iterations, out, size, BLOCK: tl.constexpr):
+    i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    begins = at * 0 + tl.load(iterations + i) == 0
+    new = tl.load(first + i * size + at, mask=inside & begins, other=0).to(kept.dtype.element_ty)
+    old = tl.load(kept + tl.load(lanes + i) * size + at, mask=inside & ~begins, other=0)
+    tl.store(out + i * size + at, tl.where(begins, new, old), mask=inside)
+
+
+@triton.jit
+def _ponder_kernel(embedding, expected, active, probability, out, size, BLOCK: tl.constexpr):
+    i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kind = embedding.dtype.element_ty
+    # Rounded where the plain version rounds: the weight, then the product, then the sum.
+    weight = tl.where(tl.load(active + i), tl.load(probability + i), 0.0).to(kind).to(tl.float32)
+    e = tl.load(expected + i * size + at, mask=at < size, other=0).to(tl.float32)
+    x = tl.load(embedding + i * size + at, mask=at < size, other=0).to(tl.float32)
+    tl.store(out + i * size + at, (x + (weight * e).to(kind).to(tl.float32)).to(kind), mask=at < size)
 
 
 @triton.jit
@@ -69,6 +135,7 @@ def _begin_kernel(
     lasts,
     used,
     pages,
+    tick,
     token_out,
     place_out,
     iteration_out,
@@ -82,6 +149,8 @@ def _begin_kernel(
     BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0)
+    if i == 0:
+        tl.store(tick, tl.load(tick) + 1)
     lane = tl.load(lanes + i)
     place, iteration, count = tl.load(places + lane), tl.load(iterations + lane), tl.load(used + lane)
     where = tl.minimum(count, most_pages * PAGE - 1)
@@ -102,10 +171,28 @@ def _begin_kernel(
 
 
 @triton.jit
-def _end_kernel(lanes, tokens, places, iterations, token_in, place_in, iteration_in, goes_on, chosen, most):
+def _end_kernel(
+    lanes,
+    tokens,
+    places,
+    iterations,
+    tick,
+    token_in,
+    place_in,
+    iteration_in,
+    goes_on,
+    chosen,
+    bad,
+    log,
+    most,
+    on_stride,
+    log_stride,
+):
     i = tl.program_id(0)
-    lane, on = tl.load(lanes + i), tl.load(goes_on + i)
+    lane, on, choice = tl.load(lanes + i), tl.load(goes_on + i * on_stride), tl.load(chosen + i)
     place = tl.load(place_in + i)
-    tl.store(tokens + lane, tl.where(on, tl.load(token_in + i), tl.load(chosen + i)))
+    tl.store(tokens + lane, tl.where(on, tl.load(token_in + i), choice))
     tl.store(places + lane, tl.where(on, place, tl.minimum(place + 1, most - 1)))
     tl.store(iterations + lane, tl.where(on, tl.load(iteration_in + i) + 1, 0))
+    said = tl.where(on, -1, tl.where(tl.load(bad + i), -2, choice))
+    tl.store(log + tl.load(tick) * log_stride + i, said)
