@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adaponder.inference.noise import pick, stream_key
 from adaponder.inference.penalties import LaneBiases, Occurrences
 from adaponder.inference.request import Request
-from adaponder.inference.truncation import least_kept
+from adaponder.ops.next_token import least_kept, pick, stream_key
 
 # Rows of a prompt that are scored at a time.
 _ROWS = 64

@@ -17,12 +17,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from adaponder.inference.noise import gumbel, pick, stream_key
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import (
     SamplerState,
 )
-from adaponder.inference.truncation import least_kept
+from adaponder.ops.next_token import stream_key
+from adaponder.ops.next_token.torch import gumbel, least_kept, pick
 
 VOCABULARY = 23
 
@@ -111,8 +111,8 @@ def test_noise_is_the_same_on_every_machine() -> None:
 def test_the_kernel_draws_the_same_tokens(
     dtype: torch.dtype, rows: int, vocabulary: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noise_triton = pytest.importorskip("adaponder.inference.noise_triton")
-    monkeypatch.setattr(noise_triton, "_PROGRAMS", programs)
+    kernels = pytest.importorskip("adaponder.ops.next_token.triton")
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocabulary + 3, generator=generator).to(dtype)[:, :vocabulary]
@@ -130,7 +130,7 @@ def test_the_kernel_draws_the_same_tokens(
     third = logits.nan_to_num(posinf=0).topk(3).values[:, 2:]
     for sampled, least in ((True, None), (False, None), (True, third)):
         moved = None if least is None else least.to(device)
-        token, bad = noise_triton.pick(*(tensor.to(device) for tensor in settings), sampled=sampled, least=moved)
+        token, bad = kernels.pick(*(tensor.to(device) for tensor in settings), sampled=sampled, least=moved)
         expected = pick(*settings, sampled=sampled, least=least)
         assert bad.tolist() == expected.bad.tolist() == [row >= 3 for row in range(rows)]
         assert token[:3].tolist() == expected.token[:3].tolist()
@@ -164,8 +164,8 @@ def support(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    truncation_triton = pytest.importorskip("adaponder.inference.truncation_triton")
-    monkeypatch.setattr(truncation_triton, "_BLOCK", 16)
+    kernels = pytest.importorskip("adaponder.ops.next_token.triton")
+    monkeypatch.setattr(kernels, "SORTED_BLOCK", 16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     logits = (2 * torch.randn(40, 50, generator=generator)).to(dtype)
@@ -178,7 +178,7 @@ def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytes
     top_k = torch.where(uniform[:, 3] < 0.5, 50, (uniform[:, 3] * 50).long())
     lanes = torch.randperm(60, generator=generator)[:40]
     settings = (logits, lanes, torch.stack([temperature, top_p, log_min_p], dim=1), top_k)
-    least = truncation_triton.least_kept(*(tensor.to(device) for tensor in settings))
+    least = kernels.least_kept(*(tensor.to(device) for tensor in settings))
     assert torch.equal(least.cpu(), least_kept(*settings))
     assert (logits >= least.cpu()).sum(1).unique().numel() > 10
 

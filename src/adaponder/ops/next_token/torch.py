@@ -1,36 +1,23 @@
-"""Random numbers that are a hash of (seed, sample, position, token id): the same in any batch, lane and run.
+"""The next token of each row: truncation as one threshold, and a draw by noise that is a hash.
 
-The generator is splitmix64 read at a counter: seed and sample make the stream's key, position and token id the counter.
+The noise is a hash of (seed, sample, position, token id): the same in any batch, lane and run. The generator is
+splitmix64 read at a counter: seed and sample make the stream's key, position and token id the counter.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from adaponder.ops.fused import HAS_TRITON
-from adaponder.policies import as_int64
-
-# Rows whose noise exists at a time.
+# Rows whose noise or sorted logits exist at a time.
 _ROWS = 64
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 # Each shift and the factor after it; the last has none.
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-
-
-def stream_key(seed: int, sample: int) -> int:
-    """The int64 that starts the random stream of one sample of a request."""
-    return as_int64(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
-
-
-def has_kernels(logits: Tensor) -> bool:
-    """Whether tokens are chosen by Triton kernels: on CUDA, unless ``ADAPONDER_KERNELS=0`` says otherwise."""
-    return logits.is_cuda and HAS_TRITON and os.environ.get("ADAPONDER_KERNELS") != "0"
 
 
 class Picked(NamedTuple):
@@ -61,10 +48,6 @@ def pick(
         sampled: false where all these rows' temperatures are 0: noise is not computed.
         least: ``[n, 1]``, of the logits' type: tokens with smaller logits are left out; ``None`` leaves out none.
     """
-    if has_kernels(logits):
-        from adaponder.inference import noise_triton
-
-        return noise_triton.pick(logits, lanes, position, temperature, key, sampled=sampled, least=least)
     best, token = logits.max(-1)
     if least is not None:
         logits = torch.where(logits >= least, logits, -math.inf)
@@ -80,6 +63,39 @@ def _drawn(logits: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -
     return torch.where(temperature > 0, noisy, wide).argmax(-1)
 
 
+def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    """The smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token always stays.
+
+    A token stays if its logit is at least the k-th largest; if of those the ones before it do not sum to a probability
+    of top-p; and if its probability is at least min-p times the largest.
+
+    Args:
+        logits: ``[n, V]``.
+        lanes: int64 ``[n]``.
+        numbers: float64 ``[lanes, 3]``: temperature (0 counts as 1), top-p and the logarithm of min-p.
+        top_k: int64 ``[lanes]``, from 1 to V.
+    """
+    parts = zip(*(rows.split(_ROWS) for rows in (logits, numbers[lanes], top_k[lanes])), strict=True)
+    return torch.cat([_least_kept(*part) for part in parts])
+
+
+def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    values = logits.sort(dim=-1, descending=True).values
+    temperature, top_p, log_min_p = numbers.split(1, dim=1)
+    scaled = (values.double() - values[:, :1].double()) / torch.where(temperature > 0, temperature, 1.0)
+    keep = values >= values.gather(1, top_k[:, None] - 1)
+    probability = torch.where(keep, scaled, -math.inf).softmax(-1)
+    before = torch.cat([torch.zeros_like(top_p), probability.cumsum(-1)[:, :-1]], dim=1)
+    keep &= (before < top_p) | (top_p >= 1.0)
+    keep &= scaled >= log_min_p
+    return values.gather(1, keep.sum(-1, keepdim=True).clamp_min(1) - 1)
+
+
+def stream_key(seed: int, sample: int) -> int:
+    """The int64 that starts the random stream of one sample of a request."""
+    return _signed(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
+
+
 def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise ``[n, vocabulary]`` in float64, of each row's stream key and position (int64 ``[n]``).
 
@@ -89,10 +105,10 @@ def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """
     token = torch.arange(vocabulary, device=key.device)
     # The counter position * 2**32 + token is unique, and an odd factor keeps it so modulo 2**64.
-    bits = (key + (position << 32) * as_int64(GOLDEN))[:, None] + token * as_int64(GOLDEN)
+    bits = (key + (position << 32) * _signed(GOLDEN))[:, None] + token * _signed(GOLDEN)
     for shift, factor in ROUNDS:
         bits = bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
-        bits = bits * as_int64(factor) if factor != 1 else bits
+        bits = bits * _signed(factor) if factor != 1 else bits
     uniform = ((bits >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
 
@@ -102,3 +118,8 @@ def _mixed(x: int) -> int:
     for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & _MASK
     return x
+
+
+def _signed(x: int) -> int:
+    """``x`` modulo 2**64 in the range of an int64."""
+    return (x + (1 << 63) & _MASK) - (1 << 63)

@@ -1,4 +1,8 @@
-"""Tokens picked without a tensor of noise: each program hashes and compares a part of one row's vocabulary."""
+"""Tokens picked without a tensor of noise, and the threshold of truncation from sorted logits.
+
+To pick, each program hashes and compares a part of one row's vocabulary. To truncate, one program per row goes through
+its sorted logits up to where the kept tokens end.
+"""
 
 # ruff: noqa: N803 (constants of a kernel are in capitals)
 
@@ -9,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.inference.noise import GOLDEN, ROUNDS, Picked
 from adaponder.ops.fused import on_device_of
+from adaponder.ops.next_token.torch import GOLDEN, ROUNDS, Picked
 
-_BLOCK = 1024
+BLOCK, SORTED_BLOCK = 1024, 2048
 # Programs that all rows together should have, where the vocabulary allows.
-_PROGRAMS = 512
+PROGRAMS = 512
 
 
 def pick(
@@ -27,15 +31,15 @@ def pick(
     sampled: bool = True,
     least: Tensor | None = None,
 ) -> Picked:
-    """Equals :func:`adaponder.inference.noise.pick` but for the last digits of logarithms."""
+    """Equals :func:`adaponder.ops.next_token.torch.pick` but for the last digits of logarithms."""
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     bad = torch.empty(rows, dtype=torch.bool, device=logits.device)
     if not rows:
         return Picked(token, bad)
-    blocks = triton.cdiv(vocabulary, _BLOCK)
-    steps = triton.cdiv(blocks, max(1, _PROGRAMS // rows))
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    steps = triton.cdiv(blocks, max(1, PROGRAMS // rows))
     parts = triton.cdiv(blocks, steps)
     scores = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
     winners = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
@@ -64,7 +68,7 @@ def pick(
             SHIFT1=shift1,
             FACTOR1=factor1,
             SHIFT2=shift2,
-            BLOCK=_BLOCK,
+            BLOCK=BLOCK,
         )
         _row_kernel[(rows,)](scores, winners, token, bad, parts, vocabulary, PARTS=triton.next_power_of_2(parts))
     return Picked(token, bad)
@@ -146,3 +150,69 @@ def _row_kernel(scores, winners, tokens, bad, parts, vocabulary, PARTS: tl.const
     first = tl.min(tl.where((score == best) & inside, token, vocabulary), 0)
     tl.store(tokens + row, tl.minimum(first, vocabulary - 1).to(tl.int64))
     tl.store(bad + row, (wrong > 0) | (best == float("-inf")))
+
+
+def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
+    """Equals :func:`adaponder.ops.next_token.torch.least_kept` but for the last digits of sums."""
+    rows, vocabulary = logits.shape
+    values = logits.sort(dim=-1, descending=True).values
+    least = torch.empty(rows, 1, dtype=logits.dtype, device=logits.device)
+    if rows:
+        with on_device_of(logits):
+            _least_kernel[(rows,)](
+                values,
+                lanes,
+                numbers,
+                top_k,
+                least,
+                vocabulary,
+                values.stride(0),
+                numbers.stride(0),
+                top_k.stride(0),
+                BLOCK=SORTED_BLOCK,
+                num_warps=8,
+            )
+    return least
+
+
+@triton.jit
+def _least_kernel(
+    values, lanes, numbers, top_k, least, vocabulary, stride, numbers_stride, top_k_stride, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.load(lanes + row)
+    values += row * stride
+    heat = tl.load(numbers + lane * numbers_stride)
+    heat = tl.where(heat > 0, heat, 1.0)
+    top_p = tl.load(numbers + lane * numbers_stride + 1)
+    log_min_p = tl.load(numbers + lane * numbers_stride + 2)
+    best = tl.load(values).to(tl.float64)
+    smallest = tl.load(values + tl.load(top_k + lane * top_k_stride) - 1).to(tl.float64)
+    offsets = tl.arange(0, BLOCK)
+    mass = tl.zeros((), tl.float64) + float("inf")
+    if top_p < 1.0:
+        mass = tl.zeros((), tl.float64)
+        start, head = 0, best
+        while (start < vocabulary) & (head >= smallest):
+            value = tl.load(values + start + offsets, mask=start + offsets < vocabulary, other=float("-inf"))
+            value = value.to(tl.float64)
+            mass += tl.sum(tl.where(value >= smallest, tl.exp((value - best) / heat), 0.0), 0)
+            start += BLOCK
+            head = tl.load(values + start, mask=start < vocabulary, other=float("-inf")).to(tl.float64)
+        mass *= top_p
+    kept, more = 0, 1
+    start, before = 0, tl.zeros((), tl.float64)
+    while (start < vocabulary) & (more > 0):
+        inside = start + offsets < vocabulary
+        value = tl.load(values + start + offsets, mask=inside, other=float("-inf")).to(tl.float64)
+        scaled = (value - best) / heat
+        stays = inside & (value >= smallest) & (scaled >= log_min_p)
+        if top_p < 1.0:
+            weight = tl.where(value >= smallest, tl.exp(scaled), 0.0)
+            stays = stays & (before + tl.cumsum(weight, 0) - weight < mass)
+            before += tl.sum(weight, 0)
+        count = tl.sum(stays.to(tl.int32), 0)
+        kept += count
+        more = (count == BLOCK).to(tl.int32)
+        start += BLOCK
+    tl.store(least + row, tl.load(values + tl.maximum(kept, 1) - 1))
