@@ -38,14 +38,26 @@ def _read(base, offset, part, mask, bias):
 
 
 @triton.jit
+def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):  # noqa: N803
+    """Cosines and sines ``[1, size]`` of a row's position; what is not turned has 1 and 0."""
+    part = across(SIZE)
+    cosine, sine = tl.full(part.shape, 1.0, tl.float32), tl.zeros(part.shape, tl.float32)
+    if ROTARY > 0:
+        at = tl.load(positions + row) * ROTARY + part
+        cosine = tl.load(cos + at, mask=part < ROTARY, other=1.0).to(tl.float32)
+        sine = tl.load(sin + at, mask=part < ROTARY, other=0.0).to(tl.float32)
+    return cosine, sine
+
+
+@triton.jit
 def _turned(
     base,
     offset,  # [heads, 1], where each head begins
     mask,
     bias,
     norm,
-    cos,
-    sin,
+    cosine,
+    sine,
     EPSILON: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     ROTARY: tl.constexpr,  # noqa: N803
@@ -63,8 +75,6 @@ def _turned(
         y = _read(base, offset, other, mask & turning, bias)
         if norm is not None:
             y = y * power * tl.load(norm + other, mask=turning, other=0.0).to(tl.float32)
-        cosine = tl.load(cos + part, mask=turning, other=1.0).to(tl.float32)
-        sine = tl.load(sin + part, mask=turning, other=0.0).to(tl.float32)
         x = x * cosine + tl.where(first, -y, y) * sine
     return x
 
@@ -297,18 +307,18 @@ def alone_kernel(
     found, first_k, first_v = _ids_at(ids, begin, end, KEYS), None, None
     if AHEAD:
         first_k, first_v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
+    cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     if own_rows is None:
         q = tl.load(query + (group * GROUPS + width) * SIZE + part, mask=mask, other=0.0).to(tl.float32)
         own, v = tl.full([WIDTH], -float("inf"), tl.float32), tl.zeros_like(part).to(tl.float32)
     else:
-        if ROTARY > 0:
-            turn = tl.load(positions + row) * ROTARY
-            cos, sin = cos + turn, sin + turn
         at = tl.arange(0, 1)[:, None] + FIRST + group * STEP
-        q = _turned(query, (group * GROUPS + width) * STEP, mask, bias, query_norm, cos, sin, EPSILON, SIZE, ROTARY)
-        k = _turned(query, at, part < SIZE, bias, key_norm, cos, sin, EPSILON, SIZE, ROTARY).to(keys.dtype.element_ty)
+        q = _turned(query, (group * GROUPS + width) * STEP, mask, bias, query_norm, cosine, sine, EPSILON, SIZE, ROTARY)
+        k = _turned(query, at, part < SIZE, bias, key_norm, cosine, sine, EPSILON, SIZE, ROTARY).to(
+            keys.dtype.element_ty
+        )
         v = _read(query, at + NEXT, part, part < SIZE, bias).to(values.dtype.element_ty)
         own_row = tl.load(own_rows + row)
         _put(k, keys, own_row, key_row, split, SIZE)
@@ -353,19 +363,17 @@ def enter_kernel(
     """A program owns a row: its queries are turned, its keys and values go into the pools."""
     row = tl.program_id(0).to(tl.int64)
     HEADS: tl.constexpr = GROUPS * KEY_HEADS  # noqa: N806
-    if ROTARY > 0:
-        turn = tl.load(positions + row) * ROTARY
-        cos, sin = cos + turn, sin + turn
+    cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
     qkv += row * qkv_row
     part = across(SIZE)
     head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     mask = (head < HEADS) & (part < SIZE)
-    q = _turned(qkv, head * STEP, mask, bias, query_norm, cos, sin, EPSILON, SIZE, ROTARY)
+    q = _turned(qkv, head * STEP, mask, bias, query_norm, cosine, sine, EPSILON, SIZE, ROTARY)
     tl.store(query + row * HEADS * SIZE + head * SIZE + part, q, mask=mask)
     group = tl.arange(0, triton.next_power_of_2(KEY_HEADS))[:, None]
     own_row = tl.load(own_rows + row)
     mask = (group < KEY_HEADS) & (part < tl.where(own_row >= 0, SIZE, 0))
-    k = _turned(qkv, FIRST + group * STEP, mask, bias, key_norm, cos, sin, EPSILON, SIZE, ROTARY)
+    k = _turned(qkv, FIRST + group * STEP, mask, bias, key_norm, cosine, sine, EPSILON, SIZE, ROTARY)
     v = _read(qkv, FIRST + NEXT + group * STEP, part, mask, bias)
     tl.store(keys + own_row * key_row + group * SIZE + part, k, mask=mask)
     tl.store(values + own_row * value_row + group * SIZE + part, v, mask=mask)
