@@ -13,6 +13,7 @@ from adaponder.errors import BackboneError, EvaluationError, InputError
 from adaponder.inference.bodies import body_of
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import shareable
+from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
 from adaponder.inference.outputs import Completion, Token
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
@@ -45,6 +46,8 @@ class Engine:
         prefix_block: they share whole blocks of so many tokens.
         burst: ticks between two looks of the host, at most, while nothing but decoding goes on.
         late: whether the host reads the answers to one launch while the next one runs; by default on a GPU.
+        batching: ``depth``; or, to compare with, lock-step: ``padded`` (who has halted waits, its row is computed all
+            the same) or ``dropping`` (its row is left out; needs requests that force every depth).
         body: ``fused``, ``stock``, or by default whichever is faster here.
     """
 
@@ -61,6 +64,7 @@ class Engine:
         prefix_block: int = 16,
         burst: int | None = None,
         late: bool | None = None,
+        batching: str = "depth",
         body: str | None = None,
     ):
         _refuse(model)
@@ -94,6 +98,11 @@ class Engine:
             burst=burst or (16 if on_gpu else 1),
             width=width,
         )
+        check_batching(batching)
+        self.batching = batching
+        if batching == "padded":
+            self.runner.lock = Lockstep(lanes + 1, lanes, model.device)
+        self.scheduler.rounds = Rounds() if batching == "dropping" else None
         self.share_prefixes = share_prefixes
         if on_gpu:
             self.runner.graphs = Graphs(self.runner, self.scheduler.burst)
@@ -237,6 +246,8 @@ class Engine:
             eos_ids=self.eos_ids,
             model=self.model,
         )
+        if self.batching == "dropping" and _mean_depth(request, self.iterations) is None:
+            raise InputError("depths: with batching='dropping' every depth must be forced")
         if self.runner.width > 1 and request.max_iterations not in (None, self.iterations):
             raise InputError(
                 f"max_iterations={request.max_iterations}: {self.config.method} takes {self.runner.width} slots for "

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
+from adaponder.inference.lockstep import WAITS
 from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
 from adaponder.inference.runner import Extras, Launch, Log, Read, Runner
@@ -62,6 +63,8 @@ class Receiver:
         sequence.rows.used += ticks * width
         self.rows += ticks * width
         for tick, said in enumerate(logs.token[:, number].tolist()):
+            if said == WAITS:
+                continue
             sequence.reading += 1
             if request.gates and extras.gate is not None and sequence.reading < sequence.iterations:
                 sequence.gates.append(float(extras.gate[tick, number]))

@@ -14,6 +14,7 @@ from adaponder.inference.bodies.base import Body, Pools
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import LanePolicies
 from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
+from adaponder.inference.lockstep import Lockstep
 from adaponder.inference.prefixes import Span
 from adaponder.inference.request import forced_depths
 from adaponder.inference.rows import TickInput, TickRows
@@ -106,6 +107,7 @@ class Runner:
         first = self.method.start(nothing, embedded)
         self.graphs: Graphs | None = None
         self._gates: tuple[Any, RowGates] | None = None
+        self.lock: Lockstep | None = None
         self.lanes = Lanes(lanes, passes=self.passes, tokens=tokens, width=self.width, page_size=page_size, like=first)
 
     # --- lanes --------------------------------------------------------------------------------------------------
@@ -154,6 +156,8 @@ class Runner:
         for lane in plan.left:
             self.policies.clear(lane)
             self.sampler.clear(lane)
+            if self.lock is not None:
+                self.lock.leave(lane)
         for sequence in plan.admitted:
             self.admit(sequence)
         if plan.entering:
@@ -195,6 +199,7 @@ class Runner:
     ) -> tuple[Extras, list[Read]]:
         """One pass over a row of each of these lanes and over these chunks; ``log [ticks, n]`` gets the tokens."""
         lanes, keeps = self.lanes, self.policies.reads_previous()
+        seated, lane = lane, lane if self.lock is None else self.lock.present(lane)
         begun = begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
         before = lanes.state.hidden[lane] if keeps else None
         parts, cohorts, start = [TickInput(lane, *begun[1:], before)], [], len(lane)
@@ -209,6 +214,8 @@ class Runner:
         state = self._begin(rows, begun.token, chunks)
         state, hidden = self._pass(rows, TickInput.joined(parts), state, longest)
         extras = self._decoded(rows, begun, rows_of(state, slice(len(lane))), hidden, needs, log)
+        if self.lock is not None:
+            self.lock.step(seated, rows.active[: len(lane), 0], lanes.books.tick, log)
         reads = []
         for (chunk, _), cohort in zip(chunks, cohorts, strict=True):
             which = slice(cohort.start // self.width, cohort.stop // self.width)

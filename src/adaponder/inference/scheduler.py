@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from adaponder.inference.lockstep import Rounds
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
@@ -61,6 +62,7 @@ class Scheduler:
         self._depths: dict[Hashable, tuple[int, int]] = {}
         self._full = False
         self._left: list[int] = []
+        self.rounds: Rounds | None = None
         self.preemptions = 0
         self.most_resident = 0
 
@@ -131,6 +133,8 @@ class Scheduler:
         plan.chunks = [(chunk, rows) for chunk, rows in plan.chunks if chunk.sequence.lane is not None]
         plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
         plan.entering = [sequence for sequence in plan.entering if sequence.lane is not None]
+        if self.rounds is not None and plan.decoding:
+            plan.ticks, plan.decoding = 1, self.rounds.choose(plan.decoding)
         self._settle(plan)
         plan.left, self._left = self._left, []
         return plan
