@@ -18,11 +18,18 @@ from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-GPU = [
-    pytest.param("cuda", dtype, marks=pytest.mark.gpu, id=f"gpu-{name}")
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
-]
-PLACES = [pytest.param("cpu", torch.float32, id="fp32"), pytest.param("cpu", torch.float16, id="fp16"), *GPU]
+PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def places(count: int) -> list:
+    """(case, device, precision): interpreted in float32, and every third case in float16; on a GPU in all."""
+    here = [(number, "cpu", torch.float32) for number in range(count)]
+    here += [(number, "cpu", torch.float16) for number in range(1, count, 3)]
+    there = [
+        pytest.param(number, "cuda", dtype, marks=pytest.mark.gpu) for number in range(count) for dtype in PRECISIONS
+    ]
+    return [*here, *there]
+
 
 # What plain attention may be off by and the kernel too: one rounding of the result.
 FLOOR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -60,9 +67,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_the_kernels_equal_the_reference(device, dtype, number):
+@pytest.mark.parametrize(("number", "device", "dtype"), places(len(CASES)))
+def test_the_kernels_equal_the_reference(number, device, dtype):
     given, splits = CASES[number]
     made = case(seed=number, dtype=dtype, device=device, **given)
     given = (made.query, made.keys, made.values, made.rows)
@@ -111,9 +117,8 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_a_row_that_enters_is_written_and_reads_itself(device, dtype, number):
+@pytest.mark.parametrize(("number", "device", "dtype"), places(len(SHAPES)))
+def test_a_row_that_enters_is_written_and_reads_itself(number, device, dtype):
     shape, splits = SHAPES[number]
     window = 5 if number == 2 else None
     made, qkv, shape, turn = entering(
