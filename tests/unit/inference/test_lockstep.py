@@ -37,6 +37,6 @@ def test_lock_step_says_the_same_and_takes_longer():
 def test_dropping_needs_to_know_depths():
     engine = Engine(tiny("adaponder", iterations=4).eval(), lanes=1, tokens=30, batching="dropping")
     with pytest.raises(InputError, match="depths: with batching='dropping'"):
-        engine.submit(Request(prompt=[1]))
+        engine.submit(Request(prompt=[1], max_new_tokens=4))
     with pytest.raises(InputError, match="batching='waves'"):
         Engine(tiny("adaponder", iterations=4).eval(), batching="waves")
