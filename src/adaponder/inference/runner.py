@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from adaponder.backbones.shape import shape_of
 from adaponder.execution.base import Pass
 from adaponder.inference.bodies.base import Body, Pools
 from adaponder.inference.graphs import Graphs, bucket_of
@@ -21,6 +23,7 @@ from adaponder.inference.rows import TickInput, TickRows
 from adaponder.inference.sampler import Features, SamplerState, prompt_log_probabilities
 from adaponder.inference.scheduler import Plan
 from adaponder.inference.sequence import Chunk, Sequence
+from adaponder.inference.threads import pass_threads
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows
@@ -95,6 +98,7 @@ class Runner:
     ):
         self.model, self.method, self.backbone, self.body = model, model.method, model.wrapped, body
         self.device, self.dtype = model.device, model.dtype
+        self.shape = shape_of(model.config.backbone_config)
         self.passes, self.width = self.method.passes(iterations), self.method.slots_per_token(iterations)
         self.vanishes = self.method.reuse() == "absent"
         self.policies = LanePolicies(lanes + 1, tokens, model.config, self.device)
@@ -177,6 +181,11 @@ class Runner:
         return launch
 
     def _run(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
+        rows = (len(seats) + sum(len(chunk.tokens) for chunk, _ in plan.chunks)) * self.width
+        with pass_threads(self.shape, rows) if self.device.type == "cpu" else nullcontext():
+            self._run_ticks(seats, needs, plan, launch)
+
+    def _run_ticks(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
         lane, extras = self.as_tensor(seats), []
         log = torch.empty(plan.ticks, len(seats), dtype=torch.long, device=self.device)
         self.lanes.books.tick.fill_(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaponder.ops.fused import runs_fused
+from adaponder.ops.fused import HAS_TRITON, runs_fused
 from adaponder.ops.lane_books import torch as plain
 from adaponder.ops.lane_books.torch import GOES_ON, NOT_A_NUMBER, Begun, Books, book_rows
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    if lane.is_cuda and width == 1:
+    if _by_kernels(lane) and width == 1:
         from adaponder.ops.lane_books import triton as kernels
 
         return kernels.begin_rows(books, lane, width=width, vanishes=vanishes)
@@ -31,7 +31,7 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 def end_rows(books: Books, lane: Tensor, *arguments: Tensor | Begun, places: int) -> None:
     """See :func:`adaponder.ops.lane_books.torch.end_rows`."""
-    if lane.is_cuda:
+    if _by_kernels(lane):
         from adaponder.ops.lane_books import triton as kernels
 
         kernels.end_rows(books, lane, *arguments, places=places)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def end_rows(books: Books, lane: Tensor, *arguments: Tensor | Begun, places: int
 
 def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
     """See :func:`adaponder.ops.lane_books.torch.resume_rows`."""
-    if lane.is_cuda:
+    if _by_kernels(lane):
         from adaponder.ops.lane_books import triton as kernels
 
         return kernels.resume_rows(first, kept, lane, iteration)
@@ -50,8 +50,13 @@ def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) ->
 
 def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
     """See :func:`adaponder.ops.lane_books.torch.ponder_rows`."""
-    if runs_fused(embedding) and embedding.shape[1] == 1:
+    if runs_fused(embedding) and len(embedding) and embedding.shape[1] == 1:
         from adaponder.ops.lane_books import triton as kernels
 
         return kernels.ponder_rows(embedding, expected, active, probability)
     return plain.ponder_rows(embedding, expected, active, probability)
+
+
+def _by_kernels(lane: Tensor) -> bool:
+    """On a GPU, where there is a row at all."""
+    return lane.is_cuda and HAS_TRITON and len(lane) > 0

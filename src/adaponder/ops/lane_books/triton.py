@@ -80,7 +80,7 @@ def end_rows(
 def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
     """Equals :func:`adaponder.ops.lane_books.torch.resume_rows`."""
     first, out = first.contiguous(), kept.new_empty(len(lane), *kept.shape[1:])
-    size = out[0].numel()
+    size = kept[0].numel()
     with on_device_of(lane):
         grid = (len(lane), triton.cdiv(size, _BLOCK))
         _resume_kernel[grid](first, kept, lane, iteration, out, size, BLOCK=_BLOCK, num_warps=4)
