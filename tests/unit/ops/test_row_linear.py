@@ -38,7 +38,7 @@ def _small_blocks(request, monkeypatch):
             pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
         return
     monkeypatch.setattr(kernels, "blocks_for", lambda inputs, outputs: kernels.Blocks(4, 1))
-    monkeypatch.setattr(some, "cut_for", lambda rows, inputs, outputs: some.Cut(16, 16, 1, 1))
+    monkeypatch.setattr(some, "cut_for", lambda rows, inputs, outputs: some.Cut(16, 16, 1, 1, splits=2))
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -125,7 +125,7 @@ def test_the_kernels_equal_the_plain_version(name, shape, device, dtype):
 
 
 @pytest.mark.parametrize("few", [8, 0], ids=["each", "together"])
-@pytest.mark.parametrize("name", ["neox", "llama", "gated", "sum"])
+@pytest.mark.parametrize("name", ["neox", "llama", "gated", "sum", "term"])
 def test_rows_are_multiplied_each_or_together(name, few, monkeypatch):
     monkeypatch.setattr(kernels, "FEW", few)
     like, true = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.float64)

@@ -21,7 +21,7 @@ from adaponder.ops.row_linear.kernels import activate, row_tile, weight_tile
 # Most rows for which each reads its own gate; of more, all gates are computed in one product.
 FEW = 8
 # Inner features of a program, and its warps.
-FEATURES, WARPS = 16, 4
+FEATURES, WARPS = 4, 4
 
 
 def counter_on(device: torch.device) -> Tensor:

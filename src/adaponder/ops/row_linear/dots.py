@@ -27,11 +27,11 @@ def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.con
 
 
 @triton.jit
-def _product(total, x, x_stride, rows, weight, output, size, INPUTS: tl.constexpr, STEP: tl.constexpr):
-    """``total [rows, outputs]`` plus ``x @ weight[output].T``."""
+def _product(total, x, x_stride, rows, weight, output, size, begin, end, INPUTS: tl.constexpr, STEP: tl.constexpr):
+    """``total [rows, outputs]`` plus ``x @ weight[output].T``, of the inputs from ``begin`` to ``end``."""
     row = tl.arange(0, total.shape[0])
     EXACT: tl.constexpr = "ieee" if weight.dtype.element_ty == tl.float32 else "tf32"  # noqa: N806
-    for start in tl.range(0, INPUTS, STEP):
+    for start in tl.range(begin, end, STEP):
         values = _loaded(x, row, x_stride, rows, start, INPUTS, STEP)
         tile = _loaded(weight, output, INPUTS, size, start, INPUTS, STEP)
         total = tl.dot(values, tl.trans(tile), total, input_precision=EXACT)
@@ -81,7 +81,7 @@ def _one_map(
 ):
     output = block * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    total = _product(total, x, x_stride, rows, weight, output, size, INPUTS, STEP)
+    total = _product(total, x, x_stride, rows, weight, output, size, 0, INPUTS, INPUTS, STEP)
     if BIASED:
         total += _bias(bias, output, size)
     _keep(result, activate(total, ACTIVATION), result_stride, rows, output, size)
@@ -114,23 +114,42 @@ def gated_kernel(
 
 @triton.jit
 def residual_kernel(
-    result, residual, x_0, weight_0, bias_0, x_1, weight_1, bias_1, size, rows, stride, stride_0, stride_1,
-    ahead_0, ahead_1, lines_0, lines_1,
+    result, residual, x_0, weight_0, bias_0, x_1, weight_1, bias_1, parts, counter, size, rows, stride, stride_0,
+    stride_1, ahead_0, ahead_1, lines_0, lines_1,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
-    BIASED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
+    """A residual and one or two terms; programs along the second axis share the steps, and the last one adds up."""
     allow_next(DEPENDENT)
     bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
-    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    block, split = tl.program_id(0), tl.program_id(1)
+    output, row = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    first_steps: tl.constexpr = (INPUTS[0] + STEP - 1) // STEP
+    steps: tl.constexpr = first_steps + ((INPUTS[1] + STEP - 1) // STEP if TERMS == 2 else 0)
+    share: tl.constexpr = (steps + SPLITS - 1) // SPLITS
+    begin, end = split * share, tl.minimum(split * share + share, steps)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    total = _product(total, x_0, stride_0, rows, weight_0, output, size, INPUTS[0], STEP)
+    total = _product(total, x_0, stride_0, rows, weight_0, output, size, begin * STEP,
+                     tl.minimum(end, first_steps) * STEP, INPUTS[0], STEP)
     if TERMS == 2:
-        total = _product(total, x_1, stride_1, rows, weight_1, output, size, INPUTS[1], STEP)
+        total = _product(total, x_1, stride_1, rows, weight_1, output, size, tl.maximum(begin - first_steps, 0) * STEP,
+                         (end - first_steps) * STEP, INPUTS[1], STEP)
+    mask = (row < rows)[:, None] & (output < size)[None, :]
+    at = row[:, None] * size + output[None, :]
+    if SPLITS > 1:
+        tl.store(parts + split * rows * size + at, total, mask=mask)
+        # All threads have stored before the program counts as done.
+        tl.debug_barrier()
+        if tl.atomic_add(counter + block, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(counter + block, 0)
+        total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        for number in range(SPLITS):
+            total += tl.load(parts + number * rows * size + at, mask=mask, other=0.0, cache_modifier=".cg")
     if BIASED[0]:
         total += _bias(bias_0, output, size)
     if TERMS == 2 and BIASED[1]:
         total += _bias(bias_1, output, size)
-    mask = (row < rows)[:, None] & (output < size)[None, :]
     total += tl.load(residual + row[:, None] * stride + output[None, :], mask=mask, other=0.0).to(tl.float32)
     _keep(result, total, size, rows, output, size)

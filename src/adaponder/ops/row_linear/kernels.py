@@ -76,6 +76,10 @@ def _map(
     eps,
     x_stride,
     result_stride,
+    ahead_0,
+    ahead_1,
+    lines_0,
+    lines_1,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -83,6 +87,7 @@ def _map(
     SHIFTED: tl.constexpr,
     BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One block of outputs of one linear map, of one row."""
@@ -95,6 +100,7 @@ def _map(
         shift = row_tile(shift, INPUTS, BLOCK)
     if BIASED:
         bias = tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1)
     values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
@@ -117,22 +123,24 @@ def normed_kernel(
 ):
     """Up to three maps of the same rows, side by side; programs up to ``end_0`` work at the first, and so on."""
     allow_next(DEPENDENT)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     block = tl.program_id(0)
     if MAPS == 1 or block < end_0:
         _map(
             x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, x_stride, result_stride,
-            INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0], DEPENDENT,
+            ahead_0, ahead_1, lines_0, lines_1, INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0],
+            AHEAD, DEPENDENT,
         )
     elif MAPS == 2 or block < end_1:
         _map(
             x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, x_stride,
-            result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1], ACTIVATIONS[1], DEPENDENT,
+            result_stride, ahead_0, ahead_1, lines_0, lines_1, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1],
+            ACTIVATIONS[1], AHEAD, DEPENDENT,
         )
     else:
         _map(
-            x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2,
-            x_stride, result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2], ACTIVATIONS[2], DEPENDENT,
+            x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2, x_stride,
+            result_stride, ahead_0, ahead_1, lines_0, lines_1, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2],
+            ACTIVATIONS[2], AHEAD, DEPENDENT,
         )
 # fmt: on
 
@@ -165,7 +173,6 @@ def gated_kernel(
     DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     gate_tile = weight_tile(gate, first, size, INPUTS, BLOCK, OUTPUTS)
@@ -177,6 +184,7 @@ def gated_kernel(
         gate_bias = tl.load(gate_bias + output, mask=output < size, other=0.0).to(tl.float32)
     if BIASED[1]:
         up_bias = tl.load(up_bias + output, mask=output < size, other=0.0).to(tl.float32)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1)
     values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
@@ -217,7 +225,6 @@ def residual_kernel(
     DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     tile_0 = weight_tile(weight_0, first, size, INPUTS[0], BLOCK[0], OUTPUTS)
@@ -228,6 +235,7 @@ def residual_kernel(
         bias += tl.load(bias_0 + output, mask=output < size, other=0.0).to(tl.float32)
     if TERMS == 2 and BIASED[1]:
         bias += tl.load(bias_1 + output, mask=output < size, other=0.0).to(tl.float32)
+    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1)
     start = tl.load(residual + row * stride + output, mask=output < size, other=0.0).to(tl.float32)
@@ -239,32 +247,29 @@ def residual_kernel(
     tl.store(result + row * size + output, total + bias + start, mask=output < size)
 
 
+# fmt: off
 @triton.jit
 def norm_kernel(
-    x,
-    result,
-    gain,
-    shift,
-    eps,
-    stride,
-    INPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, result, gain, shift, gain_1, shift_1, eps, stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
+    """Each row through one norm or through two; the second ones' results lie behind all of the first."""
     allow_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < INPUTS
-    gain = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    if tl.program_id(1) == 1:
+        gain, shift = gain_1, shift_1
+        result += tl.num_programs(0) * INPUTS
+    weight = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
     if SHIFTED:
-        shift = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(DEPENDENT)
     values = tl.load(x + row * stride + k, mask=inside, other=0.0).to(tl.float32)
     if NORM == 1:
         values = tl.where(inside, values - tl.sum(values, 0) / INPUTS, 0.0)
-    values = values * tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps) * gain
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps) * weight
     if SHIFTED:
-        values += shift
+        values += bias
     tl.store(result + row * INPUTS + k, values, mask=inside)
+# fmt: on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +17,30 @@ from adaponder.ops.row_linear.torch import Linear, Term
 
 
 class Cut(NamedTuple):
-    """How a product is cut: outputs of a program, inputs of a step, warps, steps under way at once."""
+    """How a product is cut: outputs of a program, inputs of a step, warps, steps under way at once.
+
+    ``splits`` programs share the inputs of a residual sum.
+    """
 
     outputs: int
     step: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     """The fastest measured on an H200 (README), for so many rows, inputs and outputs in all."""
     if outputs <= 2048:
-        return Cut(16, 256, 4, 5 if rows <= 16 else 3)
-    return Cut(32, 128, 4, 4)
+        splits = max(1, min(8, 4096 // outputs, inputs // 512))
+        return Cut(16, 256, 4, 4 if rows <= 16 else 3, splits)
+    return Cut(32, 128, 4, 8 if rows <= 16 else 4)
+
+
+@lru_cache
+def _counter(device: torch.device) -> Tensor:
+    """What programs that share a sum count with: zeros between launches, which follow one another on one stream."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 def _options(cut: Cut, rows: int, like: Tensor) -> dict[str, Any]:
@@ -109,14 +121,17 @@ def residual(start: Tensor, terms: Sequence[Term], coming: Sequence[Any], ahead:
     first, second = terms[0], terms[-1]
     inputs = first.x.shape[1], second.x.shape[1]
     cut = cut_for(rows, sum(inputs[: len(terms)]), size)
+    parts = torch.empty(cut.splits, rows, size, dtype=torch.float32, device=start.device) if cut.splits > 1 else start
     with on_device_of(result):
-        dots.residual_kernel[(triton.cdiv(size, cut.outputs), 1)](
+        dots.residual_kernel[(triton.cdiv(size, cut.outputs), cut.splits)](
             result,
             start,
             first.x,
             *pointers(first.linear),
             second.x,
             *pointers(second.linear),
+            parts,
+            _counter(start.device),
             size,
             rows,
             start.stride(0),
@@ -125,6 +140,7 @@ def residual(start: Tensor, terms: Sequence[Term], coming: Sequence[Any], ahead:
             *coming,
             INPUTS=inputs,
             TERMS=len(terms),
+            SPLITS=cut.splits,
             BIASED=(first.linear.bias is not None, second.linear.bias is not None),
             AHEAD=ahead,
             **_options(cut, rows, result),

@@ -23,14 +23,14 @@ from adaponder.ops.row_linear import kernels, some
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
 # Most rows for which these kernels are used, and those of `dots`.
-FEW, SOME = 1, 64
+FEW, SOME = 4, 64
 # The kernels' numbers for activations and norms; 0 is none.
 _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
 
 
 # Most bytes of weights that a kernel asks for ahead, all tensors together: well below the size of an H200's cache.
-MOST_AHEAD = 16 << 20
+MOST_AHEAD = 8 << 20
 
 
 class Blocks(NamedTuple):
@@ -49,30 +49,40 @@ class Blocks(NamedTuple):
 
 def blocks_for(inputs: int, outputs: int) -> Blocks:
     """The fastest measured on an H200 (README), for a product of so many inputs and outputs in all."""
-    return Blocks(8, 4) if inputs <= 1024 else Blocks(4, 4) if inputs <= 4096 else Blocks(2, 4)
+    if inputs <= 512:
+        return Blocks(8, 2) if outputs > 16384 else Blocks(4, 1)
+    if inputs <= 1024:
+        return Blocks(4, 2) if outputs > 16384 else Blocks(8, 2)
+    return Blocks(4, 4) if inputs <= 4096 else Blocks(1, 4) if inputs <= 5632 and outputs > 1024 else Blocks(2, 4)
 
 
 def row_norm(x: Tensor, norm: Norm) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, rounded once."""
-    rows = x.reshape(-1, x.shape[-1])
-    result = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    if rows.shape[0]:
-        block = triton.next_power_of_2(x.shape[-1])
+    return _norms(x.reshape(-1, x.shape[-1]), norm, norm, 1)[0].reshape(x.shape)
+
+
+def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
+    """``[count, n, d]``: each row through the first norm, or through both, which are of one kind."""
+    rows, inputs = x.shape
+    result = torch.empty(count, rows, inputs, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(inputs)
+    if rows:
         with on_device_of(x):
-            kernels.norm_kernel[(rows.shape[0],)](
-                rows,
+            kernels.norm_kernel[(rows, count)](
+                x,
                 result,
                 *_norm_pointers(norm),
+                *_norm_pointers(other),
                 norm.eps,
-                rows.stride(0),
-                INPUTS=x.shape[-1],
+                x.stride(0),
+                INPUTS=inputs,
                 BLOCK=block,
                 NORM=_norm_code(norm),
                 SHIFTED=norm.bias is not None,
                 num_warps=min(8, max(1, block // 256)),
                 **launch_options(x),
             )
-    return result.reshape(x.shape)
+    return result
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -226,12 +236,15 @@ def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence
 
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """``x`` through each norm; the same one twice is computed once."""
-    done: dict[int, Tensor] = {}
-    for norm in norms:
-        if norm is not None and norm.weight.data_ptr() not in done:
-            done[norm.weight.data_ptr()] = row_norm(x, norm)
-    return [x if norm is None else done[norm.weight.data_ptr()] for norm in norms]
+    """``x`` through each norm; the same one twice is computed once, and two of one kind by one kernel."""
+    distinct = {norm.weight.data_ptr(): norm for norm in norms if norm is not None}
+    done = {None: x}
+    kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct.values()}
+    if len(distinct) == 2 and len(kinds) == 1:
+        done |= dict(zip(distinct, _norms(x, *distinct.values(), 2), strict=True))
+    else:
+        done |= {key: row_norm(x, norm) for key, norm in distinct.items()}
+    return [done[None if norm is None else norm.weight.data_ptr()] for norm in norms]
 
 
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from adaponder.ops.rows import finite
 from adaponder.ops.vocab_expectation.triton import softmax_
 
 # Most rows whose logits are computed by the matrix-vector kernel.
-FEW = 1
+FEW = 4
 # Most rows for which the expectation is split over the vocabulary; a tile of them is a matrix product's smallest.
 ROWS = 16
 
@@ -36,7 +36,7 @@ class Slices(NamedTuple):
     count: int = 66
     tokens: int = 64
     columns: int = 256
-    warps: int = 4
+    warps: int = 8
     stages: int = 4
 
 
