@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adaponder.cli.app import app
 from adaponder.cli.parsing import App
-from adaponder.commands.options import OpsBenchOptions, PrefillBenchOptions, TrainBenchOptions
+from adaponder.commands.options import DecodeBenchOptions, OpsBenchOptions, PrefillBenchOptions, TrainBenchOptions
 
 bench = App(
     help="Measure speed and memory: ours beside a plain PonderLM (stock modules, eager), in one run, with a record.\n\n"
@@ -49,3 +49,16 @@ def ops(options: OpsBenchOptions) -> None:
     from adaponder.commands import bench as command
 
     command.run_ops(options)
+
+
+@bench.taking(DecodeBenchOptions)
+def decode(options: DecodeBenchOptions) -> None:
+    """Time decoding in the engine: one stream and many lanes, contexts, depths; beside generate and Hugging Face's.
+
+    [dim]adaponder bench decode --device cuda --subset[/]
+
+    [dim]adaponder bench decode --device cuda --scenario ouro[/]
+    """
+    from adaponder.commands import bench_decode as command
+
+    command.run(options)

@@ -9,6 +9,7 @@ from adaponder import cli
 from adaponder.commands import (
     analyze,
     bench,
+    bench_decode,
     calibrate,
     convert,
     demo,
@@ -86,6 +87,7 @@ def no_work(monkeypatch, place, parser):
         (train, "train"),
         (demo, "train"),
         (bench, "begin"),
+        (bench_decode, "begin"),
         (doctor, "examine"),
         (generate, "generate"),
         (convert, "convert"),
@@ -113,6 +115,7 @@ BASE = {
     "bench train": ("--trust", "--no-record", "--batch", "1"),
     "bench prefill": ("--trust", "--no-record", "--batch", "1"),
     "bench ops": ("--trust", "--no-record"),
+    "bench decode": ("--trust", "--no-record"),
 }
 
 
@@ -185,6 +188,11 @@ def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
         "generate ada --prompt x --seed 99999999999999999999",
         "generate ada --prompt x --temperature 0",
         "generate ada --prompt x --top-p 1.5",
+        "generate ada --prompt x --top-k -1",
+        "generate ada --prompt x --min-p 1",
+        "generate ada --prompt x --repeat-penalty 0",
+        "generate ada --prompt x --samples 0",
+        "generate ada --prompt x --lanes 0",
         "calibrate ada --data text.txt --budget nan",
         "calibrate ada --data text.txt --frontier --step nan",
         "calibrate ada --data text.txt --frontier --step 0",
@@ -202,6 +210,9 @@ def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
         "bench train --batch 0",
         "bench train --repeats 0",
         "bench ops --size 0,1,1",
+        "bench decode --lanes 0",
+        "bench decode --depths 0.5",
+        "bench decode --tokens 0",
     ],
 )
 def test_a_number_out_of_range_is_refused(capsys, monkeypatch, arguments):

@@ -3,7 +3,13 @@
 Importing these imports neither torch nor typer. From Python: ``evaluate.run(EvalOptions(checkpoint=…, data=…))``.
 """
 
-from adaponder.commands.options.bench import BenchOptions, OpsBenchOptions, PrefillBenchOptions, TrainBenchOptions
+from adaponder.commands.options.bench import (
+    BenchOptions,
+    DecodeBenchOptions,
+    OpsBenchOptions,
+    PrefillBenchOptions,
+    TrainBenchOptions,
+)
 from adaponder.commands.options.evaluation import (
     AnalyzeOptions,
     CalibrateOptions,
@@ -29,6 +35,7 @@ __all__ = [
     "CalibrateOptions",
     "CompareOptions",
     "ConvertOptions",
+    "DecodeBenchOptions",
     "DemoOptions",
     "DoctorOptions",
     "EvalOptions",

@@ -12,6 +12,7 @@ from adaponder.errors import InputError
 if TYPE_CHECKING:
     from adaponder.bench.ops import Size
 
+DECODE_SHAPES = ("70m", "410m", "ouro-1.4b", "tiny")
 SHARES = "Share of tokens read at each iteration; random tokens halt."
 
 
@@ -23,6 +24,13 @@ def read_size(flag: str, text: str) -> "Size":
     if len(parts) != 3:
         raise InputError(f"{flag} {text}: tokens, d and vocabulary are needed, as in 65536,512,50304")
     return Size(*parts)
+
+
+def read_shape(flag: str, text: str) -> str:
+    """The name of a shape that decoding is measured with."""
+    if text not in DECODE_SHAPES:
+        raise InputError(f"{flag} {text}: one of {', '.join(DECODE_SHAPES)} is needed")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,5 +159,55 @@ class OpsBenchOptions(BenchOptions):
             metavar="NAME",
             help="bfloat16 (autocast) or float32; default: the first on a GPU, else the second.",
             check=values.one_of("bfloat16", "float32"),
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBenchOptions(BenchOptions):
+    """``adaponder bench decode``."""
+
+    shape: Annotated[
+        Sequence[str],
+        Option(
+            several=True,
+            metavar="NAME",
+            help="70m, 410m, ouro-1.4b or tiny, with random weights; may be repeated. Default: 70m and 410m on a GPU, "
+            "tiny on a CPU.",
+            read=read_shape,
+        ),
+    ] = ()
+    checkpoint: Annotated[
+        str | None, Option(metavar="CKPT", help="A checkpoint, whose gates decide depth; needs --data.")
+    ] = None
+    data: Annotated[
+        str | None, Option(metavar="SRC", help="With --checkpoint: the text that prompts are cut from.")
+    ] = None
+    lanes: Annotated[
+        Sequence[int], Option(metavar="1,64", help="Sequences at a time.", read=values.numbers(most=4096))
+    ] = ()
+    contexts: Annotated[
+        Sequence[int], Option(metavar="128,…", help="Tokens of a prompt.", read=values.numbers(most=2**20))
+    ] = ()
+    depths: Annotated[
+        Sequence[float],
+        Option(metavar="4,2", help="Forced mean depths, 1 to 4.", read=values.decimals(least=1, most=4)),
+    ] = ()
+    tokens: Annotated[int, Option(metavar="N", min=1, help="New tokens of each lane in a timed repetition.")] = 16
+    subset: Annotated[bool, Option(flags=("--subset",), help="Only the rows that aims are stated for.")] = False
+    scenario: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="ouro: 1,024 tokens in, 128 out, 1, 32 and 128 at a time, Ouro-1.4B's shape, end to end.",
+            check=values.one_of("ouro"),
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32; default: the first on a GPU, the last on a CPU.",
+            check=values.one_of("bfloat16", "float16", "float32"),
         ),
     ] = None

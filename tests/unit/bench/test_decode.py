@@ -1,0 +1,251 @@
+"""bench decode: depths have their means, limits count the bytes that move, and a row that fails stops no other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from adaponder import cli
+from adaponder.analysis import decode_figure
+from adaponder.backbones.shape import shape_of
+from adaponder.bench import decode, decode_engine, decode_sides, record
+from adaponder.bench.decode import Case, Measured, Result
+from adaponder.bench.decode_depths import SHARES, drawn, shares_of
+from adaponder.bench.decode_limit import limit, tick_bytes
+from adaponder.bench.decode_models import SHAPES, config_of
+from adaponder.bench.tables import DECODE_HEAD, decode_cells, decode_problems
+from adaponder.commands.options.bench import DECODE_SHAPES
+from adaponder.errors import InputError
+from harness_support import reader, words
+
+QUICK = ("--trust", "--no-record", "--warmup", "0", "--repeats", "2", "--tokens", "3", "--commit", "abc")
+
+
+@pytest.fixture(autouse=True)
+def _ceilings(monkeypatch):
+    monkeypatch.setattr(record, "matmul_rate", lambda device: 1e9)
+    monkeypatch.setattr(record, "copy_rate", lambda device: 1e9)
+
+
+def measured(*arguments: str, tmp_path) -> dict:
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(
+        cli.app, ["bench", "decode", *QUICK, *arguments, "--json", str(out)], env={"COLUMNS": "180"}
+    )
+    assert result.exit_code == 0, f"{result.output} {result.exception!r}"
+    return json.loads(out.read_text()) | {"shown": result.output}
+
+
+# --- depths --------------------------------------------------------------------------------------------------------
+
+
+def test_shares_have_the_mean_they_are_named_by():
+    for iterations in (2, 3, 4, 8):
+        for mean in (1.0, 1.3, 2.0, 3.0, 3.7, 4.0, 7.5):
+            if mean <= iterations:
+                shares = shares_of(mean, iterations)
+                assert sum(shares) == pytest.approx(1)
+                assert sum(depth * share for depth, share in enumerate(shares, start=1)) == pytest.approx(mean)
+    assert shares_of(2.0, 4) == SHARES[2.0] == (0.4, 0.3, 0.2, 0.1)
+    with pytest.raises(InputError, match="--depths 5"):
+        shares_of(5, 4)
+
+
+def test_drawn_depths_are_in_exact_shares_and_random_order():
+    depths = drawn(SHARES[2.0], 1000, seed=3)
+    assert [depths.count(depth) for depth in (1, 2, 3, 4)] == [400, 300, 200, 100]
+    assert depths == drawn(SHARES[2.0], 1000, seed=3) != drawn(SHARES[2.0], 1000, seed=4)
+    assert depths != sorted(depths)
+    assert len(drawn(SHARES[3.7], 7, seed=0)) == 7
+
+
+# --- the limit -----------------------------------------------------------------------------------------------------
+
+
+def test_one_stream_moves_k_bodies_k_heads_and_k_minus_one_tables():
+    config = config_of("410m")
+    body, table = 24 * 12 * 1024**2, 50304 * 1024
+    gate, kv = 4 * 1024**2 + 4 * 1024, 2 * 24 * 1024
+    moved = tick_bytes(config, shape_of(config), SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16)
+    token = 2 * (4 * body + 4 * table + 3 * table + 3 * gate + 4 * 201 * kv)
+    assert 4 * moved.total == pytest.approx(token)
+    rate = limit(config, shape_of(config), SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16, copy_rate=4.26e12)
+    assert rate == pytest.approx(4.26e12 / token)
+    assert 1200 < rate < 1400
+
+
+def test_lanes_share_the_weights_and_not_their_rows():
+    config, shape = config_of("410m"), shape_of(config_of("410m"))
+    one, many = (
+        tick_bytes(config, shape, SHARES[2.0], lanes=lanes, context=512, dtype=torch.bfloat16) for lanes in (1, 64)
+    )
+    assert one.body == many.body
+    assert many.rows == 64 * one.rows
+    assert one.table == pytest.approx(many.table / 2, rel=1e-3)  # one row of two reads on; of 64 always one
+    assert one.gates < many.gates <= 3 * (4 * 1024**2 + 4 * 1024) * 2
+
+
+def test_a_method_that_mixes_no_vocabulary_reads_its_head_once_a_token():
+    config = config_of("ouro-1.4b")
+    moved = tick_bytes(config, shape_of(config), SHARES[4.0], lanes=1, context=8, dtype=torch.bfloat16)
+    assert 4 * moved.head == pytest.approx(49152 * 2048 * 2)
+    assert moved.table == 0
+
+
+# --- cases ---------------------------------------------------------------------------------------------------------
+
+
+def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
+    every = decode.cases(["70m", "410m"])
+    names = [case.name for case in every]
+    assert len(set(names)) == len(names)
+    assert {case.lanes for case in every if case.side == "engine"} >= {1, 4, 16, 64, 256}
+    assert {case.depth for case in every if case.side == "engine"} == {4.0, 3.7, 3.0, 2.0, 1.0}
+    few = decode.subset(["70m", "410m"])
+    assert {case for case in few if case.kind == "steady"} <= set(every)
+    assert Case("engine", "70m", 1, 128) in few
+    for side, lanes, depth in (("engine", 64, 3.7), ("padded", 64, 2.0), ("dropping", 64, 4.0)):
+        assert Case(side, "410m", lanes, 512, depth) in few
+    assert [(case.lanes, case.context, case.new) for case in decode.served("ouro-1.4b")] == [
+        (1, 1024, 128),
+        (32, 1024, 128),
+        (128, 1024, 128),
+    ]
+    assert set(SHAPES) == set(DECODE_SHAPES)
+
+
+def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
+    chosen = [Case("engine", "tiny", lanes, 8) for lanes in (1, 2, 3)]
+
+    def measure(case: Case) -> Measured:
+        if case.lanes == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
+        if case.lanes == 2:
+            raise TypeError("no such option")
+        return Measured([10.0, 12.0, 11.0], shares=(0.5, 0.5))
+
+    results = list(decode.compare(chosen, measure))
+    rows = [decode.as_row(result, limit=22.0 if result.measured else None) for result in results]
+    assert [row["works"] for row in rows] == [False, False, True]
+    assert [decode_cells(row)[1] for row in rows] == ["out of memory", "failed", "11"]
+    assert all(len(decode_cells(row)) == len(DECODE_HEAD) for row in rows)
+    assert decode_problems(rows)[1] == "tiny, engine, 2 lanes, context 8, depth 4: no such option"
+    assert rows[2]["limit_share"] == 0.5
+    assert rows[2]["mean_depth"] == 1.5
+
+    def broken(case: Case) -> Measured:
+        raise KeyError("a mistake of ours")
+
+    with pytest.raises(KeyError):
+        list(decode.compare(chosen, broken))
+
+
+def test_ratios_are_of_rows_that_differ_in_one_thing():
+    def row(side: str, depth: float, speed: float, lanes: int = 64, resident: float = 64.0) -> dict:
+        case = Case(side, "410m", lanes, 512, depth)
+        return decode.as_row(Result(case, Measured([speed], resident=resident)), limit=None)
+
+    rows = [row("engine", 4.0, 100), row("engine", 2.0, 195, resident=128), row("padded", 2.0, 105)]
+    rows.append(row("engine", 2.0, 5, lanes=1))
+    found = {(one["name"].split(", ")[-1], one["what"]): one for one in decode.ratios(rows)}
+    assert set(found) == {("depth 2", "over depth 4"), ("depth 2", "over padded")}
+    assert found["depth 2", "over depth 4"]["times"] == pytest.approx(1.95)
+    assert found["depth 2", "over depth 4"]["lanes_times"] == 2.0
+    assert found["depth 2", "over padded"]["times"] == pytest.approx(195 / 105)
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_shares_time_among_tokens_that_came_together():
+    clock = decode_engine.Clock(submitted={0: 1.0, 1: 1.5})
+    clock.arrived[0] = [(2.0, 1), (3.0, 4), (3.5, 1)]
+    clock.arrived[1] = [(2.5, 2)]
+    assert clock.first() == [1.0, 1.0]
+    assert clock.between(since=0.0) == [0.25] * 4 + [0.5]
+    assert clock.between(since=2.5) == [0.5]
+
+
+def test_only_long_gaps_are_idle_time():
+    assert decode_engine.gaps_share([(0, 10), (11, 20), (30, 40)], least=4) == pytest.approx(10 / 40)
+    assert decode_engine.gaps_share([(0, 40), (5, 10), (41, 50)], least=4) == 0
+    assert decode_engine.gaps_share([(0, 1)], least=4) is None
+
+
+def test_the_record_has_every_figure_of_every_row(tmp_path):
+    found = measured(
+        "--lanes=1,2", "--contexts=6", "--depths=4,2", "--only=engine", "--only=portable", tmp_path=tmp_path
+    )
+    assert found["command"] == "bench decode"
+    assert found["settings"]["shares"]["2"] == list(SHARES[2.0])
+    rows = {row["name"]: row for row in found["metrics"]["rows"]}
+    stream = rows["tiny, engine, one stream, context 6, depth 4"]
+    assert stream["mean_depth"] == 4.0
+    assert stream["resident_lanes"] == 1.0
+    assert stream["tokens_per_second"] == pytest.approx(sum(stream["rates"]) / 2)
+    assert stream["limit_share"] == pytest.approx(stream["tokens_per_second"] / stream["limit_tokens_per_second"])
+    assert stream["first_token_seconds"]["p50"] > 0
+    assert stream["between_tokens_seconds"]["p99"] >= stream["between_tokens_seconds"]["p50"] > 0
+    assert stream["kv_rows"] >= 4 * 6
+    halted = rows["tiny, engine, 2 lanes, context 6, depth 2"]
+    assert 1 < halted["mean_depth"] < 3
+    assert rows["tiny, portable, one stream, context 6, depth 4"]["tokens_per_second"] > 0
+    memory = [row for row in rows.values() if row["kind"] == "memory"]
+    assert len(memory) == 2
+    assert all(row["works"] and row["limit_share"] is None for row in memory)
+    assert any(one["what"] == "over portable" for one in found["metrics"]["ratios"])
+    assert "How many times as fast" in found["shown"]
+    png, svg = decode_figure.draw(list(rows.values()), tmp_path / "decode", "a CPU")
+    assert png.stat().st_size > 5000
+    assert "tokens/s" not in svg.read_text()[:100]
+
+
+def test_requests_are_served_end_to_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(decode, "served", lambda shape, **how: [Case("engine", "tiny", 2, 6, 4.0, "end to end", 3)])
+    found = measured("--scenario=ouro", tmp_path=tmp_path)
+    (row,) = found["metrics"]["rows"]
+    assert row["works"], row["problem"]
+    assert row["kind"] == "end to end"
+    assert 0 < row["resident_lanes"] <= 2
+
+
+def test_a_checkpoint_decides_its_own_depths(tmp_path):
+    folder = tmp_path / "ada"
+    reader().save_pretrained(folder)
+    words().save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("The river ran past the mill. " * 40)
+    asked = ("--checkpoint", str(folder), "--data", str(tmp_path / "text.txt"), "--lanes=2", "--contexts=9")
+    (row,) = measured(*asked, tmp_path=tmp_path)["metrics"]["rows"]
+    assert row["works"], row["problem"]
+    assert row["depth"] is None
+    assert 1 <= row["mean_depth"] <= 3
+
+
+def test_hugging_face_decodes_the_plain_shape(monkeypatch):
+    monkeypatch.setattr(decode_sides, "_NEW", dict.fromkeys(decode_sides._NEW, 4))
+    sides = decode_sides.Sides(torch.device("cpu"), torch.float32, 0, 0, 1, 2, ())
+    found = sides.measure(Case(decode.HF, "tiny", 2, 6, 1.0))
+    assert found.tokens_per_second > 0
+    assert found.shares == (1.0,)
+    plain = sides.measure(Case(decode.VANILLA, "tiny", 2, 6, 1.0))
+    assert plain.shares == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--scenario=ouro", "--subset"), "--scenario ouro"),
+        (("--checkpoint=x",), "--checkpoint and --data"),
+        (("--subset", "--lanes=3"), "--subset"),
+        (("--only=nothing",), "--only nothing"),
+        (("--shape=huge",), "--shape huge"),
+        (("--depths=5",), "--depths 5"),
+    ],
+)
+def test_contradictions_are_refused_by_name(arguments, said):
+    result = CliRunner().invoke(cli.app, ["bench", "decode", *QUICK, *arguments])
+    assert isinstance(result.exception, InputError)
+    assert said in str(result.exception)
