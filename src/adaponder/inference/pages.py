@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 
 class Pages:
     """Hands out pages of ``size`` rows and takes them back when their last holder lets go.
@@ -73,6 +75,6 @@ class RowStream:
         """The next rows; there must be room."""
         if rows > self.room:
             raise RuntimeError(f"{rows} rows are wanted, there is room for {self.room}")
-        places = range(self.used, self.used + rows)
+        places = np.arange(self.used, self.used + rows)
         self.used += rows
-        return [self.pages[place // self.size] * self.size + place % self.size for place in places]
+        return (np.array(self.pages)[places // self.size] * self.size + places % self.size).tolist()

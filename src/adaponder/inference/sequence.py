@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import Tensor
 
 from adaponder.inference.outputs import Token
@@ -151,12 +152,12 @@ class Sequence:
 
     def pages_by_block(self, size: int) -> dict[int, frozenset[int]]:
         """The pages on which rows of its own lie, for each block of so many tokens that it read in chunks."""
-        pages: dict[int, set[int]] = {}
+        pages: dict[int, list[int]] = {}
         for tokens, rows in self._written:
-            width = len(rows) // len(tokens)
-            for number, row in enumerate(rows):
-                pages.setdefault(tokens[number // width] // size, set()).add(row // self.page_size)
-        return {block: frozenset(those) for block, those in pages.items()}
+            block = np.repeat(np.array(tokens) // size, len(rows) // len(tokens))
+            for number, page in np.unique(np.stack([block, np.array(rows) // self.page_size]), axis=1).T.tolist():
+                pages.setdefault(number, []).append(page)
+        return {number: frozenset(those) for number, those in pages.items()}
 
     def pages(self) -> list[int]:
         """Every page it holds, as often as it holds it."""
