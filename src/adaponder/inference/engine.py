@@ -94,7 +94,7 @@ class Engine:
             lanes,
             pages,
             self.prefixes,
-            chunk=chunk or (2048 if on_gpu else 256) * width,
+            chunk=chunk or (8192 if on_gpu else 256) * width,
             burst=burst or (16 if on_gpu else 1),
             width=width,
         )
