@@ -24,7 +24,7 @@ from adaponder.terminal import console, line, table
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Lanes, contexts and lengths of the whole table, and what is enough on a CPU.
 _ON_GPU: dict[str, Any] = {"lanes": (1, 4, 16, 64, 256), "contexts": (128, 512, 2048), "new": 128}
-_ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 16}
+_ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
 
 
 def run(options: DecodeBenchOptions) -> dict[str, Any]:
@@ -88,9 +88,8 @@ def choose_cases(options: DecodeBenchOptions, device: torch.device) -> list[Case
         for shape in shapes:
             sizes_of(shape)
         depths = _given(depths=tuple(options.depths))
-        chosen = (
-            bench.subset(shapes) if options.subset else bench.cases(shapes, lanes=lanes, contexts=contexts, **depths)
-        )
+        every = {"lanes": lanes, "contexts": contexts, "new": usual["new"], **depths}
+        chosen = bench.subset(shapes) if options.subset else bench.cases(shapes, **every)
     for word in options.only:
         if not any(word in case.name for case in chosen):
             raise InputError(f"--only {word}: in none of the names: {'; '.join(case.name for case in chosen)}")
