@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
@@ -12,7 +13,7 @@ from adaponder.backbones.families import READ_WHOLE
 from adaponder.errors import BackboneError, EvaluationError, InputError
 from adaponder.inference.bodies import body_of
 from adaponder.inference.graphs import Graphs, bucket_of
-from adaponder.inference.lane_policies import shareable
+from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
 from adaponder.inference.outputs import Completion, Token
 from adaponder.inference.pages import Pages
@@ -124,6 +125,12 @@ class Engine:
         """
         self._check(request)
         policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
+        if self.runner.graphs is not None and runs_on_host(policy):
+            warnings.warn(
+                f"policy={policy.fingerprint}: it is Python of your own, so while this request runs no tick is replayed "
+                "as a CUDA graph; every request beside it is slower",
+                stacklevel=2,
+            )
         number, samples = next(self._ids), []
         for sample in range(request.samples):
             one = Sequence(

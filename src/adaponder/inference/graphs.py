@@ -24,10 +24,10 @@ def bucket_of(rows: int) -> int:
 
 
 def context_of(slots: int, most: int) -> int:
-    """A bound on slots, of few: attention splits its keys by it."""
-    size = 256
+    """A bound on slots, of few: the programs that attention has beyond a sequence's own slots end at once."""
+    size = 512
     while size < slots:
-        size *= 2
+        size *= 4
     return min(size, most)
 
 

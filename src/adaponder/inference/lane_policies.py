@@ -185,6 +185,11 @@ def shareable(policy: Policy, seed: int) -> tuple[Any, ...] | None:
     return kind, values, as_int64(seed) if kind.__dict__.get("reads_seed", True) else None
 
 
+def runs_on_host(policy: Policy) -> bool:
+    """Whether it is a user's own, for which the host waits at every tick."""
+    return not _is_built_in(type(policy)) and not isinstance(policy, ForcedDepths)
+
+
 def _is_built_in(kind: type[Policy]) -> bool:
     """Whether its numbers may be replaced by tensors: those of this package that decide by numbers, row by row."""
     own = kind.__module__.startswith("adaponder.policies.") and kind.row_by_row
