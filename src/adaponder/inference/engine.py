@@ -127,8 +127,8 @@ class Engine:
         policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
         if self.runner.graphs is not None and runs_on_host(policy):
             warnings.warn(
-                f"policy={policy.fingerprint}: it is Python of your own, so while this request runs no tick is replayed "
-                "as a CUDA graph; every request beside it is slower",
+                f"policy={policy.fingerprint}: it is Python of your own, so while this request runs no tick is "
+                "replayed as a CUDA graph; every request beside it is slower",
                 stacklevel=2,
             )
         number, samples = next(self._ids), []
