@@ -43,17 +43,26 @@ def wait_for_previous(DEPENDENT: tl.constexpr):  # noqa: N803
         tl.extra.cuda.gdc_wait()
 
 
+# Bytes that one thread asks for at once.
+PIECE = tl.constexpr(128)
+
+
 @triton.jit
-def bring(weight, lines, DEPENDENT: tl.constexpr):  # noqa: N803
-    """Asks for so many lines of 128 bytes from ``weight`` on; the programs along the first axis share the asking."""
+def bring(weight, pieces, DEPENDENT: tl.constexpr):  # noqa: N803
+    """Asks for so many pieces from ``weight`` on; the programs along the first axis share the asking."""
     if DEPENDENT:
         # None where the row is not the first.
-        share = tl.where(tl.program_id(1) == 0, tl.cdiv(lines, tl.num_programs(0)), 0)
+        share = tl.where(tl.program_id(1) == 0, tl.cdiv(pieces, tl.num_programs(0)), 0)
         first = tl.program_id(0) * share
-        numbers: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        for start in range(0, share, 128):
-            line = first + tl.minimum(start + tl.arange(0, 128), share - 1)
-            at = weight + tl.minimum(line, lines - 1).to(tl.int64) * numbers
+        last = tl.minimum(first + share, pieces)
+        numbers: tl.constexpr = 8 * PIECE // weight.dtype.element_ty.primitive_bitwidth
+        for start in range(first, last, 128):
+            piece = start + tl.arange(0, 128)
             tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+                "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
+                "=r,l,r",
+                [weight + piece.to(tl.int64) * numbers, (piece < last).to(tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
             )

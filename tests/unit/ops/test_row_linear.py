@@ -1,6 +1,6 @@
 """Products of few rows: the kernels equal the plain version, and the plain version the modules it stands for.
 
-Without a GPU the kernels run in Triton's interpreter, in float32 and float16; bf16 is tested on a GPU.
+Without a GPU the kernels run in Triton's interpreter, in float32; bf16 is tested on a GPU.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from poison import poisoned  # noqa: F401
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 GPU = pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu, id="gpu-bfloat16")
-PLACES = [
-    pytest.param("cpu", torch.float32, id="interpreted-float32"),
-    pytest.param("cpu", torch.float16, id="interpreted-float16"),
-    GPU,
-]
-# Relative errors that rounding the result, and the float16 or bf16 inputs' products, may leave beyond the plain ones.
-FLOOR = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+PLACES = [pytest.param("cpu", torch.float32, id="interpreted"), GPU]
+# Relative errors that rounding may leave beyond the plain version's.
+FLOOR = {torch.float32: 5e-7, torch.bfloat16: 4e-3}
 # (rows, inputs): a power of two, and others; one row and several.
-SHAPES = [(1, 32), (3, 40), (2, 130), (0, 24)]
+SHAPES = [(1, 32), (3, 40), (0, 24)]
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,10 @@ from poison import poisoned  # noqa: F401
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 PLACES = [
-    pytest.param("cpu", torch.float32, id="interpreted-float32"),
-    pytest.param("cpu", torch.float16, id="interpreted-float16"),
+    pytest.param("cpu", torch.float32, id="interpreted"),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu, id="gpu-bfloat16"),
 ]
-FLOOR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+FLOOR = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 # (rows, d, vocabulary, width of the table)
 SHAPES = [(1, 32, 61, 16), (3, 20, 130, 40), (7, 16, 33, 24), (0, 8, 20, 8)]
 

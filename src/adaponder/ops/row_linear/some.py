@@ -32,8 +32,9 @@ class Cut(NamedTuple):
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     """The fastest measured on an H200 (README), for so many rows, inputs and outputs in all."""
     if outputs <= 2048:
-        splits = max(1, min(8, 4096 // outputs, inputs // 512))
-        return Cut(16, 256, 4, 4 if rows <= 16 else 3, splits)
+        if rows <= 16:
+            return Cut(32, 128, 4, 6, max(1, min(8, 8192 // outputs, inputs // 512)))
+        return Cut(16, 256, 4, 3, max(1, min(2, 2048 // outputs)))
     return Cut(32, 128, 4, 8 if rows <= 16 else 4)
 
 

@@ -17,20 +17,20 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from adaponder.ops.dependent import launch_options
+from adaponder.ops.dependent import PIECE, launch_options
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.row_linear import kernels, some
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
 # Most rows for which these kernels are used, and those of `dots`.
-FEW, SOME = 4, 64
+FEW, SOME = 2, 64
 # The kernels' numbers for activations and norms; 0 is none.
 _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
 
 
 # Most bytes of weights that a kernel asks for ahead, all tensors together: well below the size of an H200's cache.
-MOST_AHEAD = 8 << 20
+MOST_AHEAD = 4 << 20
 
 
 class Blocks(NamedTuple):
@@ -275,11 +275,11 @@ def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
 
 
 def _ahead(ahead: Sequence[Tensor], like: Tensor) -> tuple[Tensor | int, ...]:
-    """Up to two tensors to ask for, and of how many lines of 128 bytes each."""
+    """Up to two tensors to ask for, and how many pieces of each (:func:`adaponder.ops.dependent.bring`)."""
     if len(ahead) > 2:
         raise ValueError(f"{len(ahead)} tensors ahead: at most two")
     most = MOST_AHEAD // max(1, len(ahead))
-    lines = [max(1, min(most, x.numel() * x.element_size()) // 128) for x in ahead]
+    lines = [min(most, x.numel() * x.element_size()) // PIECE.value for x in ahead]
     return *[*ahead, like, like][:2], *[*lines, 0, 0][:2]
 
 

@@ -25,7 +25,7 @@ from adaponder.ops.rows import finite
 from adaponder.ops.vocab_expectation.triton import softmax_
 
 # Most rows whose logits are computed by the matrix-vector kernel.
-FEW = 4
+FEW = 2
 # Most rows for which the expectation is split over the vocabulary; a tile of them is a matrix product's smallest.
 ROWS = 16
 
