@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, LearnedGate, Random
 from adaponder.inference import Completion, Engine, Request
+from adaponder.policies import Change, Custom, Divergence, Entropy, ForcedDepths, PolicyInput, Uniform, as_policy
 from support import VOCABULARY
+
+SETTINGS = {"adaponder": {"tau": 0.5}, "ouro": {"exit_threshold": 0.6}}
 
 
 def portable(model: AdaPonderForCausalLM, request: Request) -> tuple[list[int], list[int]]:
@@ -32,43 +38,281 @@ def portable(model: AdaPonderForCausalLM, request: Request) -> tuple[list[int], 
     return result.sequences[0, ids.shape[1] :].tolist(), result.past_key_values.depth[0].tolist()
 
 
-def draw_requests(count: int, seed: int, *, halts: bool, iterations: int, longest: int = 20) -> list[Request]:
-    """Greedy requests of many lengths, policies and iterations; some begin alike."""
+def in_one_forward(model: AdaPonderForCausalLM, request: Request, generated: list[int], **asked: Any) -> Any:
+    """A dense forward over every token that a completion read, by the request's own policy."""
+    policy: Any = request.policy
+    if request.tau is not None:
+        policy = LearnedGate(request.tau)
+    if request.depths is not None:
+        inner = model.method.default_policy(training=False) if policy is None else as_policy(policy)
+        policy = _forced(request.depths, inner)
+    ids = torch.tensor([[*request.prompt, *generated[:-1]]])
+    how = {} if policy is None else {"policy": policy}
+    with torch.no_grad():
+        return model(ids, execution="dense", seed=request.seed, max_iterations=request.max_iterations, **how, **asked)
+
+
+def _forced(depths: Any, inner: Any) -> Custom:
+    """``inner``, but where ``depths`` says how often the token of a slot is read."""
+    pairs = dict(depths.items() if isinstance(depths, Mapping) else enumerate(depths))
+    table = torch.tensor([pairs.get(slot, 0) for slot in range(512)])
+
+    def decide(rows: PolicyInput) -> Tensor:
+        depth = table[rows.slot]
+        return torch.where(depth > 0, rows.iteration + 1 < depth, inner(rows))
+
+    return Custom(decide)
+
+
+def draw_requests(
+    count: int,
+    seed: int,
+    *,
+    halts: bool,
+    iterations: int,
+    longest: int = 20,
+    sampled: float = 0.0,
+    extras: float = 0.0,
+) -> list[Request]:
+    """Requests of many lengths, policies and iterations; some begin alike.
+
+    A share ``sampled`` of them draws its tokens, with penalties, biases and several samples; a share ``extras`` asks
+    for stop ids, log-probabilities, gates and the like. The others are greedy.
+    """
     draw = random.Random(seed)
     common = [draw.randrange(VOCABULARY) for _ in range(longest)]
     requests = []
     for _ in range(count):
         own = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, longest))]
         prompt = common[: draw.randint(0, longest)] + own if draw.random() < 0.6 else own
-        policies = [None, None, FixedDepth(draw.randint(1, iterations)), Random(0.6), LearnedGate(draw.random())]
-        requests.append(
-            Request(
-                prompt=prompt[: longest + 4],
-                max_new_tokens=draw.randint(1, 9),
-                temperature=0.0,
-                seed=draw.randrange(3),
-                policy=draw.choice(policies) if halts else None,
-                max_iterations=draw.choice([None, None, draw.randint(1, iterations)]) if halts else None,
-            )
-        )
-    return [_allowed(request, iterations) for request in requests]
+        prompt = prompt[: longest + 4]
+        new = draw.randint(1, 9)
+        fields: dict[str, Any] = {"prompt": prompt, "max_new_tokens": new, "temperature": 0.0}
+        fields |= {"seed": draw.randrange(3)}
+        if halts:
+            fields |= _draw_depth(draw, len(prompt) + new, iterations)
+        if draw.random() < sampled:
+            fields |= _draw_sampling(draw)
+        if draw.random() < extras:
+            fields |= _draw_extras(draw, new)
+        requests.append(Request(**fields))
+    return requests
 
 
-def _allowed(request: Request, iterations: int) -> Request:
-    return request if request.max_iterations is None else replace(request, policy=None)
+def _draw_depth(draw: random.Random, slots: int, iterations: int) -> dict[str, Any]:
+    """Who decides the depth of a request's tokens."""
+    depth, last = draw.randint(1, iterations), iterations - 1
+    choices: list[dict[str, Any]] = [
+        {},
+        {},
+        {"policy": FixedDepth(depth)},
+        {"policy": Random(0.6)},
+        {"policy": LearnedGate(draw.random())},
+        {"policy": Entropy(draw.uniform(0.5, 3.0))},
+        {"policy": Change(draw.uniform(0.05, 0.9))},
+        {"policy": Divergence(draw.uniform(0.05, 2.0))},
+        {"policy": Uniform(thresholds=tuple(draw.uniform(0.2, 0.8) for _ in range(last)), keep=0.5)},
+        {"policy": ForcedDepths(torch.tensor([[draw.randint(1, iterations) for _ in range(slots)]]))},
+        {"policy": odd_ones},
+        {"depths": [draw.randint(0, iterations) for _ in range(draw.randint(1, slots - 1))]},
+        {"depths": {draw.randrange(slots - 1): depth}, "policy": Random(0.5)},
+        {"max_iterations": depth},
+        {"max_iterations": depth, "policy": Random(0.7)},
+    ]
+    return draw.choice(choices)
+
+
+def odd_ones(rows: PolicyInput) -> Tensor:
+    """A user's own policy: what a row decides depends on its slot and its gate."""
+    return ((rows.slot + rows.iteration) % 2 == 1) | (rows.gate > 0.7)
+
+
+def _draw_sampling(draw: random.Random) -> dict[str, Any]:
+    fields: dict[str, Any] = {"temperature": draw.uniform(0.3, 2.0), "samples": draw.choice([1, 1, 2, 3])}
+    for name, values in {
+        "top_k": [0, 3, 10],
+        "top_p": [1.0, 0.5, 0.9],
+        "min_p": [0.0, 0.1],
+        "repetition_penalty": [1.0, 1.7],
+        "presence_penalty": [0.0, 1.5],
+        "frequency_penalty": [0.0, 0.8],
+        "logit_bias": [{}, {3: 5.0, 11: -50.0}],
+    }.items():
+        fields[name] = draw.choice(values)
+    return fields
+
+
+def _draw_extras(draw: random.Random, new: int) -> dict[str, Any]:
+    stops = tuple(draw.sample(range(VOCABULARY), 12))
+    choices: list[dict[str, Any]] = [
+        {"stop_ids": stops},
+        {"stop_ids": stops, "min_new_tokens": draw.randint(0, new)},
+        {"log_probabilities": draw.choice([0, 3, 20])},
+        {"prompt_log_probabilities": draw.choice([0, 2])},
+        {"gates": True},
+        {"iteration_top": 2},
+        {"salt": "apart"},
+    ]
+    return draw.choice(choices)
+
+
+def plain_greedy(request: Request) -> bool:
+    """Whether each token is the likeliest of the model's own distribution."""
+    untouched = request.repetition_penalty == 1 and not request.presence_penalty and not request.frequency_penalty
+    return request.greedy and untouched and not request.logit_bias and not request.min_new_tokens
+
+
+def assert_as_the_model_says(model: AdaPonderForCausalLM, done: Completion) -> None:
+    """Depths, and the tokens of a plain greedy request, are those of one dense forward over the same tokens."""
+    request = done.request
+    assert done.error is None, (done.error, request)
+    output = in_one_forward(model, request, done.ids)
+    assert done.depths == output.depth[0].tolist(), request
+    if plain_greedy(request):
+        assert done.ids == output.logits[0, len(request.prompt) - 1 :].argmax(-1).tolist(), request
+    ends = [token for token in done.ids[:-1] if token in request.stop_ids]
+    assert len(ends) <= max(0, request.min_new_tokens - 1), "it went on after a stop id"
+    if done.finish_reason == "length":
+        assert len(done.ids) == request.max_new_tokens
+    else:
+        assert (done.finish_reason, done.stop_id) == ("stop", done.ids[-1])
+        assert done.stop_id in request.stop_ids
+        assert len(done.ids) >= request.min_new_tokens
+
+
+def solo(model: AdaPonderForCausalLM, request: Request, **options: Any) -> list[Completion]:
+    """What each sample of a request comes to, alone in an engine of its own."""
+    engine = Engine(model, lanes=1, burst=1, late=False, share_prefixes=False, **options)
+    return engine.generate([request])[0]
+
+
+def assert_alike(one: Completion, other: Completion) -> None:
+    """Two completions of a request say the same; numbers up to float64's rounding."""
+    assert (one.ids, one.depths, one.finish_reason) == (other.ids, other.depths, other.finish_reason), one.request
+    for mine, theirs in zip(one.tokens, other.tokens, strict=True):
+        assert_near(mine.as_dict(), theirs.as_dict())
+    assert (one.prompt_log_probabilities is None) == (other.prompt_log_probabilities is None)
+    for mine, theirs in zip(one.prompt_log_probabilities or [], other.prompt_log_probabilities or [], strict=True):
+        assert_near(mine.as_dict(), theirs.as_dict())
+
+
+def assert_near(one: Any, other: Any, tolerance: float = 1e-9) -> None:
+    """Equal, numbers up to the tolerance."""
+    if isinstance(one, float) and isinstance(other, float):
+        assert abs(one - other) <= tolerance, (one, other)
+    elif isinstance(one, Mapping):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_near(one[name], other[name], tolerance)
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), (one, other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_near(mine, theirs, tolerance)
+    else:
+        assert one == other, (one, other)
+
+
+@dataclass
+class Ended:
+    """What an engine said of some requests: completions by (place of the request, sample)."""
+
+    completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+
+    def of(self, place: int, samples: int) -> list[Completion]:
+        return [self.completions[place, sample] for sample in range(samples)]
+
+
+def run_all(
+    engine: Engine,
+    requests: list[Request],
+    seed: int = 0,
+    *,
+    rush: float = 0.5,
+    cancel: float = 0.0,
+    watch: Callable[[Engine], None] | None = None,
+) -> Ended:
+    """Submits requests at random moments, cancels some; at the end nothing is held, and every sample has ended."""
+    draw, ended, waiting = random.Random(seed), Ended(), list(enumerate(requests))
+    numbers: dict[int, int] = {}
+    streamed: dict[tuple[int, int], list] = {}
+    steps = 0
+    while waiting or engine.busy:
+        while waiting and draw.random() < rush:
+            place, request = waiting.pop(0)
+            numbers[engine.submit(request)] = place
+        if numbers and draw.random() < cancel:
+            number = draw.choice(list(numbers))
+            if number in engine._requests:
+                ended.cancelled.add(numbers[number])
+            engine.cancel(number)
+        for event in engine.step():
+            key = numbers[event.request], event.sample
+            if event.token is not None:
+                streamed.setdefault(key, []).append(event.token)
+            if event.completion is not None:
+                assert key not in ended.completions, "a sample ended twice"
+                ended.completions[key] = event.completion
+                assert streamed.get(key, []) == event.completion.tokens, "events and completion differ"
+        steps += 1
+        assert steps < 400 * (1 + len(requests)), "no end in sight"
+        if watch is not None:
+            watch(engine)
+    wanted = {(place, sample) for place, request in enumerate(requests) for sample in range(request.samples)}
+    assert set(ended.completions) == wanted
+    assert_empty(engine)
+    return ended
 
 
 def run(engine: Engine, requests: list[Request], seed: int = 0) -> list[Completion]:
     """The first completion of each request, submitted at random moments; afterwards nothing is held."""
-    draw, done, waiting = random.Random(seed), {}, list(enumerate(requests))
-    numbers: dict[int, int] = {}
-    while waiting or engine.busy:
-        while waiting and draw.random() < 0.5:
-            place, request = waiting.pop(0)
-            numbers[engine.submit(request)] = place
-        for event in engine.step():
-            if event.completion is not None and event.sample == 0:
-                done[numbers[event.request]] = event.completion
+    ended = run_all(engine, requests, seed)
+    return [ended.completions[place, 0] for place in range(len(requests))]
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing is held by anybody."""
+    scheduler = engine.scheduler
     engine.prefixes.clear()
     assert engine.statistics["pages_held"] == 0, "pages leak"
-    return [done[place] for place in range(len(requests))]
+    assert sorted(engine.pages._free) == list(range(1, engine.pages.count)), "a page is free twice, or lost"
+    assert not any(engine.pages.holders(page) for page in range(engine.pages.count))
+    assert not scheduler.waiting
+    assert not scheduler.resident
+    assert not engine._requests
+    assert not engine._sinks
+    assert not engine._ended
+    assert len(scheduler._free_lanes) == len(set(scheduler._free_lanes)) == engine.runner.lanes.nobody, "lanes leak"
+    assert not engine.busy
+
+
+def draw_engine(draw: random.Random, width: int = 1) -> dict[str, Any]:
+    """How an engine is opened: lanes, pool, chunks, bursts, late or not."""
+    return {
+        "lanes": draw.randint(1, 6),
+        "rows": draw.choice([None, 150 * width, 150 * width, 220 * width]),
+        "chunk": draw.choice([width, 3 * width, 8 * width, 64 * width]),
+        "burst": draw.choice([1, 2, 5]),
+        "late": draw.random() < 0.6,
+        "prefix_block": draw.choice([2, 4, 16]),
+        "share_prefixes": draw.random() < 0.8,
+    }
+
+
+def assert_all_as_alone(model: AdaPonderForCausalLM, requests: list[Request], ended: Ended, **options: Any) -> None:
+    """Each sample that was not cancelled is what the model says, and what a solo run says where tokens are drawn."""
+    for place, request in enumerate(requests):
+        if place in ended.cancelled:
+            continue
+        found = ended.of(place, request.samples)
+        for done in found:
+            assert_as_the_model_says(model, done)
+        if request != plainest(request):
+            for done, alone in zip(found, solo(model, request, **options), strict=True):
+                assert_alike(done, alone)
+
+
+def plainest(request: Request) -> Request:
+    """Its prompt, length and depths, and everything else as a plain greedy request has it."""
+    kept = ("prompt", "max_new_tokens", "seed", "policy", "tau", "max_iterations", "depths")
+    return Request(**{name: getattr(request, name) for name in kept}, temperature=0.0)

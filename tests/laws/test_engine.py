@@ -4,69 +4,186 @@ import random
 from dataclasses import replace
 
 import pytest
-from engine_support import draw_requests, portable, run
+import torch
+from engine_support import (
+    SETTINGS,
+    assert_all_as_alone,
+    assert_as_the_model_says,
+    draw_engine,
+    draw_requests,
+    portable,
+    run,
+    run_all,
+)
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from adaponder.inference import Engine
+from adaponder import AdaPonderForCausalLM, LearnedGate, Random
+from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
-from support import METHODS, stir, tiny
-
-SETTINGS = {"adaponder": {"tau": 0.5}, "ouro": {"exit_threshold": 0.6}}
+from support import FAMILIES, METHODS, VOCABULARY, stir, tiny, widen_norms
 
 
-def assert_equals_portable(model, requests, **options) -> Engine:
-    engine = Engine(model, **options)
-    for request, done in zip(requests, run(engine, requests), strict=True):
-        ids, depths = portable(model, request)
-        assert done.error is None
-        assert (done.ids, done.depths) == (ids, depths), request
-    return engine
+def opened(method="adaponder", family="gpt_neox", **options):
+    iterations = 1 if method == "vanilla" else 3
+    model = tiny(method, family, iterations=iterations, **SETTINGS.get(method, {})).eval()
+    return model, Engine(model, tokens=40, **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_is_the_same_in_the_engine(method):
-    model = tiny(method, iterations=1 if method == "vanilla" else 4, **SETTINGS.get(method, {})).eval()
-    stir(model)
-    requests = draw_requests(8, 1, halts=model.method.halts, iterations=model.config.iterations)
-    assert_equals_portable(model, requests, lanes=3, chunk=7, tokens=40)
+def test_greedy_tokens_and_depths_are_those_of_generate(method):
+    model, engine = opened(method, lanes=2, chunk=7 * 3)
+    draw = random.Random(1)
+    requests = [
+        Request([draw.randrange(VOCABULARY) for _ in range(length)], max_new_tokens=5, temperature=0.0, seed=length)
+        for length in (1, 6, 13)
+    ]
+    if model.method.halts:
+        requests[1] = replace(requests[1], policy=Random(0.5))
+        requests[2] = replace(requests[2], max_iterations=2)
+    if method == "adaponder":
+        requests[0] = replace(requests[0], tau=0.4)
+    for request, done in zip(requests, run(engine, requests), strict=True):
+        assert (done.ids, done.depths) == portable(model, request)
+
+
+@pytest.mark.parametrize(
+    ("family", "body"), [*((family, None) for family in FAMILIES), ("gpt_neox", "stock"), ("llama", "stock")]
+)
+def test_every_family_is_the_same_in_the_engine(family, body):
+    model, engine = opened("adaponder", family, lanes=3, chunk=5, body=body)
+    requests = draw_requests(4, 2, halts=True, iterations=3)
+    for done in run(engine, requests):
+        assert_as_the_model_says(model, done)
+
+
+@pytest.mark.parametrize("method", ["loop", "pause", "mor", "ouro"])
+def test_windows_and_grouped_heads_suit_every_method(method):
+    model, engine = opened(method, "gemma3", lanes=3, chunk=12)
+    for done in run(engine, draw_requests(3, 3, halts=model.method.halts, iterations=3)):
+        assert_as_the_model_says(model, done)
+
+
+def test_keys_that_are_cached_compressed_are_the_same_in_the_engine():
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    config = DeepseekV3Config(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=24,
+        vocab_size=VOCABULARY,
+        bos_token_id=None,
+        eos_token_id=None,
+        first_k_dense_replace=2,
+        **latent,
+    )
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    widen_norms(base)
+    model = stir(AdaPonderForCausalLM.from_backbone(base, iterations=3, tau=0.5)).eval()
+    engine = Engine(model, lanes=2, chunk=5, tokens=40)
+    for done in run(engine, draw_requests(3, 5, halts=True, iterations=3)):
+        assert_as_the_model_says(model, done)
+
+
+def test_eager_attention_is_the_same_in_the_engine():
+    """Its softmax is a float32 one, so that depths are forced and only likely tokens are compared."""
+    model, _ = opened("adaponder", "llama")
+    model.backbone.set_attn_implementation("eager")
+    engine = Engine(model, lanes=2, chunk=5, tokens=40, body="stock")
+    for done in run(engine, draw_requests(3, 6, halts=True, iterations=3)):
+        assert_as_the_model_says(model, done)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_arrival_chunk_burst_or_preemption_changes_a_token(seed):
-    """Small pools, so that sequences are preempted and read their tokens again."""
+def test_nothing_that_shares_the_engine_changes_a_token(seed):
+    """Arrivals, chunks, bursts, samples, shared prompts, and pools so small that sequences are preempted."""
     draw = random.Random(seed)
-    method = draw.choice(["adaponder", "adaponder", "mor", "ouro", "ponder"])
-    model = tiny(method, draw.choice(["gpt_neox", "llama"]), iterations=3, **SETTINGS.get(method, {})).eval()
-    stir(model)
-    requests = draw_requests(10, seed, halts=model.method.halts, iterations=3)
-    engine = assert_equals_portable(
-        model,
-        requests,
-        lanes=draw.randint(1, 5),
-        rows=draw.choice([None, 170, 210, 300]),
-        chunk=draw.choice([1, 3, 8, 64]),
-        burst=draw.choice([1, 2, 5]),
-        late=draw.random() < 0.7,
-        prefix_block=draw.choice([2, 4, 16]),
-        tokens=40,
-    )
-    assert engine.statistics["resident"] == engine.statistics["waiting"] == 0
+    method = draw.choice(["adaponder", "adaponder", "mor", "ouro"])
+    model, _ = opened(method, draw.choice(["gpt_neox", "llama", "gpt2"]))
+    requests = draw_requests(7, seed, halts=model.method.halts, iterations=3, sampled=0.4, extras=0.5)
+    ended = run_all(Engine(model, tokens=40, **draw_engine(draw)), requests, seed, cancel=draw.choice([0.0, 0.05]))
+    assert_all_as_alone(model, requests, ended, tokens=40)
 
 
-def test_sequences_that_were_preempted_say_the_same(monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_sequences_that_were_preempted_say_the_same(monkeypatch, late):
     """Admission expects no rows at all, so that too many sequences come in and the youngest must give way."""
     monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
-    model = tiny("adaponder", iterations=3, tau=0.5).eval()
-    stir(model)
-    requests = draw_requests(12, 3, halts=True, iterations=3)
-    engine = assert_equals_portable(model, requests, lanes=6, rows=210, chunk=16, tokens=40, late=True, burst=2)
+    model, engine = opened(lanes=6, rows=160, chunk=16, late=late, burst=2)
+    requests = draw_requests(9, 3, halts=True, iterations=3, sampled=0.4, extras=0.5)
+    ended = run_all(engine, requests, 1, rush=0.9)
     assert engine.statistics["preemptions"] > 3
+    monkeypatch.undo()
+    assert_all_as_alone(model, requests, ended, tokens=40)
+
+
+def test_penalties_of_a_preempted_sequence_count_what_it_said_before(monkeypatch):
+    monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
+    model, engine = opened(lanes=4, rows=160)
+    requests = [
+        Request(
+            [number] * 20,
+            max_new_tokens=12,
+            temperature=0.0,
+            repetition_penalty=1.5,
+            frequency_penalty=2.0,
+        )
+        for number in range(4)
+    ]
+    ended = run_all(engine, requests, rush=1.0)
+    assert engine.statistics["preemptions"]
+    monkeypatch.undo()
+    assert_all_as_alone(model, requests, ended, tokens=40)
 
 
 def test_prompts_that_begin_alike_are_read_once():
-    model = tiny("adaponder", iterations=3, tau=0.5).eval()
-    stir(model)
-    requests = [
-        replace(one, policy=None, max_iterations=None) for one in draw_requests(12, 4, halts=True, iterations=3)
-    ]
-    engine = assert_equals_portable(model, requests, lanes=2, chunk=16, tokens=40, prefix_block=3)
-    assert engine.statistics["prefix_tokens_reused"] > 20
+    model, engine = opened(lanes=2, chunk=16, prefix_block=3)
+    draws = draw_requests(10, 4, halts=False, iterations=3)
+    policies = [None, LearnedGate(0.3)]
+    requests = [replace(one, policy=policies[place % 2]) for place, one in enumerate(draws)]
+    for done in run(engine, requests):
+        assert_as_the_model_says(model, done)
+    assert engine.statistics["prefix_tokens_reused"] >= 12
+
+
+@pytest.mark.parametrize(
+    ("change", "shares"),
+    [
+        ({}, True),
+        ({"seed": 1}, False),
+        ({"policy": Random(0.6)}, False),
+        ({"salt": "mine"}, False),
+        ({"max_iterations": 2}, False),
+        ({"depths": [1]}, False),
+        ({"policy": lambda rows: rows.gate > 0.5}, False),
+    ],
+)
+def test_a_prompt_is_shared_only_where_every_decision_is_equal(change, shares):
+    model, engine = opened(lanes=1, prefix_block=4)
+    first = Request(list(range(17)), max_new_tokens=3, temperature=0.0, policy=Random(0.5))
+    second = replace(first, **change)
+    one, other = run(engine, [first]), engine.generate([first, second])
+    assert engine.statistics["prefix_tokens_reused"] == (16 if shares else 0)
+    assert other[0][0].ids == one[0].ids
+    assert_as_the_model_says(model, other[1][0])
+
+
+def test_the_seed_does_not_part_those_whose_policy_does_not_read_it():
+    model, engine = opened(lanes=1, prefix_block=4)
+    requests = [Request(list(range(17)), max_new_tokens=3, temperature=0.0, seed=seed) for seed in range(3)]
+    engine.generate(requests)
+    assert engine.statistics["prefix_tokens_reused"] == 32
+    assert model.config.tau == 0.5
+
+
+@pytest.mark.parametrize("prompt", [[7], [7, 9], list(range(17))])
+def test_samples_share_one_prompt_and_differ_in_what_they_draw(prompt):
+    model, engine = opened(lanes=3)
+    request = Request(prompt, max_new_tokens=8, samples=3, seed=4)
+    (found,) = engine.generate([request])
+    assert len({tuple(done.ids) for done in found}) == 3
+    assert engine.statistics["most_resident"] == 3, "samples wait for each other"
+    assert engine.receiver.rows < sum(sum(done.depths) for done in found) or len(prompt) <= 2
+    for done in found:
+        assert_as_the_model_says(model, done)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,7 +17,7 @@ from adaponder.inference.bodies import body_of
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
-from adaponder.inference.outputs import Completion, Token
+from adaponder.inference.outputs import Completion, PromptToken, Token
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.receiving import Event, Receiver
@@ -34,7 +36,7 @@ class Engine:
 
     A tick is one pass of the backbone over one row of each sequence, whatever iteration that row is at, and over chunks
     of prompts beside them. A sequence whose token halts goes on to its next token in the next tick. See
-    ``docs/design.md``, "The engine".
+    ``docs/design.md``, "The engine". One thread at a time uses an engine; a second one is refused.
 
     Args:
         model: in evaluation mode, where its weights are to stay.
@@ -115,6 +117,7 @@ class Engine:
         self._numbers, self._ids = itertools.count(), itertools.count()
         self._in_flight: Launch | None = None
         self._ended: list[Event] = []
+        self._user = threading.RLock()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -123,13 +126,19 @@ class Engine:
 
         ``on_event`` is called with each of its events; if it raises, the request ends, and no other.
         """
+        with self._alone():
+            return self._submit(request, on_event)
+
+    def _submit(self, request: Request, on_event: Callable[[Event], None] | None) -> int:
         self._check(request)
+        prompt = [int(token) for token in request.prompt]
+        asks_of_prompt = request.prompt_log_probabilities is not None
         policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
         if self.runner.graphs is not None and runs_on_host(policy):
             warnings.warn(
                 f"policy={policy.fingerprint}: it is Python of your own, so while this request runs no tick is "
                 "replayed as a CUDA graph; every request beside it is slower",
-                stacklevel=2,
+                stacklevel=3,
             )
         number, samples = next(self._ids), []
         for sample in range(request.samples):
@@ -140,26 +149,28 @@ class Engine:
                 policy=policy,
                 iterations=iterations,
                 root=self._root(request, policy, iterations),
-                tokens=[int(token) for token in request.prompt],
+                tokens=list(prompt),
                 page_size=PAGE,
                 request_number=number,
                 leader=samples[0] if samples else None,
                 samples=samples,
                 forced_depth=_mean_depth(request, iterations),
-                prompt_log_probabilities=None if request.prompt_log_probabilities is None else [],
+                prompt_log_probabilities=[PromptToken(token) for token in prompt] if asks_of_prompt else None,
             )
             samples.append(one)
-            self.scheduler.add(one)
-        self._requests[number] = samples
+        self._requests[number] = list(samples)
         if on_event is not None:
             self._sinks[number] = on_event
+        for one in samples:
+            self.scheduler.add(one)
         return number
 
     def cancel(self, number: int) -> None:
         """Ends a request's samples that are not finished; what they hold is free at once."""
-        for sequence in self._requests.get(number, ()):
-            if sequence.state != FINISHED:
-                self._ended.append(self.receiver.end(sequence, "cancelled"))
+        with self._alone():
+            for sequence in self._requests.get(number, ()):
+                if sequence.state != FINISHED:
+                    self._ended.append(self.receiver.end(sequence, "cancelled"))
 
     @property
     def busy(self) -> bool:
@@ -167,7 +178,19 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[Event]:
-        """One tick, or a burst of them: plans it, gives it to the device, and returns what has become known."""
+        """One tick, or a burst of them: plans it, gives it to the device, and returns what has become known.
+
+        If anything breaks it off, Ctrl-C too, every request ends with an ``error``, which the next step tells; the
+        engine is empty then and takes requests as before.
+        """
+        with self._alone():
+            try:
+                return self._tell(self._advance())
+            except BaseException as problem:
+                self._start_over(problem)
+                raise
+
+    def _advance(self) -> list[Event]:
         plan = self.scheduler.plan()
         launched = None if plan.empty else self.runner.launch(plan)
         before, self._in_flight = self._in_flight, launched
@@ -177,13 +200,16 @@ class Engine:
         if launched is not None and not self.late:
             self._in_flight = None
             events += self.receiver.receive(launched)
-        return self._tell(events)
+        return events
 
     def _tell(self, events: list[Event]) -> list[Event]:
         """Calls back whoever wants to know."""
         for event in events:
-            if event.completion is not None and all(one.state == FINISHED for one in self._requests[event.request]):
-                del self._requests[event.request]
+            if event.completion is not None:
+                samples = self._requests[event.request]
+                samples[:] = [one for one in samples if one.sample != event.sample]
+                if not samples:
+                    del self._requests[event.request]
             sink = self._sinks.get(event.request)
             if event.request not in self._requests:
                 self._sinks.pop(event.request, None)
@@ -198,6 +224,30 @@ class Engine:
                         self._ended.append(self.receiver.end(one, "error", error=f"on_event: {error!r}"))
         return events
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuses a second thread; what is called back may use the engine."""
+        if not self._user.acquire(blocking=False):
+            raise EvaluationError("engine: another thread is using it; let one thread submit and step")
+        try:
+            yield
+        finally:
+            self._user.release()
+
+    def _start_over(self, problem: BaseException) -> None:
+        """Nothing is trusted that a broken step may have left half done: all requests end, and everything is free."""
+        why = f"engine: a step was broken off by {type(problem).__name__}: {problem}".rstrip(": ")
+        self._in_flight = None
+        self._ended = [
+            self.receiver.ended(one, "error", error=why) for samples in self._requests.values() for one in samples
+        ]
+        for samples in self._requests.values():
+            for one in samples:
+                one.state = FINISHED
+        self.prefixes.forget()
+        self.pages.free_all()
+        self.scheduler.clear()
+
     # --- ways to use it -----------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> list[list[Completion]]:
@@ -211,9 +261,14 @@ class Engine:
         wanted = list(requests)
         for request in wanted:
             self._check(request)  # none is begun if one is refused
-        numbers = [self.submit(request, note) for request in wanted]
-        while any(number in self._requests for number in numbers):
-            self.step()
+        numbers: list[int] = []
+        try:
+            numbers.extend(self.submit(request, note) for request in wanted)
+            while any(number in self._requests for number in numbers):
+                self.step()
+        finally:
+            for number in numbers:
+                self.cancel(number)  # those that an exception has left unfinished
         return [
             [done[number, sample] for sample in range(request.samples)]
             for number, request in zip(numbers, wanted, strict=True)

@@ -51,6 +51,11 @@ class Pages:
             if not self._holders[page]:
                 self._free.append(page)
 
+    def free_all(self) -> None:
+        """Nobody holds anything."""
+        self._free = list(range(self.count - 1, 0, -1))
+        self._holders = [0] * self.count
+
     def holders(self, page: int) -> int:
         return self._holders[page]
 

@@ -88,5 +88,9 @@ class Prefixes:
             self.pages.release(block.span.pages)
         return self.pages.free >= pages
 
+    def forget(self) -> None:
+        """As :meth:`clear`, but releases nothing: the pages are freed by the caller."""
+        self._blocks.clear()
+
     def clear(self) -> None:
         self.make_room(self.pages.count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,7 @@ class Receiver:
             pages = frozenset(sequence.pages())
             self.prefixes.pages.hold(pages)
             other.shared = [self.runner.span(sequence, 0, stop, pages)]
+            other.prompt_log_probabilities = copy(sequence.prompt_log_probabilities)
         if sequence.root is None:
             return
         size = self.prefixes.size
@@ -167,6 +169,12 @@ class Receiver:
         for heir in sequence.waiting_samples():
             heir.leader = None  # each reads the prompt for itself, or finds it among the prefixes
         self.scheduler.remove(sequence)
+        return self.ended(sequence, reason, stop_id=stop_id, error=error)
+
+    def ended(
+        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+    ) -> Event:
+        """What is told of a sequence that has come to its end."""
         completion = Completion(
             sequence.request,
             sequence.sample,
@@ -193,9 +201,7 @@ def _note(sequence: Sequence, chunk: Chunk, goes_on: Many[bool], predicted: Any)
     own, ids, values = (part.tolist() for part in predicted)
     entries = sequence.prompt_log_probabilities
     assert entries is not None
-    if not entries:
-        entries.extend(PromptToken(token) for token in sequence.tokens[: sequence.prompt_length])
     for number, place in enumerate(chunk.tokens):
-        if not goes_on[number]:
+        if not goes_on[number] and place + 1 < len(entries):  # it may read its own output again
             top = tuple(zip(ids[number], values[number], strict=True))
             entries[place + 1] = PromptToken(sequence.tokens[place + 1], own[number], top)

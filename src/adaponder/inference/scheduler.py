@@ -102,6 +102,13 @@ class Scheduler:
         place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
         self.waiting.insert(place, sequence)
 
+    def clear(self) -> None:
+        """Forgets every sequence; the pages must have been freed."""
+        lanes = sorted({*self._free_lanes, *self.resident}, reverse=True)
+        self.waiting.clear()
+        self.resident.clear()
+        self._free_lanes, self._left, self._full = lanes, list(lanes), False
+
     # --- expectations -------------------------------------------------------------------------------------------
 
     def saw_depth(self, kind: Hashable, tokens: int, total: int) -> None:
@@ -133,6 +140,10 @@ class Scheduler:
         plan.chunks = [(chunk, rows) for chunk, rows in plan.chunks if chunk.sequence.lane is not None]
         plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
         plan.entering = [sequence for sequence in plan.entering if sequence.lane is not None]
+        if plan.empty and self.resident and not any(_in_flight(one) for one in self.resident.values()):
+            # What waits holds the pages that they lack: the youngest gives way.
+            self._preempt(max(self.resident.values(), key=lambda one: one.number))
+            plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
         if self.rounds is not None and plan.decoding:
             plan.ticks, plan.decoding = 1, self.rounds.choose(plan.decoding)
         self._settle(plan)
@@ -179,6 +190,8 @@ class Scheduler:
             if sequence.state != DECODING:
                 sequence.state = DECODING
                 plan.entering.append(sequence)
+                for other in sequence.waiting_samples():
+                    other.leader = None  # there was no prompt to read for them, or it was found
             plan.decoding.append(sequence)
 
     def _could_admit(self) -> bool:
@@ -264,6 +277,10 @@ class Scheduler:
 
 
 _ENOUGH = 32
+
+
+def _in_flight(sequence: Sequence) -> bool:
+    return sequence.ahead > 0 or any(chunk.in_flight for chunk in sequence.chunks)
 
 
 def kind_of(sequence: Sequence) -> Hashable:
