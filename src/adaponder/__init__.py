@@ -20,6 +20,7 @@ from adaponder.version import __version__
 if TYPE_CHECKING:
     from adaponder.config import AdaPonderConfig
     from adaponder.execution.ledger import Ledger
+    from adaponder.inference import Engine, Request
     from adaponder.methods import Iteration, Objective
     from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
     from adaponder.policies import (
@@ -45,6 +46,7 @@ __all__ = [
     "AdaPonderOutput",
     "Change",
     "Divergence",
+    "Engine",
     "Entropy",
     "ExitThreshold",
     "FixedDepth",
@@ -58,6 +60,7 @@ __all__ = [
     "PolicyInput",
     "Random",
     "Ranked",
+    "Request",
     "Uniform",
     "__version__",
 ]
@@ -67,11 +70,13 @@ _HOMES = {
     "AdaPonderConfig": "modeling",  # not config alone: whoever has one may give it to AutoModelForCausalLM
     "AdaPonderForCausalLM": "modeling",
     "AdaPonderOutput": "modeling",
+    "Engine": "inference",
     "Iteration": "methods",
     "Ledger": "execution.ledger",
     "Objective": "methods",
+    "Request": "inference",
 }
-_MODULES = ("config", "methods", "modeling", "policies")
+_MODULES = ("config", "inference", "methods", "modeling", "policies")
 _AUTO = "transformers.models.auto.configuration_auto"
 
 
