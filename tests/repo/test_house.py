@@ -130,6 +130,7 @@ def test_the_public_door_is_this_wide():
         "AdaPonderOutput",
         "Change",
         "Divergence",
+        "Engine",
         "Entropy",
         "ExitThreshold",
         "FixedDepth",
@@ -143,6 +144,7 @@ def test_the_public_door_is_this_wide():
         "PolicyInput",
         "Random",
         "Ranked",
+        "Request",
         "Uniform",
         "__version__",
     ]
