@@ -32,7 +32,7 @@ def _small_blocks(request, monkeypatch):
             pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
         return
     monkeypatch.setattr(products, "blocks_for", lambda inputs, outputs: products.Blocks(8, 1))
-    monkeypatch.setattr(kernels, "SLICES", kernels.Slices(3, 16, 16, 1, 1))
+    monkeypatch.setattr(kernels, "slices_for", lambda width: kernels.Slices(3, 16, 16, 1, 1))
 
 
 def draw(*shape: int, seed: int) -> Tensor:

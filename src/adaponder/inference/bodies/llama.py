@@ -46,9 +46,6 @@ class LlamaBody(FusedBody):
         self.activation = ACTIVATIONS[self.config.hidden_act]
         projection = Projection(self.heads, self.key_heads, self.size, rotary=self.cos.shape[-1])
         self.layers = [_weights(layer, projection) for layer in body.layers]
-        # What the kernels after a layer read first: the next layer's queries and keys, or the head.
-        first = [tuple(linear.weight for linear in layer.qkv.linears[:2]) for layer in self.layers]
-        self.after = [*first[1:], (backbone.head()[0].detach(),)]
 
     @staticmethod
     def fits(backbone: Backbone) -> str | None:
@@ -70,12 +67,11 @@ class LlamaBody(FusedBody):
 
     def layer(self, layer: int, x: Tensor, where: Where, pools: Pools) -> Tensor:
         weights = self.layers[layer]
-        gate, up = weights.gate, weights.up
-        (qkv,) = normed_linears(x, (weights.qkv,), ahead=(weights.out.weight,))
+        (qkv,) = normed_linears(x, (weights.qkv,))
         mixed = self.attend(layer, qkv, where, pools, weights.projection, scale=weights.scale)
-        x = residual_linears(x, (Term(mixed, weights.out),), ahead=(gate.weight, up.weight))
-        between = gated_linear(x, gate, up, weights.norm, activation=self.activation, ahead=(weights.down.weight,))
-        return residual_linears(x, (Term(between, weights.down),), ahead=self.after[layer])
+        x = residual_linears(x, (Term(mixed, weights.out),))
+        between = gated_linear(x, weights.gate, weights.up, weights.norm, activation=self.activation)
+        return residual_linears(x, (Term(between, weights.down),))
 
 
 def _weights(layer: Any, projection: Projection) -> _Layer:

@@ -46,9 +46,6 @@ class NeoxBody(FusedBody):
             )
             for layer in body.layers
         ]
-        # What the kernels after a layer read first: the next layer's weights, or the head's.
-        first = [(layer.qkv.linears[0].weight, layer.up.linears[0].weight) for layer in self.layers]
-        self.after = [*first[1:], (backbone.head()[0].detach(),)]
 
     @staticmethod
     def fits(backbone: Backbone) -> str | None:
@@ -73,14 +70,13 @@ class NeoxBody(FusedBody):
         return why_not(backbone, layers, linears, [*norms, backbone.norm])
 
     def layer(self, layer: int, x: Tensor, where: Where, pools: Pools) -> Tensor:
-        weights, after = self.layers[layer], self.after[layer]
-        out, down = weights.out, weights.down
+        weights = self.layers[layer]
         if self.parallel:
-            qkv, up = normed_linears(x, (weights.qkv, weights.up), ahead=(out.weight, down.weight))
+            qkv, up = normed_linears(x, (weights.qkv, weights.up))
             mixed = self.attend(layer, qkv, where, pools, self.projection, scale=weights.scale)
-            return residual_linears(x, (Term(mixed, out), Term(up, down)), ahead=after)
-        (qkv,) = normed_linears(x, (weights.qkv,), ahead=(out.weight,))
+            return residual_linears(x, (Term(mixed, weights.out), Term(up, weights.down)))
+        (qkv,) = normed_linears(x, (weights.qkv,))
         mixed = self.attend(layer, qkv, where, pools, self.projection, scale=weights.scale)
-        x = residual_linears(x, (Term(mixed, out),), ahead=(weights.up.linears[0].weight,))
-        (up,) = normed_linears(x, (weights.up,), ahead=(down.weight,))
-        return residual_linears(x, (Term(up, down),), ahead=after)
+        x = residual_linears(x, (Term(mixed, weights.out),))
+        (up,) = normed_linears(x, (weights.up,))
+        return residual_linears(x, (Term(up, weights.down),))

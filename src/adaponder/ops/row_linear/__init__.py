@@ -21,33 +21,28 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
     return reference.row_norm(x, norm)
 
 
-def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor] = ()) -> list[Tensor]:
-    """The torch version, or its Triton kernels where they run.
-
-    ``ahead`` are up to two weights that the kernels after this one read: they are brought to the cache meanwhile.
-    """
+def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """The torch version, or its Triton kernels where they run."""
     if runs_fused(x):
         from adaponder.ops.row_linear import triton
 
-        return triton.normed_linears(x, pieces, ahead=ahead)
+        return triton.normed_linears(x, pieces)
     return reference.normed_linears(x, pieces)
 
 
-def gated_linear(
-    x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str, ahead: Sequence[Tensor] = ()
-) -> Tensor:
-    """The torch version, or its Triton kernels where they run; ``ahead`` as in :func:`normed_linears`."""
+def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
+    """The torch version, or its Triton kernels where they run."""
     if runs_fused(x):
         from adaponder.ops.row_linear import triton
 
-        return triton.gated_linear(x, gate, up, norm, activation=activation, ahead=ahead)
+        return triton.gated_linear(x, gate, up, norm, activation=activation)
     return reference.gated_linear(x, gate, up, norm, activation=activation)
 
 
-def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence[Tensor] = ()) -> Tensor:
-    """The torch version, or its Triton kernel where it runs; ``ahead`` as in :func:`normed_linears`."""
+def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
+    """The torch version, or its Triton kernel where it runs."""
     if runs_fused(residual):
         from adaponder.ops.row_linear import triton
 
-        return triton.residual_linears(residual, terms, ahead=ahead)
+        return triton.residual_linears(residual, terms)
     return reference.residual_linears(residual, terms)

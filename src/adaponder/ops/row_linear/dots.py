@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from adaponder.ops.dependent import allow_next, wait_for_previous
-from adaponder.ops.row_linear.kernels import activate, bring_both
+from adaponder.ops.row_linear.kernels import activate
 
 # fmt: off
 
@@ -53,13 +53,12 @@ def _bias(bias, output, size):
 @triton.jit
 def maps_kernel(
     result, x_0, weight_0, bias_0, x_1, weight_1, bias_1, x_2, weight_2, bias_2, size_0, size_1, size_2, end_0, end_1,
-    rows, x_stride, result_stride, ahead_0, ahead_1, lines_0, lines_1,
+    rows, x_stride, result_stride,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, MAPS: tl.constexpr,
-    BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Up to three maps side by side; programs up to ``end_0`` work at the first, and so on."""
     allow_next(DEPENDENT)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     block = tl.program_id(0)
     if MAPS == 1 or block < end_0:
@@ -89,12 +88,11 @@ def _one_map(
 
 @triton.jit
 def gated_kernel(
-    result, x, gate, gate_bias, up, up_bias, size, rows, x_stride, ahead_0, ahead_1, lines_0, lines_1,
+    result, x, gate, gate_bias, up, up_bias, size, rows, x_stride,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
-    ACTIVATION: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     opened, total = tl.zeros([ROWS, OUTPUTS], tl.float32), tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -115,13 +113,12 @@ def gated_kernel(
 @triton.jit
 def residual_kernel(
     result, residual, x_0, weight_0, bias_0, x_1, weight_1, bias_1, parts, counter, size, rows, stride, stride_0,
-    stride_1, ahead_0, ahead_1, lines_0, lines_1,
+    stride_1,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
-    SPLITS: tl.constexpr, BIASED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """A residual and one or two terms; programs along the second axis share the steps, and the last one adds up."""
     allow_next(DEPENDENT)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     block, split = tl.program_id(0), tl.program_id(1)
     output, row = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)

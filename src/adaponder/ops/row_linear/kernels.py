@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from adaponder.ops.dependent import allow_next, bring, wait_for_previous
+from adaponder.ops.dependent import allow_next, wait_for_previous
 
 
 @triton.jit
@@ -55,15 +55,6 @@ def normalised(
 
 
 @triton.jit
-def bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Asks for the weights of the kernels after this one, if there are any to ask for."""
-    if AHEAD > 0:
-        bring(ahead_0, lines_0, DEPENDENT)
-    if AHEAD > 1:
-        bring(ahead_1, lines_1, DEPENDENT)
-
-
-@triton.jit
 def _map(
     x,
     result,
@@ -76,10 +67,6 @@ def _map(
     eps,
     x_stride,
     result_stride,
-    ahead_0,
-    ahead_1,
-    lines_0,
-    lines_1,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -87,7 +74,6 @@ def _map(
     SHIFTED: tl.constexpr,
     BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One block of outputs of one linear map, of one row."""
@@ -100,7 +86,6 @@ def _map(
         shift = row_tile(shift, INPUTS, BLOCK)
     if BIASED:
         bias = tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1)
     values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
@@ -117,9 +102,9 @@ def _map(
 def normed_kernel(
     x, result, weight_0, bias_0, gain_0, shift_0, weight_1, bias_1, gain_1, shift_1, weight_2, bias_2, gain_2, shift_2,
     size_0, size_1, size_2, end_0, end_1, eps_0, eps_1, eps_2, x_stride, result_stride,
-    ahead_0, ahead_1, lines_0, lines_1, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,
     MAPS: tl.constexpr, NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr,
-    ACTIVATIONS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Up to three maps of the same rows, side by side; programs up to ``end_0`` work at the first, and so on."""
     allow_next(DEPENDENT)
@@ -127,20 +112,17 @@ def normed_kernel(
     if MAPS == 1 or block < end_0:
         _map(
             x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, x_stride, result_stride,
-            ahead_0, ahead_1, lines_0, lines_1, INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0],
-            AHEAD, DEPENDENT,
+            INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0], DEPENDENT,
         )
     elif MAPS == 2 or block < end_1:
         _map(
             x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, x_stride,
-            result_stride, ahead_0, ahead_1, lines_0, lines_1, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1],
-            ACTIVATIONS[1], AHEAD, DEPENDENT,
+            result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1], ACTIVATIONS[1], DEPENDENT,
         )
     else:
         _map(
             x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2, x_stride,
-            result_stride, ahead_0, ahead_1, lines_0, lines_1, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2],
-            ACTIVATIONS[2], AHEAD, DEPENDENT,
+            result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2], ACTIVATIONS[2], DEPENDENT,
         )
 # fmt: on
 
@@ -158,10 +140,6 @@ def gated_kernel(
     size,
     eps,
     x_stride,
-    ahead_0,
-    ahead_1,
-    lines_0,
-    lines_1,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -169,7 +147,6 @@ def gated_kernel(
     SHIFTED: tl.constexpr,
     BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
@@ -184,7 +161,6 @@ def gated_kernel(
         gate_bias = tl.load(gate_bias + output, mask=output < size, other=0.0).to(tl.float32)
     if BIASED[1]:
         up_bias = tl.load(up_bias + output, mask=output < size, other=0.0).to(tl.float32)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1)
     values = row_tile(x + row * x_stride, INPUTS, BLOCK).to(tl.float32)
@@ -212,16 +188,11 @@ def residual_kernel(
     stride,
     stride_0,
     stride_1,
-    ahead_0,
-    ahead_1,
-    lines_0,
-    lines_1,
     INPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TERMS: tl.constexpr,
     BIASED: tl.constexpr,
-    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     allow_next(DEPENDENT)
@@ -235,7 +206,6 @@ def residual_kernel(
         bias += tl.load(bias_0 + output, mask=output < size, other=0.0).to(tl.float32)
     if TERMS == 2 and BIASED[1]:
         bias += tl.load(bias_1 + output, mask=output < size, other=0.0).to(tl.float32)
-    bring_both(ahead_0, ahead_1, lines_0, lines_1, AHEAD, DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1)
     start = tl.load(residual + row * stride + output, mask=output < size, other=0.0).to(tl.float32)

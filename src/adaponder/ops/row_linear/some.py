@@ -59,9 +59,7 @@ def pointers(linear: Linear) -> tuple[Tensor, Tensor]:
     return linear.weight, linear.weight if linear.bias is None else linear.bias
 
 
-def maps(
-    given: Sequence[Tensor], linears: Sequence[Linear], codes: Sequence[int], coming: Sequence[Any], ahead: int
-) -> Tensor:
+def maps(given: Sequence[Tensor], linears: Sequence[Linear], codes: Sequence[int]) -> Tensor:
     """Up to three maps of rows of the same shape, side by side; ``codes`` are those of the activations."""
     rows, inputs = given[0].shape
     sizes = [linear.weight.shape[0] for linear in linears]
@@ -79,18 +77,16 @@ def maps(
             rows,
             given[0].stride(0),
             result.stride(0),
-            *coming,
             INPUTS=inputs,
             MAPS=len(linears),
             BIASED=tuple(linears[number].bias is not None for number in three),
             ACTIVATIONS=tuple(codes[number] for number in three),
-            AHEAD=ahead,
             **_options(cut, rows, result),
         )
     return result
 
 
-def gated(x: Tensor, gate: Linear, up: Linear, code: int, coming: Sequence[Any], ahead: int) -> Tensor:
+def gated(x: Tensor, gate: Linear, up: Linear, code: int) -> Tensor:
     """``activation(gate(x)) * up(x)``."""
     rows, inputs = x.shape
     size = gate.weight.shape[0]
@@ -105,17 +101,15 @@ def gated(x: Tensor, gate: Linear, up: Linear, code: int, coming: Sequence[Any],
             size,
             rows,
             x.stride(0),
-            *coming,
             INPUTS=inputs,
             BIASED=(gate.bias is not None, up.bias is not None),
             ACTIVATION=code,
-            AHEAD=ahead,
             **_options(cut, rows, result),
         )
     return result
 
 
-def residual(start: Tensor, terms: Sequence[Term], coming: Sequence[Any], ahead: int) -> Tensor:
+def residual(start: Tensor, terms: Sequence[Term]) -> Tensor:
     """``start`` plus one or two terms."""
     rows, size = start.shape
     result = torch.empty(rows, size, dtype=start.dtype, device=start.device)
@@ -138,12 +132,10 @@ def residual(start: Tensor, terms: Sequence[Term], coming: Sequence[Any], ahead:
             start.stride(0),
             first.x.stride(0),
             second.x.stride(0),
-            *coming,
             INPUTS=inputs,
             TERMS=len(terms),
             SPLITS=cut.splits,
             BIASED=(first.linear.bias is not None, second.linear.bias is not None),
-            AHEAD=ahead,
             **_options(cut, rows, result),
         )
     return result

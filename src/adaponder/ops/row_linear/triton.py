@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from adaponder.ops.dependent import PIECE, launch_options
+from adaponder.ops.dependent import launch_options
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.row_linear import kernels, some
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
@@ -29,22 +29,11 @@ _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
 
 
-# Most bytes of weights that a kernel asks for ahead, all tensors together: well below the size of an H200's cache.
-MOST_AHEAD = 4 << 20
-
-
 class Blocks(NamedTuple):
-    """How a product is cut: outputs of a program, its warps, and the most registers of a thread (0: any number).
-
-    Fewer registers leave room for programs of the next kernel, which then start earlier.
-    """
+    """How a product is cut: outputs of a program, and its warps."""
 
     outputs: int
     warps: int
-    registers: int = 0
-
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps} | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def blocks_for(inputs: int, outputs: int) -> Blocks:
@@ -85,16 +74,16 @@ def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
     return result
 
 
-def normed_linears(x: Tensor, pieces: Sequence[Piece], *, ahead: Sequence[Tensor] = ()) -> list[Tensor]:
+def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
     maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
     if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [each.linear for each in maps]):
         return _many_normed(x, pieces)
     if x.shape[0] <= FEW:
-        wide = _each(x, maps, ahead)
+        wide = _each(x, maps)
     else:
         given, codes = _normed(x, [each.norm for each in maps]), [_CODES[each.activation] for each in maps]
-        wide = some.maps(given, [each.linear for each in maps], codes, _ahead(ahead, x), len(ahead))
+        wide = some.maps(given, [each.linear for each in maps], codes)
     return list(wide.split([piece.outputs for piece in pieces], -1))
 
 
@@ -119,7 +108,7 @@ class _Map(NamedTuple):
         return *some.pointers(self.linear), *norm
 
 
-def _each(x: Tensor, maps: Sequence[_Map], ahead: Sequence[Tensor]) -> Tensor:
+def _each(x: Tensor, maps: Sequence[_Map]) -> Tensor:
     """Up to three maps side by side, row by row."""
     rows, inputs = x.shape
     sizes = [each.linear.weight.shape[0] for each in maps]
@@ -127,7 +116,6 @@ def _each(x: Tensor, maps: Sequence[_Map], ahead: Sequence[Tensor]) -> Tensor:
     blocks = blocks_for(inputs, sum(sizes))
     counts = [triton.cdiv(size, blocks.outputs) for size in sizes]
     three = [*maps, maps[-1], maps[-1]][:3]
-    coming = _ahead(ahead, x)
     if rows:
         with on_device_of(x):
             kernels.normed_kernel[(sum(counts), rows)](
@@ -140,7 +128,6 @@ def _each(x: Tensor, maps: Sequence[_Map], ahead: Sequence[Tensor]) -> Tensor:
                 *(each.eps for each in three),
                 x.stride(0),
                 result.stride(0),
-                *coming,
                 INPUTS=inputs,
                 BLOCK=triton.next_power_of_2(inputs),
                 OUTPUTS=blocks.outputs,
@@ -149,27 +136,23 @@ def _each(x: Tensor, maps: Sequence[_Map], ahead: Sequence[Tensor]) -> Tensor:
                 SHIFTED=tuple(each.shifted for each in three),
                 BIASED=tuple(each.linear.bias is not None for each in three),
                 ACTIVATIONS=tuple(_CODES[each.activation] for each in three),
-                AHEAD=len(ahead),
-                **blocks.options(),
+                num_warps=blocks.warps,
                 **launch_options(x),
             )
     return result
 
 
-def gated_linear(
-    x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str, ahead: Sequence[Tensor] = ()
-) -> Tensor:
+def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
     if x.shape[0] > FEW:
         normed = row_norm(x, norm)
         if x.shape[0] <= SOME and _plain(x, (gate, up)):
-            return some.gated(normed, gate, up, _CODES[activation], _ahead(ahead, x), len(ahead))
+            return some.gated(normed, gate, up, _CODES[activation])
         return ACTIVATIONS[activation](functional.linear(normed, *gate)).mul_(functional.linear(normed, *up))
     rows, inputs = x.shape
     size = gate.weight.shape[0]
     result = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     blocks = blocks_for(2 * inputs, size)
-    coming = _ahead(ahead, x)
     if rows:
         with on_device_of(x):
             kernels.gated_kernel[(triton.cdiv(size, blocks.outputs), rows)](
@@ -181,7 +164,6 @@ def gated_linear(
                 size,
                 norm.eps,
                 x.stride(0),
-                *coming,
                 INPUTS=inputs,
                 BLOCK=triton.next_power_of_2(inputs),
                 OUTPUTS=blocks.outputs,
@@ -189,26 +171,24 @@ def gated_linear(
                 SHIFTED=norm.bias is not None,
                 BIASED=(gate.bias is not None, up.bias is not None),
                 ACTIVATION=_CODES[activation],
-                AHEAD=len(ahead),
-                **blocks.options(),
+                num_warps=blocks.warps,
                 **launch_options(x),
             )
     return result
 
 
-def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence[Tensor] = ()) -> Tensor:
+def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`, rounded once for few rows."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
         return _many_residual(residual, terms)
     if rows > FEW:
-        return some.residual(residual, terms, _ahead(ahead, residual), len(ahead))
+        return some.residual(residual, terms)
     result = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
     first, second = terms[0], terms[-1]
     inputs = [term.x.shape[1] for term in terms]
     blocks = blocks_for(sum(inputs), size)
-    coming = _ahead(ahead, residual)
     if rows:
         with on_device_of(residual):
             kernels.residual_kernel[(triton.cdiv(size, blocks.outputs), rows)](
@@ -222,14 +202,12 @@ def residual_linears(residual: Tensor, terms: Sequence[Term], *, ahead: Sequence
                 residual.stride(0),
                 first.x.stride(0),
                 second.x.stride(0),
-                *coming,
                 INPUTS=(inputs[0], inputs[-1]),
                 BLOCK=(triton.next_power_of_2(inputs[0]), triton.next_power_of_2(inputs[-1])),
                 OUTPUTS=blocks.outputs,
                 TERMS=len(terms),
                 BIASED=(first.linear.bias is not None, second.linear.bias is not None),
-                AHEAD=len(ahead),
-                **blocks.options(),
+                num_warps=blocks.warps,
                 **launch_options(residual),
             )
     return result
@@ -272,15 +250,6 @@ def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
     """Whether rows and weights lie as the kernels read them."""
     return x.stride(-1) == 1 and all(w.is_contiguous() and w.dtype == x.dtype for w, _ in linears)
-
-
-def _ahead(ahead: Sequence[Tensor], like: Tensor) -> tuple[Tensor | int, ...]:
-    """Up to two tensors to ask for, and how many pieces of each (:func:`adaponder.ops.dependent.bring`)."""
-    if len(ahead) > 2:
-        raise ValueError(f"{len(ahead)} tensors ahead: at most two")
-    most = MOST_AHEAD // max(1, len(ahead))
-    lines = [min(most, x.numel() * x.element_size()) // PIECE.value for x in ahead]
-    return *[*ahead, like, like][:2], *[*lines, 0, 0][:2]
 
 
 def _norm_pointers(norm: Norm) -> tuple[Tensor, Tensor]:
