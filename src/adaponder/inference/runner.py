@@ -19,6 +19,7 @@ from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
 from adaponder.inference.lockstep import Lockstep
 from adaponder.inference.prefixes import Span
 from adaponder.inference.request import forced_depths
+from adaponder.inference.row_gates import RowGates
 from adaponder.inference.rows import TickInput, TickRows
 from adaponder.inference.sampler import Features, SamplerState, prompt_log_probabilities
 from adaponder.inference.scheduler import Plan
@@ -28,7 +29,6 @@ from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
-from adaponder.ops.row_gates import RowGates
 
 
 class Extras(NamedTuple):
