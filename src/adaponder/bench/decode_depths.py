@@ -29,13 +29,19 @@ def shares_of(mean: float, iterations: int) -> tuple[float, ...]:
     low, high = -40.0, 40.0
     for _ in range(80):
         middle = (low + high) / 2
-        weights = [math.exp(middle * (depth - iterations * (middle > 0))) for depth in range(1, iterations + 1)]
-        total = sum(weights)
-        if sum(depth * weight for depth, weight in enumerate(weights, start=1)) / total < mean:
-            low = middle
-        else:
-            high = middle
-    return tuple(weight / total for weight in weights)
+        low, high = (middle, high) if _mean(_geometric(middle, iterations)) < mean else (low, middle)
+    return _geometric(low, iterations)
+
+
+def _geometric(slope: float, iterations: int) -> tuple[float, ...]:
+    """Shares in proportion to ``exp(slope * depth)``."""
+    # Relative to the greatest: no exponential overflows.
+    weights = [math.exp(slope * (depth - (iterations if slope > 0 else 1))) for depth in range(1, iterations + 1)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return sum(depth * share for depth, share in enumerate(shares, start=1))
 
 
 def drawn(shares: Sequence[float], count: int, *, seed: int) -> list[int]:

@@ -123,12 +123,16 @@ class Load:
             self.engine.step()
 
 
+def steady_length(case: Case, *, warmup: int, repeats: int, part: int) -> int:
+    """New tokens of a sequence that decodes from before the last lane begins until after the last timed part."""
+    return (warmup + repeats + 2) * part + 64 + case.lanes * case.context // 4096
+
+
 def steady(load: Load, *, warmup: int, repeats: int, part: int) -> Measured:
     """Times ``repeats`` parts in which every lane decodes, of ``part`` tokens per lane or a little more."""
     engine, case, clock = load.engine, load.case, load.clock
     # A launch's answers come while the next one runs, and bring several tokens of each lane.
-    room = engine.tokens - case.context
-    new = min(room, (warmup + repeats + 2) * part + 64)
+    new = min(engine.tokens - case.context, steady_length(case, warmup=warmup, repeats=repeats, part=part))
     reset_peak(engine)
     try:
         for _ in range(case.lanes):
@@ -155,7 +159,7 @@ def steady(load: Load, *, warmup: int, repeats: int, part: int) -> Measured:
         load.drain()
 
 
-def idle_share(load: Load, steps: int = 6) -> float | None:
+def idle_share(load: Load, steps: int = 4) -> float | None:
     """Share of a few more steps' time in gaps of more than 4 microseconds between kernels; ``None`` off a GPU."""
     if load.engine.model.device.type != "cuda" or not load.engine.busy:
         return None

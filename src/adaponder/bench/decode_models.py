@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from adaponder.config import AdaPonderConfig
@@ -63,7 +64,8 @@ def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, 
     torch.manual_seed(seed)
     with device:
         model = AdaPonderForCausalLM(config)
-    return model.to(dtype).eval()  # pyright: ignore[reportArgumentType]
+    nn.Module.to(model, dtype)
+    return model.eval()
 
 
 def build_stock(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -142,7 +142,8 @@ class Sides:
 
     def _tokens(self, case: Case) -> int:
         """How long the sequences of a case get."""
-        new = {STEADY: (self.warmup + self.repeats + 2) * self.part + 64, MEMORY: 2 * case.new}
+        steps = {"warmup": self.warmup, "repeats": self.repeats, "part": self.part}
+        new = {STEADY: decode_engine.steady_length(case, **steps), MEMORY: 2 * case.new}
         return case.context + new.get(case.kind, case.new)
 
     def _model(self, case: Case) -> AdaPonderForCausalLM:

@@ -71,7 +71,7 @@ class Detokenizer:
         whole = (start for start in starts if not self._decode(ids[start:]).startswith(UNFINISHED))
         return ids[next(whole, starts[0]) :]
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
 
 
