@@ -331,7 +331,37 @@ def test_models_that_an_engine_cannot_decode_are_refused_by_name():
         Engine(AdaPonderForCausalLM.from_backbone(base, method="ponder", iterations=2).eval())
 
 
-@pytest.mark.parametrize(("option", "value"), [("tokens", 1), ("tokens", 65), ("body", "fast")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("tokens", 1),
+        ("tokens", 65),
+        ("body", "fast"),
+        ("lanes", 0),
+        ("rows", -1),
+        ("chunk", 0.5),
+        ("burst", 0),
+        ("prefix_block", 0),
+        ("max_iterations", 4),
+    ],
+)
 def test_options_that_cannot_be_are_refused(model, option, value):
     with pytest.raises(InputError, match=f"{option}="):
         Engine(model, **{option: value})
+
+
+def test_a_chunk_holds_at_least_one_token():
+    model = tiny("pause", iterations=3).eval()
+    request = Request([1, 2, 3], max_new_tokens=2, temperature=0.0)
+    (found,) = Engine(model, chunk=1, tokens=10).generate([request])
+    assert found[0].ids == solo(model, request, tokens=10)[0].ids
+
+
+@pytest.mark.parametrize("method", ["adaponder", "pause"])
+def test_an_engine_of_fewer_iterations_reads_as_often_as_a_request_of_fewer(method):
+    model = tiny(method, iterations=3).eval()
+    (done,) = Engine(model, max_iterations=2, tokens=20).generate([GOOD])[0]
+    assert max(done.depths) <= 2
+    ids = torch.tensor([[*GOOD.prompt, *done.ids[:-1]]])
+    logits = model(ids, max_iterations=2).logits
+    assert done.ids == logits[0, len(GOOD.prompt) - 1 :].argmax(-1).tolist()

@@ -71,8 +71,9 @@ class Engine:
         body: str | None = None,
     ):
         _refuse(model)
+        _check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
         self.model, self.config = model, model.config
-        self.iterations = model.config.iterations if max_iterations is None else max_iterations
+        self.iterations = _most_iterations(model, max_iterations)
         self.tokens = _longest(model, tokens)
         on_gpu = model.device.type == "cuda"
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
@@ -97,7 +98,7 @@ class Engine:
             lanes,
             pages,
             self.prefixes,
-            chunk=chunk or (8192 if on_gpu else 256) * width,
+            chunk=max(width, chunk or (8192 if on_gpu else 256) * width),
             burst=burst or (16 if on_gpu else 1),
             width=width,
         )
@@ -364,6 +365,19 @@ def _refuse(model: AdaPonderForCausalLM) -> None:
         )
     if model.training:
         raise InputError("model: it is in training mode; call model.eval() first")
+
+
+def _check_options(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InputError(f"{name}={value!r}: a whole number of at least 1 is needed")
+
+
+def _most_iterations(model: AdaPonderForCausalLM, asked: int | None) -> int:
+    most = model.config.iterations
+    if asked is not None and asked not in range(1, most + 1):
+        raise InputError(f"max_iterations={asked!r}: a whole number from 1 to K={most} is needed")
+    return most if asked is None else asked
 
 
 def _longest(model: AdaPonderForCausalLM, tokens: int | None) -> int:
