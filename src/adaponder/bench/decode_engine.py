@@ -138,6 +138,7 @@ def steady(load: Load, *, warmup: int, repeats: int, part: int) -> Measured:
         for _ in range(case.lanes):
             load.submit(new)
         load.settle()
+        engine.warm_up()
         target = clock.total + warmup * part * len(clock.arrived)
         while clock.total < target:
             clock.step(engine)

@@ -22,9 +22,9 @@ from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.receiving import Event, Receiver
 from adaponder.inference.request import Request, check_request, forced_depths, policy_of
-from adaponder.inference.runner import Launch, Runner
+from adaponder.inference.runner import Launch, Needs, Runner
 from adaponder.inference.scheduler import Scheduler
-from adaponder.inference.sequence import FINISHED, Sequence
+from adaponder.inference.sequence import DECODING, FINISHED, Sequence
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 
@@ -51,6 +51,8 @@ class Engine:
         late: whether the host reads the answers to one launch while the next one runs; by default on a GPU.
         batching: ``depth``; or, to compare with, lock-step: ``padded`` (who has halted waits, its row is computed all
             the same) or ``dropping`` (its row is left out; needs requests that force every depth).
+        expectation_top_k: the expected embedding of the k likeliest tokens alone, for methods that mix the vocabulary;
+            by default as the model was trained. Another model, strictly: see ``docs/design.md``.
         body: ``fused``, ``stock``, or by default whichever is faster here.
     """
 
@@ -68,6 +70,7 @@ class Engine:
         burst: int | None = None,
         late: bool | None = None,
         batching: str = "depth",
+        expectation_top_k: int | None = None,
         body: str | None = None,
     ):
         _refuse(model)
@@ -102,6 +105,9 @@ class Engine:
             burst=burst or (16 if on_gpu else 1),
             width=width,
         )
+        if expectation_top_k is not None:
+            _check_top_k(model, expectation_top_k)
+            self.runner.top_k = expectation_top_k
         check_batching(batching)
         self.batching = batching
         if batching == "padded":
@@ -202,6 +208,14 @@ class Engine:
             self._in_flight = None
             events += self.receiver.receive(launched)
         return events
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Captures at once, on a GPU, what the sequences that decode now may come to need, fewer of them included."""
+        decoding = [one for one in self.scheduler.resident.values() if one.state == DECODING]
+        if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
+            longest = max(len(one.tokens) + one.left for one in decoding) * self.runner.width
+            self.runner.graphs.warm(Needs.of(decoding), longest, len(decoding))
 
     def _tell(self, events: list[Event]) -> list[Event]:
         """Calls back whoever wants to know."""
@@ -378,6 +392,13 @@ def _most_iterations(model: AdaPonderForCausalLM, asked: int | None) -> int:
     if asked is not None and asked not in range(1, most + 1):
         raise InputError(f"max_iterations={asked!r}: a whole number from 1 to K={most} is needed")
     return most if asked is None else asked
+
+
+def _check_top_k(model: AdaPonderForCausalLM, top_k: int) -> None:
+    if not model.method.mixes_vocabulary:
+        raise InputError(f"expectation_top_k={top_k}: {model.config.method} mixes no embeddings")
+    if not 1 <= top_k <= model.config.vocab_size:
+        raise InputError(f"expectation_top_k={top_k}: from 1 to {model.config.vocab_size}, the vocabulary")
 
 
 def _longest(model: AdaPonderForCausalLM, tokens: int | None) -> int:

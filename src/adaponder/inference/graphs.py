@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from adaponder.inference.runner import Extras, Needs, Runner
 
 _WARM_UP = 2
+_SHORT, _SEVERAL = 4, 8
 
 
 def bucket_of(rows: int) -> int:
@@ -51,6 +52,14 @@ class Graphs:
             self.graphs[key] = _Graph(self, bucket, needs, context)
         return self.graphs[key].run(seats, ticks)
 
+    def warm(self, needs: Needs, longest: int, most: int) -> None:
+        """Captures the graphs of every number of lanes up to ``most``, for the policies that are there now."""
+        for rows in range(1, most + 1):
+            context = context_of(longest, self.runner.lanes.index.shape[2])
+            key = (bucket_of(rows), needs, context, self.runner.policies.key())
+            if key not in self.graphs:
+                self.graphs[key] = _Graph(self, bucket_of(rows), needs, context)
+
 
 class _Graph:
     def __init__(self, owner: Graphs, bucket: int, needs: Needs, context: int):
@@ -69,13 +78,21 @@ class _Graph:
         torch.cuda.current_stream().wait_stream(side)
         self.extras = [None if part is None else part.new_zeros(owner.ticks, *part.shape) for part in extras]
         self.kind = type(extras)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=owner.pool):
-            extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
-            for kept, part in zip(self.extras, extras, strict=True):
-                if kept is not None and part is not None:
-                    kept.index_copy_(0, runner.lanes.books.tick, part[None])
-        owner.pool = self.graph.pool()
+        # Between two graphs the device stands still for some microseconds: short ticks are captured several at a time.
+        self.several = min(_SEVERAL, owner.ticks) if bucket <= _SHORT else 1
+        self.single = self._capture(owner, needs, context, 1)
+        self.many = self.single if self.several == 1 else self._capture(owner, needs, context, self.several)
+
+    def _capture(self, owner: Graphs, needs: Needs, context: int, ticks: int) -> torch.cuda.CUDAGraph:
+        graph, runner = torch.cuda.CUDAGraph(), self.runner
+        with torch.cuda.graph(graph, pool=owner.pool):
+            for _ in range(ticks):
+                extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
+                for kept, part in zip(self.extras, extras, strict=True):
+                    if kept is not None and part is not None:
+                        kept.index_copy_(0, runner.lanes.books.tick, part[None])
+        owner.pool = graph.pool()
+        return graph
 
     def run(self, seats: list[int], ticks: int) -> tuple[Tensor, Extras]:
         if seats != self.seats:
@@ -83,7 +100,9 @@ class _Graph:
             self.lane.copy_(self.runner.as_tensor(filled))
             self.seats = list(seats)
         self.runner.lanes.books.tick.fill_(-1)
-        for _ in range(ticks):
-            self.graph.replay()
+        for _ in range(ticks // self.several):
+            self.many.replay()
+        for _ in range(ticks % self.several):
+            self.single.replay()
         kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.extras)
         return self.tokens[:ticks].to("cpu", non_blocking=True), self.kind(*kept)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
+from adaponder.ops.lane_books import force_rows
 from adaponder.policies import Custom, ForcedDepths, Policy, PolicyInput, as_int64
 
 # Number fields of a policy, at most: a schedule has its thresholds and its shares.
@@ -43,6 +44,7 @@ class LanePolicies:
         self._forced: Tensor | None = None
         self._classes: dict[int, type[Policy]] = {}
         self._callables: dict[int, Policy] = {}
+        self._classless: set[int] = set()
         self._forcing: set[int] = set()
         self._forced_before: set[int] = set()
         self._class_numbers: dict[type[Policy], int] = {}
@@ -73,7 +75,9 @@ class LanePolicies:
             self._classes[lane] = type(policy)
             number = self._class_numbers.setdefault(type(policy), len(self._class_numbers))
             self._write(self._numbers, lane, _number_table(policy, self.iterations, last))
-        elif not isinstance(policy, ForcedDepths):
+        elif isinstance(policy, ForcedDepths):
+            self._classless.add(lane)
+        else:
             self._callables[lane] = policy
         self._write(self._integers, lane, [as_int64(seed), number, last])
         if forced:
@@ -94,6 +98,7 @@ class LanePolicies:
         self._callables.pop(lane, None)
         self.errors.pop(lane, None)
         self._forcing.discard(lane)
+        self._classless.discard(lane)
 
     def classes(self) -> tuple[type[Policy], ...]:
         """The classes of this package's policies that any lane has, in the order of their first use."""
@@ -110,7 +115,7 @@ class LanePolicies:
 
     def key(self) -> tuple[Any, ...]:
         """What is built into a captured call: while it stays the same, a CUDA graph of the call holds good."""
-        return self.classes(), bool(self._forcing), bool(self._callables)
+        return self.classes(), bool(self._forcing), bool(self._callables), bool(self._classless)
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         """True for rows whose token is read again, by the policy of each row's lane, ``rows.sequence``.
@@ -124,10 +129,9 @@ class LanePolicies:
         for number, policy in self._callables.items():
             keep = self._by_callable(rows, keep, number, policy)
         if self._forcing and self._forced is not None:
-            depth = self._forced[lane, rows.slot]
-            keep = torch.where(depth > 0, rows.iteration + 1 < depth, keep)
+            return force_rows(keep, self._forced, lane, rows.slot, rows.iteration, self._integers[:, 2])
         # Numbers end at a lane's last iteration (see _number_table); answers without numbers do not.
-        if self._forcing or self._callables or any(not _number_fields(kind) for kind in classes):
+        if self._callables or any(not _number_fields(kind) for kind in classes):
             keep = keep & (rows.iteration < self._integers[lane, 2])
         return keep
 
@@ -137,7 +141,7 @@ class LanePolicies:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
         answers = [_of_numbers(kind, numbers)(rows) for kind in classes]
-        if len(classes) == 1 and not self._callables and not self._forcing:
+        if len(classes) == 1 and not self._callables and not self._classless:
             return answers[0]
         keep, own = torch.zeros_like(rows.active), self._integers[rows.sequence, 1]
         for kind, answer in zip(classes, answers, strict=True):

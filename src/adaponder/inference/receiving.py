@@ -10,7 +10,7 @@ from typing import Any
 from adaponder.inference.lockstep import WAITS
 from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
-from adaponder.inference.runner import Extras, Launch, Log, Read, Runner
+from adaponder.inference.runner import Extras, Launch, Read, Runner
 from adaponder.inference.scheduler import Scheduler, kind_of
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER
@@ -38,9 +38,10 @@ class Receiver:
         events: list[Event] = []
         self.ticks += launch.ticks
         self._fail(launch, events)
+        tokens = logs.token.t().tolist()  # by lane
         for number, (sequence, stay) in enumerate(launch.decoding):
             if sequence.stay == stay and sequence.state != FINISHED:
-                self._decoded(sequence, launch.ticks, logs, number, events)
+                self._decoded(sequence, tokens[number], logs.extras, number, events)
         for chunk, stay, read in launch.chunks:
             if chunk.sequence.stay == stay and chunk.sequence.state != FINISHED:
                 self._read(chunk, read)
@@ -58,12 +59,12 @@ class Receiver:
 
     # --- decoding -----------------------------------------------------------------------------------------------
 
-    def _decoded(self, sequence: Sequence, ticks: int, logs: Log, number: int, events: list[Event]) -> None:
-        width, request, extras = self.runner.width, sequence.request, logs.extras
+    def _decoded(self, sequence: Sequence, tokens: list[int], extras: Extras, number: int, events: list[Event]) -> None:
+        width, request, ticks = self.runner.width, sequence.request, len(tokens)
         sequence.ahead -= ticks * width
         sequence.rows.used += ticks * width
         self.rows += ticks * width
-        for tick, said in enumerate(logs.token[:, number].tolist()):
+        for tick, said in enumerate(tokens):
             if said == WAITS:
                 continue
             sequence.reading += 1

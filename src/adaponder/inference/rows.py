@@ -125,6 +125,7 @@ class TickHead:
         Those that have halted get zeros.
         """
         alone, parts, table = self._rows.alone, [], self._backbone.table()
+        top_k = top_k if self._rows.runner.top_k is None else self._rows.runner.top_k
         if alone:
             goes_on = self._rows.active[:alone, 0]
             logits = self.decoding_logits(hidden)

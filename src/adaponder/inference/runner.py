@@ -30,6 +30,9 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 
+# Chunks of prompts, each with its pool rows.
+Chunks = Many[tuple[Chunk, list[int]]]
+
 
 class Extras(NamedTuple):
     """What one tick says of each lane that decodes beside its token: ``[n]``, and ``[n, top]``; ``None``: not asked."""
@@ -112,6 +115,7 @@ class Runner:
         self.graphs: Graphs | None = None
         self._gates: tuple[Any, RowGates] | None = None
         self.lock: Lockstep | None = None
+        self.top_k: int | None = None  # instead of the config's
         self.lanes = Lanes(lanes, passes=self.passes, tokens=tokens, width=self.width, page_size=page_size, like=first)
 
     # --- lanes --------------------------------------------------------------------------------------------------
@@ -171,41 +175,45 @@ class Runner:
         launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks)
         needs = Needs.of(plan.decoding)
         seats = [one.lane for one in plan.decoding if one.lane is not None]
-        if self.graphs is not None and not plan.chunks and not self.policies.callables():
-            launch.log = Log(*self.graphs.run(seats, needs, plan.longest, plan.ticks))
+        if self.graphs is None or self.policies.callables():
+            self._run(seats, needs, plan.chunks, plan, launch)
         else:
-            self._run(seats, needs, plan, launch)
+            if seats:
+                launch.log = Log(*self.graphs.run(seats, needs, plan.longest, plan.ticks))
+            if plan.chunks:  # a pass of its own: the host takes longer to launch it than the device for many ticks
+                self._run([], Needs(), plan.chunks, plan, launch)
         if self.device.type == "cuda":
             launch.ready = torch.cuda.Event()
             launch.ready.record()
         return launch
 
-    def _run(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
-        rows = (len(seats) + sum(len(chunk.tokens) for chunk, _ in plan.chunks)) * self.width
+    def _run(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
+        """Runs ticks one by one, the chunks in the first; without seats there is but that one."""
+        rows = (len(seats) + sum(len(chunk.tokens) for chunk, _ in chunks)) * self.width
         with pass_threads(self.shape, rows) if self.device.type == "cpu" else nullcontext():
-            self._run_ticks(seats, needs, plan, launch)
+            self._run_ticks(seats, needs, chunks, plan, launch)
 
-    def _run_ticks(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
+    def _run_ticks(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
         lane, extras = self.as_tensor(seats), []
-        log = torch.empty(plan.ticks, len(seats), dtype=torch.long, device=self.device)
+        ticks = plan.ticks if seats else 1
+        log = torch.empty(ticks, len(seats), dtype=torch.long, device=self.device)
         self.lanes.books.tick.fill_(-1)
-        for tick in range(plan.ticks):
-            chunks = plan.chunks if tick == 0 else []
+        for _ in range(ticks):
             extra, reads = self.tick(lane, chunks, needs, plan.longest, log)
             extras.append(extra)
             for (chunk, _), read in zip(chunks, reads, strict=True):
                 predicted = None if read.predicted is None else tuple(_to_host(part) for part in read.predicted)
                 launch.chunks.append((chunk, chunk.sequence.stay, Read(_to_host(read.goes_on), predicted)))
             launch.failed |= self.policies.errors
-        columns = [None if parts[0] is None else torch.stack(parts) for parts in zip(*extras, strict=True)]
-        launch.log = Log(_to_host(log), Extras(*(None if one is None else _to_host(one) for one in columns)))
+            chunks = ()
+        if launch.log is None:
+            columns = [None if parts[0] is None else torch.stack(parts) for parts in zip(*extras, strict=True)]
+            launch.log = Log(_to_host(log), Extras(*(None if one is None else _to_host(one) for one in columns)))
 
     def as_tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
-    def tick(
-        self, lane: Tensor, chunks: Many[tuple[Chunk, list[int]]], needs: Needs, longest: int, log: Tensor
-    ) -> tuple[Extras, list[Read]]:
+    def tick(self, lane: Tensor, chunks: Chunks, needs: Needs, longest: int, log: Tensor) -> tuple[Extras, list[Read]]:
         """One pass over a row of each of these lanes and over these chunks; ``log [ticks, n]`` gets the tokens."""
         lanes, keeps = self.lanes, self.policies.reads_previous()
         seated, lane = lane, lane if self.lock is None else self.lock.present(lane)
@@ -232,7 +240,7 @@ class Runner:
             reads.append(Read(rows.active[which, 0], self._predicted(chunk, hidden[which])))
         return extras, reads
 
-    def _begin(self, rows: TickRows, token: Tensor, chunks: Many[tuple[Chunk, list[int]]]) -> State:
+    def _begin(self, rows: TickRows, token: Tensor, chunks: Chunks) -> State:
         """What rows begin their pass with: the method's start, or what it kept of the iteration before."""
         embed, alone = self.backbone.embed, rows.alone
         first = self.method.start(rows, embed(token[:, None]))

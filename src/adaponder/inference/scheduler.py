@@ -178,9 +178,8 @@ class Scheduler:
     def _continue_decoding(self, plan: Plan) -> None:
         """Every sequence whose prompt is read gives a row per tick; those that find no memory give way."""
         ready = [one for one in self.resident.values() if one.state == DECODING or one.prefilled]
-        prompts = len(ready) < len(self.resident)
         lasts = max((one.left * one.iterations for one in ready), default=1)
-        plan.ticks = 1 if prompts or self._could_admit() else max(1, min(self.burst, lasts))
+        plan.ticks = max(1, min(self._burst(), lasts))
         for sequence in sorted(ready, key=lambda one: one.number):
             if sequence.lane is None:
                 continue  # an older one needed its pages
@@ -194,8 +193,15 @@ class Scheduler:
                     other.leader = None  # there was no prompt to read for them, or it was found
             plan.decoding.append(sequence)
 
-    def _could_admit(self) -> bool:
-        return bool(self.waiting and self._free_lanes)
+    def _burst(self) -> int:
+        """How many ticks follow each other: the fewer, the more rows of prompts are to be read beside them."""
+        prompts = (one for one in self.resident.values() if one.state == PREFILLING)
+        tokens = sum(
+            one.to_prefill - one.begun + sum(len(chunk.tokens) for chunk in one.chunks if not chunk.in_flight)
+            for one in prompts
+        )
+        share = min(1.0, tokens * self.width / self.chunk)
+        return max(1, round(self.burst * (1.0 - share)))
 
     def _supply(self, sequence: Sequence, plan: Plan) -> bool:
         """Gives a sequence the pages for the rows that it may use in this plan."""

@@ -66,3 +66,14 @@ def test_kernels_resume_and_ponder_alike(dtype):
     pondered_rows = kernels.ponder_rows(ours, expected, active, s)
     assert torch.equal(pondered_rows, plain.ponder_rows(ours, expected, active, s))
     assert torch.equal(plain.ponder_rows(ours, expected, active, s), pondered(ours, expected, active, s))
+
+
+def test_kernels_force_alike():
+    torch.manual_seed(1)
+    forced, last = torch.randint(0, 4, (5, 9), dtype=torch.int32), torch.randint(0, 3, (5, 3))
+    lane, place, iteration = torch.randint(5, (40, 1)), torch.randint(9, (40, 1)), torch.randint(3, (40, 1))
+    keep = torch.rand(40, 1) < 0.5
+    ours = kernels.force_rows(keep, forced, lane, place, iteration, last[:, 2])
+    wanted = plain.force_rows(keep, forced, lane, place, iteration, last[:, 2])
+    assert torch.equal(ours, wanted)
+    assert 0 < int(wanted.sum()) < 40

@@ -57,6 +57,15 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     return plain.ponder_rows(embedding, expected, active, probability)
 
 
+def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
+    """See :func:`adaponder.ops.lane_books.torch.force_rows`."""
+    if _by_kernels(lane):
+        from adaponder.ops.lane_books import triton as kernels
+
+        return kernels.force_rows(keep, forced, lane, place, iteration, last)
+    return plain.force_rows(keep, forced, lane, place, iteration, last)
+
+
 def _by_kernels(lane: Tensor) -> bool:
     """On a GPU, where there is a row at all."""
     return lane.is_cuda and HAS_TRITON and len(lane) > 0

@@ -106,3 +106,12 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     """Equals :func:`adaponder.halting.pondered`: ``E + (m s) e``."""
     weight = (active * probability).to(embedding.dtype)
     return embedding + weight[..., None] * expected
+
+
+def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
+    """Who goes on, ``[n, …]`` like the others: by ``forced[lane, place]`` where it names a depth, else by ``keep``.
+
+    Nobody goes on after ``last[lane]``.
+    """
+    depth = forced[lane, place]
+    return torch.where(depth > 0, iteration + 1 < depth, keep) & (iteration < last[lane])

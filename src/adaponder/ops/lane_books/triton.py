@@ -104,6 +104,24 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     return out
 
 
+def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
+    """Equals :func:`adaponder.ops.lane_books.torch.force_rows`."""
+    out = torch.empty_like(lane, dtype=torch.bool)
+    rows = [one.contiguous() for one in (keep, lane, place, iteration)]
+    with on_device_of(lane):
+        _force_kernel[(lane.numel(),)](*rows, forced, last, out, forced.stride(0), last.stride(0), num_warps=1)
+    return out
+
+
+@triton.jit
+def _force_kernel(keep, lanes, places, iterations, forced, last, out, forced_stride, last_stride):
+    i = tl.program_id(0)
+    lane, iteration = tl.load(lanes + i), tl.load(iterations + i)
+    depth = tl.load(forced + lane * forced_stride + tl.load(places + i))
+    goes_on = tl.where(depth > 0, (iteration + 1 < depth).to(tl.int1), tl.load(keep + i).to(tl.int1))
+    tl.store(out + i, goes_on & (iteration < tl.load(last + lane * last_stride)))
+
+
 @triton.jit
 def _resume_kernel(first, kept, lanes, iterations, out, size, BLOCK: tl.constexpr):
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
