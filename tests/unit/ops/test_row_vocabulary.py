@@ -83,11 +83,22 @@ def test_rows_that_do_not_go_on_leave_zeros_and_touch_nothing(monkeypatch, most)
     truth = plain.row_expectation(logits[goes_on].double(), table.double(), scale=0.5)
     assert error(ours[goes_on], truth) <= 1e-6
     assert not ours[~goes_on].any()
-    if most == 16:
-        nothing = kernels.row_expectation(
-            logits, torch.full_like(table, float("nan")), torch.zeros(5, dtype=torch.bool)
-        )
-        assert not nothing.any()
+
+
+def test_where_no_row_goes_on_the_table_is_not_read(monkeypatch):
+    made: list[Tensor] = []
+    empty = torch.empty
+
+    def kept(*arguments, **options) -> Tensor:
+        made.append(empty(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", kept)
+    table = draw(61, 24, seed=4).float()
+    nothing = kernels.row_expectation(draw(3, 61, seed=3).float(), table, torch.zeros(3, dtype=torch.bool))
+    assert not nothing.any()
+    sums = next(x for x in made if x.ndim == 3)
+    assert sums.isnan().all(), "a program went on and wrote"
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 5, 1000])
