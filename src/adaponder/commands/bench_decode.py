@@ -10,7 +10,7 @@ import torch
 from adaponder.bench import decode as bench
 from adaponder.bench.decode import Case, Result
 from adaponder.bench.decode_depths import shares_of
-from adaponder.bench.decode_models import ITERATIONS, sizes_of
+from adaponder.bench.decode_models import ITERATIONS
 from adaponder.bench.decode_sides import Sides
 from adaponder.bench.record import checkout
 from adaponder.bench.tables import DECODE_HEAD, decode_cells, decode_problems
@@ -69,31 +69,37 @@ def run(options: DecodeBenchOptions) -> dict[str, Any]:
 
 def choose_cases(options: DecodeBenchOptions, device: torch.device) -> list[Case]:
     """The cases that the options ask for; raises where they contradict each other."""
+    _refuse_contradictions(options)
+    chosen = _every_case(options, on_gpu=device.type == "cuda")
+    for word in options.only:
+        if not any(word in case.name for case in chosen):
+            raise InputError(f"--only {word}: in none of the names: {'; '.join(case.name for case in chosen)}")
+    return [case for case in chosen if not options.only or any(word in case.name for word in options.only)]
+
+
+def _refuse_contradictions(options: DecodeBenchOptions) -> None:
     if options.scenario is not None and (options.subset or options.checkpoint or options.shape or options.depths):
         raise InputError(f"--scenario {options.scenario}: it has its own shape and depths; leave the others out")
     if (options.checkpoint is None) != (options.data is None):
         raise InputError("--checkpoint and --data: give both, or none; prompts are cut from the text")
     if options.subset and (options.lanes or options.contexts or options.depths):
         raise InputError("--subset: it has its own lanes, contexts and depths; leave it out to choose them")
-    usual = _ON_GPU if device.type == "cuda" else _ON_CPU
+
+
+def _every_case(options: DecodeBenchOptions, *, on_gpu: bool) -> list[Case]:
+    """All cases of the scenario, the checkpoint, or the shapes."""
+    usual = _ON_GPU if on_gpu else _ON_CPU
     lanes, contexts = tuple(options.lanes) or usual["lanes"], tuple(options.contexts) or usual["contexts"]
     if options.scenario is not None:
-        chosen = bench.served("ouro-1.4b", **_given(lanes=options.lanes, context=(options.contexts or (None,))[0]))
-    elif options.checkpoint is not None:
-        chosen = [
-            Case(bench.ENGINE, options.checkpoint, count, context, None) for count in lanes for context in contexts
-        ]
-    else:
-        shapes = tuple(options.shape) or (("70m", "410m") if device.type == "cuda" else ("tiny",))
-        for shape in shapes:
-            sizes_of(shape)
-        depths = _given(depths=tuple(options.depths))
-        every = {"lanes": lanes, "contexts": contexts, "new": usual["new"], **depths}
-        chosen = bench.subset(shapes) if options.subset else bench.cases(shapes, **every)
-    for word in options.only:
-        if not any(word in case.name for case in chosen):
-            raise InputError(f"--only {word}: in none of the names: {'; '.join(case.name for case in chosen)}")
-    return [case for case in chosen if not options.only or any(word in case.name for word in options.only)]
+        return bench.served("ouro-1.4b", **_given(lanes=options.lanes, context=(options.contexts or (None,))[0]))
+    if options.checkpoint is not None:
+        name = options.checkpoint
+        return [Case(bench.ENGINE, name, count, context, None) for count in lanes for context in contexts]
+    shapes = tuple(options.shape) or (("70m", "410m") if on_gpu else ("tiny",))
+    if options.subset:
+        return bench.subset(shapes)
+    depths = _given(depths=tuple(options.depths))
+    return bench.cases(shapes, lanes=lanes, contexts=contexts, new=usual["new"], **depths)
 
 
 def _given(**options: Any) -> dict[str, Any]:
