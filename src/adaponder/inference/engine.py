@@ -11,24 +11,32 @@ from contextlib import contextmanager
 
 import torch
 
-from adaponder.backbones.families import READ_WHOLE
-from adaponder.errors import BackboneError, EvaluationError, InputError
+from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.bodies import body_of
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
+from adaponder.inference.opening import (
+    PAGE,
+    check_options,
+    check_top_k,
+    eos_ids,
+    longest,
+    mean_depth,
+    most_iterations,
+    refuse,
+    rows_that_fit,
+)
 from adaponder.inference.outputs import Completion, PromptToken, Token
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.receiving import Event, Receiver
-from adaponder.inference.request import Request, check_request, forced_depths, policy_of
+from adaponder.inference.request import Request, check_request, policy_of
 from adaponder.inference.runner import Launch, Needs, Runner
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import DECODING, FINISHED, Sequence
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
-
-PAGE = 16
 
 
 class Engine:
@@ -73,18 +81,18 @@ class Engine:
         expectation_top_k: int | None = None,
         body: str | None = None,
     ):
-        _refuse(model)
-        _check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
+        refuse(model)
+        check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
         self.model, self.config = model, model.config
-        self.iterations = _most_iterations(model, max_iterations)
-        self.tokens = _longest(model, tokens)
+        self.iterations = most_iterations(model, max_iterations)
+        self.tokens = longest(model, tokens)
         on_gpu = model.device.type == "cuda"
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
         built = body_of(model, body, lanes=bucket_of(lanes), positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
         # Beyond what the lanes need: what a launch may use before its answer is known, as `_check` counts it.
         most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
-        rows = _rows_that_fit(model, numbers, most) if rows is None else rows
+        rows = rows_that_fit(model, numbers, most) if rows is None else rows
         pages = Pages(rows // PAGE + 1, PAGE)
         self.runner = Runner(
             model,
@@ -94,7 +102,7 @@ class Engine:
             tokens=self.tokens,
             rows=pages.count * PAGE,
             page_size=PAGE,
-            eos_ids=frozenset(_eos_ids(model)),
+            eos_ids=frozenset(eos_ids(model)),
         )
         self.pages, self.prefixes = pages, Prefixes(pages, prefix_block)
         self.scheduler = Scheduler(
@@ -106,7 +114,7 @@ class Engine:
             width=width,
         )
         if expectation_top_k is not None:
-            _check_top_k(model, expectation_top_k)
+            check_top_k(model, expectation_top_k)
             self.runner.top_k = expectation_top_k
         check_batching(batching)
         self.batching = batching
@@ -116,7 +124,7 @@ class Engine:
         self.share_prefixes = share_prefixes
         if on_gpu:
             self.runner.graphs = Graphs(self.runner, self.scheduler.burst)
-        self.eos_ids = frozenset(_eos_ids(model))
+        self.eos_ids = frozenset(eos_ids(model))
         self.receiver = Receiver(self.runner, self.scheduler, self.prefixes, self.eos_ids)
         self.late = on_gpu if late is None else late
         self._requests: dict[int, list[Sequence]] = {}
@@ -161,7 +169,7 @@ class Engine:
                 request_number=number,
                 leader=samples[0] if samples else None,
                 samples=samples,
-                forced_depth=_mean_depth(request, iterations),
+                forced_depth=mean_depth(request, iterations),
                 prompt_log_probabilities=[PromptToken(token) for token in prompt] if asks_of_prompt else None,
             )
             samples.append(one)
@@ -323,7 +331,7 @@ class Engine:
             eos_ids=self.eos_ids,
             model=self.model,
         )
-        if self.batching == "dropping" and _mean_depth(request, self.iterations) is None:
+        if self.batching == "dropping" and mean_depth(request, self.iterations) is None:
             raise InputError("depths: with batching='dropping' every depth must be forced")
         if self.runner.width > 1 and request.max_iterations not in (None, self.iterations):
             raise InputError(
@@ -362,71 +370,3 @@ class Engine:
             "pages_held": self.pages.held,
             "prefix_tokens_reused": self.prefixes.hits,
         }
-
-
-def _refuse(model: AdaPonderForCausalLM) -> None:
-    """Raises where an engine cannot compute what the model computes."""
-    reuse, family = model.method.reuse(), model.config.backbone_config.model_type
-    if reuse in ("kv", "none"):
-        raise InputError(
-            f"reuse={reuse!r}: a halted token's hidden state moves on, so its rows cannot be skipped; only models with "
-            "reuse='state' can be decoded by an engine (model.generate can do this one)"
-        )
-    if family in READ_WHOLE:
-        raise BackboneError(
-            f"{family} can be read only whole, without a cache; an engine cannot decode it (model.generate with "
-            "use_cache=False can)"
-        )
-    if model.training:
-        raise InputError("model: it is in training mode; call model.eval() first")
-
-
-def _check_options(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InputError(f"{name}={value!r}: a whole number of at least 1 is needed")
-
-
-def _most_iterations(model: AdaPonderForCausalLM, asked: int | None) -> int:
-    most = model.config.iterations
-    if asked is not None and asked not in range(1, most + 1):
-        raise InputError(f"max_iterations={asked!r}: a whole number from 1 to K={most} is needed")
-    return most if asked is None else asked
-
-
-def _check_top_k(model: AdaPonderForCausalLM, top_k: int) -> None:
-    if not model.method.mixes_vocabulary:
-        raise InputError(f"expectation_top_k={top_k}: {model.config.method} mixes no embeddings")
-    if not 1 <= top_k <= model.config.vocab_size:
-        raise InputError(f"expectation_top_k={top_k}: from 1 to {model.config.vocab_size}, the vocabulary")
-
-
-def _longest(model: AdaPonderForCausalLM, tokens: int | None) -> int:
-    limit = model.config.max_position_embeddings
-    if tokens is None:
-        return limit or 4096
-    if tokens < 2 or (limit is not None and tokens > limit):
-        raise InputError(f"tokens={tokens}: from 2 to {limit}, as far as the backbone's positions reach")
-    return tokens
-
-
-def _rows_that_fit(model: AdaPonderForCausalLM, numbers: int, most: int) -> int:
-    """As many rows as the lanes can use, as far as memory goes: nine tenths of a GPU's free memory, or 1 GiB."""
-    free = 1 << 30
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = int(0.9 * torch.cuda.mem_get_info(model.device)[0])
-    return min(most, max(4 * PAGE, free // (numbers * model.dtype.itemsize)))
-
-
-def _mean_depth(request: Request, iterations: int) -> float | None:
-    """The mean depth that a request forces; ``None`` where it leaves some slots open."""
-    depths, total = forced_depths(request), len(request.prompt) + request.max_new_tokens - 1
-    if any(place not in depths for place in range(total)):
-        return None
-    return sum(min(depths[place], iterations) for place in range(total)) / total
-
-
-def _eos_ids(model: AdaPonderForCausalLM) -> list[int]:
-    end = model.generation_config.eos_token_id
-    return [] if end is None else [int(one) for one in (end if isinstance(end, (list, tuple)) else [end])]

@@ -1,0 +1,81 @@
+"""What an engine may be opened with, and what it takes where nothing is said."""
+
+from __future__ import annotations
+
+import torch
+
+from adaponder.backbones.families import READ_WHOLE
+from adaponder.errors import BackboneError, InputError
+from adaponder.inference.request import Request, forced_depths
+from adaponder.modeling import AdaPonderForCausalLM
+
+# Rows of a page.
+PAGE = 16
+
+
+def refuse(model: AdaPonderForCausalLM) -> None:
+    """Raises where an engine cannot compute what the model computes."""
+    reuse, family = model.method.reuse(), model.config.backbone_config.model_type
+    if reuse in ("kv", "none"):
+        raise InputError(
+            f"reuse={reuse!r}: a halted token's hidden state moves on, so its rows cannot be skipped; only models with "
+            "reuse='state' can be decoded by an engine (model.generate can do this one)"
+        )
+    if family in READ_WHOLE:
+        raise BackboneError(
+            f"{family} can be read only whole, without a cache; an engine cannot decode it (model.generate with "
+            "use_cache=False can)"
+        )
+    if model.training:
+        raise InputError("model: it is in training mode; call model.eval() first")
+
+
+def check_options(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InputError(f"{name}={value!r}: a whole number of at least 1 is needed")
+
+
+def most_iterations(model: AdaPonderForCausalLM, asked: int | None) -> int:
+    most = model.config.iterations
+    if asked is not None and asked not in range(1, most + 1):
+        raise InputError(f"max_iterations={asked!r}: a whole number from 1 to K={most} is needed")
+    return most if asked is None else asked
+
+
+def check_top_k(model: AdaPonderForCausalLM, top_k: int) -> None:
+    if not model.method.mixes_vocabulary:
+        raise InputError(f"expectation_top_k={top_k}: {model.config.method} mixes no embeddings")
+    if not 1 <= top_k <= model.config.vocab_size:
+        raise InputError(f"expectation_top_k={top_k}: from 1 to {model.config.vocab_size}, the vocabulary")
+
+
+def longest(model: AdaPonderForCausalLM, tokens: int | None) -> int:
+    limit = model.config.max_position_embeddings
+    if tokens is None:
+        return limit or 4096
+    if tokens < 2 or (limit is not None and tokens > limit):
+        raise InputError(f"tokens={tokens}: from 2 to {limit}, as far as the backbone's positions reach")
+    return tokens
+
+
+def rows_that_fit(model: AdaPonderForCausalLM, numbers: int, most: int) -> int:
+    """As many rows as the lanes can use, as far as memory goes: nine tenths of a GPU's free memory, or 1 GiB."""
+    free = 1 << 30
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = int(0.9 * torch.cuda.mem_get_info(model.device)[0])
+    return min(most, max(4 * PAGE, free // (numbers * model.dtype.itemsize)))
+
+
+def mean_depth(request: Request, iterations: int) -> float | None:
+    """The mean depth that a request forces; ``None`` where it leaves some slots open."""
+    depths, total = forced_depths(request), len(request.prompt) + request.max_new_tokens - 1
+    if any(place not in depths for place in range(total)):
+        return None
+    return sum(min(depths[place], iterations) for place in range(total)) / total
+
+
+def eos_ids(model: AdaPonderForCausalLM) -> list[int]:
+    end = model.generation_config.eos_token_id
+    return [] if end is None else [int(one) for one in (end if isinstance(end, (list, tuple)) else [end])]
