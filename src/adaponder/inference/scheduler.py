@@ -62,6 +62,7 @@ class Scheduler:
         self._depths: dict[Hashable, tuple[int, int]] = {}
         self._full = False
         self._left: list[int] = []
+        self._untold: list[Sequence] = []
         self.rounds: Rounds | None = None
         self.preemptions = 0
         self.most_resident = 0
@@ -108,6 +109,7 @@ class Scheduler:
         self.waiting.clear()
         self.resident.clear()
         self._free_lanes, self._left, self._full = lanes, list(lanes), False
+        self._untold = []
 
     # --- expectations -------------------------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class Scheduler:
     # --- the plan -----------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        plan = Plan()
+        plan = Plan(admitted=self._untold)
         self._admit(plan)
         self._continue_decoding(plan)
         self._read_prompts(plan)
@@ -147,7 +149,9 @@ class Scheduler:
         if self.rounds is not None and plan.decoding:
             plan.ticks, plan.decoding = 1, self.rounds.choose(plan.decoding)
         self._settle(plan)
-        plan.left, self._left = self._left, []
+        self._untold = plan.admitted if plan.empty else []  # an empty plan goes to nobody
+        if not plan.empty:
+            plan.left, self._left = self._left, []
         return plan
 
     def _admit(self, plan: Plan) -> None:

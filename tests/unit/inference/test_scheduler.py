@@ -27,7 +27,7 @@ class StandIn:
         self.receiver = Receiver(self, self.scheduler, self.prefixes, frozenset())
         self.width, self.late, self.share = 1, late, share
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
-        self.in_flight, self.stands = None, {}
+        self.in_flight, self.stands, self.seats = None, {}, {}
         self.admitted, self.preempted, self.ended = [], [], []
         self.numbers = 0
         self._preempt = self.scheduler._preempt
@@ -71,6 +71,11 @@ class StandIn:
         return plan
 
     def launch(self, plan):
+        for lane in plan.left:
+            self.seats.pop(lane, None)
+        self.seats |= {one.lane: (one, one.stay) for one in plan.admitted}
+        residents = {lane: (one, one.stay) for lane, one in self.scheduler.resident.items()}
+        assert self.seats == residents, "the device was not told who came and who left"
         for one in plan.entering:
             self.stands[one] = (len(one.tokens) - 1, 0)
         said = [[self.read(one) for one in plan.decoding] for _ in range(plan.ticks)]
@@ -310,3 +315,29 @@ def test_a_sample_whose_leader_was_cancelled_reads_the_prompt_itself():
     stand.receiver.end(first, "cancelled")
     stand.run()
     assert len(second.generated) == 3
+
+
+def test_who_left_is_told_even_where_a_plan_was_empty_in_between():
+    stand = StandIn(lanes=3, late=True)
+    for _ in range(3):
+        stand.add(1, 2)
+    stand.run()
+    assert stand.step().empty
+    stand.add(1, 2)
+    assert set(stand.step().left) == {0, 1, 2}
+    stand.run()
+
+
+def test_who_came_is_told_even_where_there_was_nothing_to_read():
+    """All pages are in use by a chunk in flight."""
+    stand = StandIn(lanes=2, rows=60, chunk=40, late=True, depth=lambda sequence, place: 2)
+    stand.scheduler.expected_rows = lambda sequence: 0
+    stand.add(25, 1)
+    stand.step()
+    spare = stand.pages.take(stand.pages.free)
+    stand.add(5, 1)
+    assert stand.step().empty
+    stand.pages.release(spare)
+    plan = stand.step()
+    assert [one.number for one in plan.admitted] == [1]
+    stand.run()
