@@ -13,6 +13,7 @@ import torch
 
 from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.bodies import body_of
+from adaponder.inference.drafting import window_of
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
@@ -62,6 +63,9 @@ class Engine:
         expectation_top_k: the expected embedding of the k likeliest tokens alone, for methods that mix the vocabulary;
             by default as the model was trained. Another model, strictly: see ``docs/design.md``.
         body: ``fused``, ``stock``, or by default whichever is faster here.
+        drafts: tokens of a sequence, at most, that are begun before it is certain that they follow; the tokens that
+            come out are the same. It spends rows to save ticks, so it is for few lanes. See
+            :mod:`adaponder.inference.drafting`.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Engine:
         batching: str = "depth",
         expectation_top_k: int | None = None,
         body: str | None = None,
+        drafts: int = 0,
     ):
         refuse(model)
         check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
@@ -88,7 +93,9 @@ class Engine:
         self.tokens = longest(model, tokens)
         on_gpu = model.device.type == "cuda"
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
-        built = body_of(model, body, lanes=bucket_of(lanes), positions=self.tokens, width=width)
+        check_batching(batching)
+        window = window_of(drafts, method=self.config.method, width=width, passes=passes, batching=batching)
+        built = body_of(model, body, lanes=bucket_of(lanes) * window, positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
         # Beyond what the lanes need: what a launch may use before its answer is known, as `_check` counts it.
         most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
@@ -103,6 +110,7 @@ class Engine:
             rows=pages.count * PAGE,
             page_size=PAGE,
             eos_ids=frozenset(eos_ids(model)),
+            window=window,
         )
         self.pages, self.prefixes = pages, Prefixes(pages, prefix_block)
         self.scheduler = Scheduler(
@@ -116,8 +124,7 @@ class Engine:
         if expectation_top_k is not None:
             check_top_k(model, expectation_top_k)
             self.runner.top_k = expectation_top_k
-        check_batching(batching)
-        self.batching = batching
+        self.batching, self.scheduler.drafts = batching, self.runner.drafts
         if batching == "padded":
             self.runner.lock = Lockstep(lanes + 1, lanes, model.device)
         self.scheduler.rounds = Rounds() if batching == "dropping" else None
@@ -357,7 +364,7 @@ class Engine:
     @property
     def statistics(self) -> dict[str, int]:
         """Counts since the engine was opened, and what is in use at this moment."""
-        scheduler, receiver = self.scheduler, self.receiver
+        scheduler, receiver, drafts = self.scheduler, self.receiver, self.runner.drafts
         return {
             "ticks": receiver.ticks,
             "rows": receiver.rows,
@@ -369,4 +376,6 @@ class Engine:
             "pages": self.pages.count - 1,
             "pages_held": self.pages.held,
             "prefix_tokens_reused": self.prefixes.hits,
+            "drafted": 0 if drafts is None else drafts.drafted,
+            "accepted": 0 if drafts is None else drafts.accepted,
         }

@@ -67,7 +67,7 @@ class _Graph:
         self.runner, self.bucket = runner, bucket
         self.seats: list[int] = []
         self.lane = torch.full((bucket,), runner.lanes.nobody, device=runner.device)
-        self.tokens = self.lane.new_zeros(owner.ticks, bucket)
+        self.tokens = runner.new_log(owner.ticks, bucket)
         # The first runs, over nobody's rows, compile kernels and show what a tick says.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -19,11 +19,14 @@ class Lanes:
 
     Attributes:
         books: where each lane stands, and which rows it sees.
-        state: what the method keeps of the lane's token, from one iteration to the next.
+        state: what the method keeps of the lane's token, from one iteration to the next; with a window of several
+            tokens, of each of them.
         places: how many tokens a sequence may have.
     """
 
-    def __init__(self, lanes: int, *, passes: int, tokens: int, width: int, page_size: int, like: State):
+    def __init__(
+        self, lanes: int, *, passes: int, tokens: int, width: int, page_size: int, like: State, window: int = 1
+    ):
         device, count, slots = like.input.device, lanes + 1, tokens * width
         self.nobody, self.places, self.width = lanes, tokens, width
 
@@ -45,9 +48,9 @@ class Lanes:
         )
 
         def entries(one: Tensor) -> Tensor:
-            return one.new_zeros(count, *one.shape[1:])
+            return one.new_zeros(count * window, *one.shape[1:])
 
-        hidden = like.input.new_zeros(count, 1, like.input.shape[-1])
+        hidden = like.input.new_zeros(count * window, 1, like.input.shape[-1])
         self.state = State(entries(like.input), hidden, tuple(entries(one) for one in like.carried))
 
     @property

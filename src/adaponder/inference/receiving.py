@@ -38,10 +38,13 @@ class Receiver:
         events: list[Event] = []
         self.ticks += launch.ticks
         self._fail(launch, events)
-        tokens = logs.token.t().tolist()  # by lane
+        said = logs.token.transpose(0, 1).tolist()  # by lane
         for number, (sequence, stay) in enumerate(launch.decoding):
             if sequence.stay == stay and sequence.state != FINISHED:
-                self._decoded(sequence, tokens[number], logs.extras, number, events)
+                if self.runner.drafts is not None:
+                    self.runner.drafts.receive(self, sequence, said[number], logs.extras, number, events)
+                else:
+                    self._decoded(sequence, said[number], logs.extras, number, events)
         for chunk, stay, read in launch.chunks:
             if chunk.sequence.stay == stay and chunk.sequence.state != FINISHED:
                 self._read(chunk, read)
@@ -60,41 +63,46 @@ class Receiver:
     # --- decoding -----------------------------------------------------------------------------------------------
 
     def _decoded(self, sequence: Sequence, tokens: list[int], extras: Extras, number: int, events: list[Event]) -> None:
-        width, request, ticks = self.runner.width, sequence.request, len(tokens)
+        width, ticks = self.runner.width, len(tokens)
         sequence.ahead -= ticks * width
         sequence.rows.used += ticks * width
         self.rows += ticks * width
         for tick, said in enumerate(tokens):
             if said == WAITS:
                 continue
-            sequence.reading += 1
-            if request.gates and extras.gate is not None and sequence.reading < sequence.iterations:
-                sequence.gates.append(float(extras.gate[tick, number]))
-            if request.iteration_top:
-                sequence.iteration_top.append(_top(extras, tick, number, request.iteration_top))
-            if said == NOT_A_NUMBER:
-                events.append(
-                    self.end(
-                        sequence,
-                        "error",
-                        error=f"after {len(sequence.tokens)} tokens the model's logits are NaN: its weights are "
-                        "damaged, or it overflows in this precision",
-                    )
-                )
-                return
+            self.listen(sequence, extras, tick, number)
             if said == GOES_ON:
                 continue
-            token = self._token(sequence, said, extras, tick, number)
-            self._take(sequence, token)
-            events.append(Event(sequence.request_number, sequence.sample, token))
-            if self._ends(sequence, said):
-                events.append(self.end(sequence, "stop", stop_id=said))
-                return
-            if not sequence.left:
-                events.append(self.end(sequence, "length"))
+            if self.settle(sequence, self.token(sequence, said, extras, tick, number), events):
                 return
 
-    def _token(self, sequence: Sequence, said: int, extras: Extras, tick: int, number: int) -> Token:
+    def listen(self, sequence: Sequence, extras: Extras, tick: int, number: int) -> None:
+        """One more iteration of the token that is being read is known."""
+        request = sequence.request
+        sequence.reading += 1
+        if request.gates and extras.gate is not None and sequence.reading < sequence.iterations:
+            sequence.gates.append(float(extras.gate[tick, number]))
+        if request.iteration_top:
+            sequence.iteration_top.append(_top(extras, tick, number, request.iteration_top))
+
+    def settle(self, sequence: Sequence, token: Token, events: list[Event]) -> bool:
+        """The token that was read has halted, and said which one comes next; whether the sequence ends with that."""
+        if token.id == NOT_A_NUMBER:
+            error = (
+                f"after {len(sequence.tokens)} tokens the model's logits are NaN: its weights are damaged, or it "
+                "overflows in this precision"
+            )
+            events.append(self.end(sequence, "error", error=error))
+            return True
+        self._take(sequence, token)
+        events.append(Event(sequence.request_number, sequence.sample, token))
+        if self._ends(sequence, token.id):
+            events.append(self.end(sequence, "stop", stop_id=token.id))
+        elif not sequence.left:
+            events.append(self.end(sequence, "length"))
+        return sequence.state == FINISHED
+
+    def token(self, sequence: Sequence, said: int, extras: Extras, tick: int, number: int) -> Token:
         request = sequence.request
         if request.log_probabilities is None and not request.gates and not request.iteration_top:
             return Token(said, sequence.reading * self.runner.width)
@@ -109,7 +117,6 @@ class Receiver:
         )
 
     def _take(self, sequence: Sequence, token: Token) -> None:
-        """The token that was read has halted, and said which one comes next."""
         sequence.set_depth(len(sequence.tokens) - 1, token.depth)
         self.scheduler.saw_depth(kind_of(sequence), 1, sequence.reading)
         sequence.tokens.append(token.id)

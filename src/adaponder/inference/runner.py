@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from adaponder.backbones.shape import shape_of
 from adaponder.execution.base import Pass
 from adaponder.inference.bodies.base import Body, Pools
+from adaponder.inference.drafting import Drafting
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import LanePolicies
 from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
@@ -98,6 +99,7 @@ class Runner:
         rows: int,
         page_size: int,
         eos_ids: frozenset[int],
+        window: int = 1,
     ):
         self.model, self.method, self.backbone, self.body = model, model.method, model.wrapped, body
         self.device, self.dtype = model.device, model.dtype
@@ -109,14 +111,18 @@ class Runner:
         self.pools = Pools.empty(body.row_shapes(), rows, self.dtype, self.device)
         one = torch.zeros(1, dtype=torch.long, device=self.device)
         embedded = self.backbone.embed(one[:, None])
-        self._everybody = torch.ones(bucket_of(lanes), 1, dtype=torch.bool, device=self.device)
+        self._everybody = torch.ones(bucket_of(lanes) * window, 1, dtype=torch.bool, device=self.device)
         nothing = TickRows(self, TickInput(one, one, one, one, one[:, None], None), 1, ())
         first = self.method.start(nothing, embedded)
         self.graphs: Graphs | None = None
         self._gates: tuple[Any, RowGates] | None = None
         self.lock: Lockstep | None = None
         self.top_k: int | None = None  # instead of the config's
-        self.lanes = Lanes(lanes, passes=self.passes, tokens=tokens, width=self.width, page_size=page_size, like=first)
+        shape = {"passes": self.passes, "tokens": tokens, "width": self.width, "page_size": page_size}
+        self.lanes = Lanes(lanes, **shape, like=first, window=window)
+        self.drafts: Drafting | None = None
+        if window > 1:
+            self.drafts = Drafting(self.lanes.books, window=window, passes=self.passes, vanishes=self.vanishes)
 
     # --- lanes --------------------------------------------------------------------------------------------------
 
@@ -150,6 +156,8 @@ class Runner:
         self.lanes.enter(
             [(one.lane, one.tokens[-1], len(one.tokens) - 1, min(last, one.iterations - 1)) for one in sequences]
         )
+        if self.drafts is not None:
+            self.drafts.enter(sequences, self.policies.callables())
 
     def span(self, sequence: Sequence, start: int, stop: int, pages: frozenset[int]) -> Span:
         """The part of the index that the tokens from ``start`` to ``stop`` of a sequence have."""
@@ -196,7 +204,7 @@ class Runner:
     def _run_ticks(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
         lane, extras = self.as_tensor(seats), []
         ticks = plan.ticks if seats else 1
-        log = torch.empty(ticks, len(seats), dtype=torch.long, device=self.device)
+        log = self.new_log(ticks, len(seats))
         self.lanes.books.tick.fill_(-1)
         for _ in range(ticks):
             extra, reads = self.tick(lane, chunks, needs, plan.longest, log)
@@ -210,6 +218,12 @@ class Runner:
             columns = [None if parts[0] is None else torch.stack(parts) for parts in zip(*extras, strict=True)]
             launch.log = Log(_to_host(log), Extras(*(None if one is None else _to_host(one) for one in columns)))
 
+    def new_log(self, ticks: int, lanes: int) -> Tensor:
+        """Room for what so many ticks say of so many lanes."""
+        if self.drafts is not None:
+            return self.drafts.new_log(ticks, lanes)
+        return torch.zeros(ticks, lanes, dtype=torch.long, device=self.device)
+
     def as_tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
@@ -217,8 +231,11 @@ class Runner:
         """One pass over a row of each of these lanes and over these chunks; ``log [ticks, n]`` gets the tokens."""
         lanes, keeps = self.lanes, self.policies.reads_previous()
         seated, lane = lane, lane if self.lock is None else self.lock.present(lane)
-        begun = begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
-        before = lanes.state.hidden[lane] if keeps else None
+        if self.drafts is not None:
+            lane, seat, begun = self.drafts.begin(lane)
+        else:
+            seat, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
+        before = lanes.state.hidden[seat] if keeps else None
         parts, cohorts, start = [TickInput(lane, *begun[1:], before)], [], len(lane)
         for chunk, rows in chunks:
             parts.append(self._chunk_rows(chunk, rows, keeps))
@@ -228,9 +245,9 @@ class Runner:
             )
             start = stop
         rows = TickRows(self, TickInput.joined(parts), len(lane), tuple(cohorts))
-        state = self._begin(rows, begun.token, chunks)
+        state = self._begin(rows, begun.token, seat, chunks)
         state, hidden = self._pass(rows, TickInput.joined(parts), state, longest)
-        extras = self._decoded(rows, begun, rows_of(state, slice(len(lane))), hidden, needs, log)
+        extras = self._decoded(rows, begun, seat, rows_of(state, slice(len(lane))), hidden, needs, log)
         if self.lock is not None:
             self.lock.step(seated, rows.active[: len(lane), 0], lanes.books.tick, log)
         reads = []
@@ -240,11 +257,11 @@ class Runner:
             reads.append(Read(rows.active[which, 0], self._predicted(chunk, hidden[which])))
         return extras, reads
 
-    def _begin(self, rows: TickRows, token: Tensor, chunks: Chunks) -> State:
+    def _begin(self, rows: TickRows, token: Tensor, seat: Tensor, chunks: Chunks) -> State:
         """What rows begin their pass with: the method's start, or what it kept of the iteration before."""
         embed, alone = self.backbone.embed, rows.alone
         first = self.method.start(rows, embed(token[:, None]))
-        states = [resumed(first, self.lanes.state, rows.lane[:alone], rows.iteration[:alone])]
+        states = [resumed(first, self.lanes.state, seat, rows.iteration[:alone])]
         for chunk, _ in chunks:
             if chunk.state is None:
                 ids = self.as_tensor([chunk.sequence.tokens[place] for place in chunk.tokens])
@@ -275,17 +292,23 @@ class Runner:
             state = self.method.advance(rows, state)
         return state, hidden
 
-    def _decoded(self, rows: TickRows, begun: Begun, state: State, hidden: Tensor, needs: Needs, log: Tensor) -> Extras:
+    def _decoded(
+        self, rows: TickRows, begun: Begun, seat: Tensor, state: State, hidden: Tensor, needs: Needs, log: Tensor
+    ) -> Extras:
         """What becomes of the rows that decode: the next iteration of their token, or the first one of the next."""
         lanes, alone = self.lanes, rows.alone
         lane, goes_on = rows.lane[:alone], rows.active[:alone, 0]
         said = self.sampler.choose(rows.backbone.decoding_logits(hidden), lane, begun.place, needs.features)
         if needs.features.penalised:
             self.sampler.record(said.token, lane, ~goes_on)
-        end_rows(lanes.books, lane, begun, goes_on, said.token, said.bad, log, places=lanes.places)
-        store(lanes.state, lane, state, hidden[:alone] if self.policies.reads_previous() else None)
+        if self.drafts is not None:
+            self.drafts.end(goes_on, said.token, said.bad, log)
+        else:
+            end_rows(lanes.books, lane, begun, goes_on, said.token, said.bad, log, places=lanes.places)
+        store(lanes.state, seat, state, hidden[:alone] if self.policies.reads_previous() else None)
         wants = rows.wants[:alone, 0].float() if needs.gates and rows.wants is not None else None
-        return Extras(wants, *(said.scored or (None, None, None)))
+        said_of = (wants, *(said.scored or (None, None, None)))
+        return Extras(*(said_of if self.drafts is None else map(self.drafts.columns, said_of)))
 
     def _predicted(self, chunk: Chunk, hidden: Tensor) -> Any:
         """What these prompt tokens say of the ones after them, where that was asked for."""

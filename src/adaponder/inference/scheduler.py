@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from adaponder.inference.drafting import Drafting
 from adaponder.inference.lockstep import Rounds
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
@@ -64,6 +65,7 @@ class Scheduler:
         self._left: list[int] = []
         self._untold: list[Sequence] = []
         self.rounds: Rounds | None = None
+        self.drafts: Drafting | None = None
         self.preemptions = 0
         self.most_resident = 0
 
@@ -210,7 +212,10 @@ class Scheduler:
     def _supply(self, sequence: Sequence, plan: Plan) -> bool:
         """Gives a sequence the pages for the rows that it may use in this plan."""
         stream = sequence.rows
-        count = stream.pages_for(sequence.ahead + plan.ticks * self.width)
+        rows = sequence.ahead + plan.ticks * self.width
+        if self.drafts is not None:
+            rows = self.drafts.rows_ahead(sequence, rows)
+        count = stream.pages_for(rows)
         pages = self._pages(count, sequence)
         if pages is None:
             return False
@@ -283,7 +288,8 @@ class Scheduler:
         for sequence in plan.decoding:
             sequence.ahead += plan.ticks * self.width
             # It stands at its last known token, and each tick in flight may have taken it one further.
-            plan.longest = max(plan.longest, (len(sequence.tokens) - 1) * self.width + sequence.ahead + self.width)
+            window = self.width if self.drafts is None else self.drafts.window
+            plan.longest = max(plan.longest, (len(sequence.tokens) - 1) * self.width + sequence.ahead + window)
 
 
 _ENOUGH = 32
