@@ -1,0 +1,208 @@
+"""Drafting by depth changes no token and no depth, takes fewer ticks, and leaves nothing behind."""
+
+import random
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "laws"))
+from engine_support import (
+    assert_alike,
+    assert_all_as_alone,
+    assert_empty,
+    draw_requests,
+    odd_ones,
+    portable,
+    run,
+    run_all,
+    solo,
+)
+
+from adaponder import FixedDepth
+from adaponder.errors import InputError
+from adaponder.inference import Engine, Request
+from adaponder.inference.scheduler import Scheduler
+from support import VOCABULARY, stir, tiny
+
+RECURRENT = ("adaponder", "ponder", "loop", "mor", "ouro")
+K = 4
+
+
+@cache
+def agreeing():
+    """A model whose later iterations change little: its gates let in a hundredth of what the token expects."""
+    model = tiny("adaponder", iterations=K, tau=0.001).eval()
+    with torch.no_grad():
+        for gate in model.method.gates:
+            for parameter in gate.parameters():
+                parameter.zero_()
+            list(gate.parameters())[-1].fill_(-4.6)
+    return model
+
+
+def greedy(length: int = 5, new: int = 12, **fields) -> Request:
+    draw = random.Random(length)
+    prompt = [draw.randrange(VOCABULARY) for _ in range(length)]
+    return Request(**({"prompt": prompt, "max_new_tokens": new, "temperature": 0.0} | fields))
+
+
+def drafting(model, request: Request, drafts: int = K - 1, **options):
+    engine = Engine(model, tokens=40, **({"lanes": 1, "drafts": drafts} | options))
+    done = engine.generate([request])[0]
+    assert_empty(engine)
+    return done, engine.statistics
+
+
+@pytest.mark.parametrize("method", RECURRENT)
+def test_greedy_tokens_and_depths_are_those_of_generate(method):
+    model = tiny(method, iterations=K, seed=1).eval()
+    requests = [greedy(1, 9), greedy(6, 9)]
+    if model.method.halts:
+        requests.append(greedy(4, 9, policy=FixedDepth(K)))
+    expected = [portable(model, request) for request in requests]
+    for drafts in (1, 3):
+        engine = Engine(model, lanes=1, tokens=40, drafts=drafts)
+        assert [(done.ids, done.depths) for done in run(engine, requests)] == expected
+        assert 0 < engine.statistics["accepted"] < engine.statistics["drafted"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_asked_it_is_said_without_drafting_too(seed):
+    """Sampling, penalties, stop ids, gates, log-probabilities, policies, several lanes, bursts, late answers."""
+    draw = random.Random(seed)
+    model = tiny(RECURRENT[seed], ("gpt_neox", "llama", "mistral")[seed % 3], iterations=3, seed=seed).eval()
+    requests = draw_requests(4, seed, halts=model.method.halts, iterations=3, sampled=0.5, extras=0.5)
+    engine = Engine(
+        model,
+        tokens=40,
+        lanes=draw.choice([1, 1, 3]),
+        chunk=draw.choice([3, 64]),
+        burst=draw.choice([1, 4]),
+        late=draw.random() < 0.5,
+        prefix_block=4,
+        drafts=draw.choice([1, 2]),
+    )
+    ended = run_all(engine, requests, seed, cancel=0.03)
+    assert_all_as_alone(model, requests, ended, tokens=40)
+
+
+def test_where_every_draft_is_right_a_tick_makes_a_token():
+    model, request = agreeing(), greedy(1, 20)
+    plain = solo(model, request, tokens=40)[0]
+    for drafts in (1, 2, 3, 9):
+        (drafted,), statistics = drafting(model, request, drafts)
+        assert_alike(drafted, plain)
+        assert statistics["drafted"] == statistics["accepted"] == 19
+        # A window takes in a token per tick until it is full, and each leaves it after K ticks.
+        full, more = divmod(19, min(drafts + 1, K))
+        assert statistics["ticks"] == K * full + more + K
+        assert statistics["rows"] == 20 * K
+
+
+@pytest.mark.parametrize("method", ["adaponder", "loop"])
+def test_it_never_takes_more_ticks(method):
+    model = tiny(method, iterations=K, seed=1).eval()
+    for request in (greedy(2), greedy(2, temperature=1.5)):
+        engine = Engine(model, lanes=1, tokens=40)
+        plain = engine.generate([request])[0][0]
+        (drafted,), statistics = drafting(model, request)
+        assert_alike(drafted, plain)
+        assert statistics["ticks"] <= engine.statistics["ticks"]
+
+
+def test_a_stop_id_in_the_middle_of_a_window_ends_it_there():
+    model, request = agreeing(), greedy(temperature=1.0, seed=3)
+    ids = solo(model, request, tokens=40)[0].ids
+    for place in (2, 5):
+        stopped = replace(request, stop_ids=(ids[place],))
+        (done,), _ = drafting(model, stopped)
+        first = ids.index(ids[place])
+        assert (done.ids, done.finish_reason, done.stop_id) == (ids[: first + 1], "stop", ids[place])
+        (banned,), _ = drafting(model, replace(stopped, min_new_tokens=7))
+        assert_alike(banned, solo(model, replace(stopped, min_new_tokens=7), tokens=40)[0])
+
+
+@pytest.mark.parametrize("new", [1, 3, 5])
+def test_nothing_is_begun_beyond_the_last_token(new):
+    model = agreeing()
+    for late in (False, True):
+        (done,), statistics = drafting(model, greedy(3, new), late=late, burst=5)
+        assert_alike(done, solo(model, greedy(3, new), tokens=40)[0])
+        assert statistics["drafted"] == new - 1
+        assert statistics["rows"] == 2 * K + new * K
+
+
+def test_cancelling_in_the_middle_of_a_window_leaks_nothing():
+    model = agreeing()
+    for late in (False, True):
+        engine = Engine(model, lanes=1, tokens=40, drafts=3, late=late)
+        number = engine.submit(greedy())
+        for _ in range(6):
+            engine.step()
+        engine.cancel(number)
+        after = greedy(7, seed=9)
+        assert_alike(engine.generate([after])[0][0], solo(model, after, tokens=40)[0])
+        assert_empty(engine)
+
+
+def test_sequences_that_are_preempted_say_the_same(monkeypatch):
+    monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
+    model = tiny("ponder", iterations=3, seed=1).eval()
+    requests = [greedy(length, 9, temperature=0.5) for length in (3, 9, 14, 5)]
+    engine = Engine(model, lanes=4, rows=150, chunk=16, tokens=40, late=True, burst=2, drafts=2)
+    ended = run_all(engine, requests)
+    assert_all_as_alone(model, requests, ended, tokens=40)
+    assert engine.statistics["preemptions"] > 1
+
+
+def test_prompts_are_shared_and_samples_too():
+    model = tiny("ponder", iterations=3, seed=1).eval()
+    request = greedy(14, 6, temperature=1.0, samples=3)
+    engine = Engine(model, lanes=1, tokens=40, drafts=2, prefix_block=4)
+    for _ in range(2):
+        for done, alone in zip(engine.generate([request])[0], solo(model, request, tokens=40), strict=True):
+            assert_alike(done, alone)
+    assert engine.statistics["prefix_tokens_reused"] >= 12
+    assert engine.statistics["accepted"] > 0
+
+
+@pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.3}, {"policy": odd_ones}])
+def test_what_depends_on_other_tokens_is_not_drafted(fields):
+    model, request = agreeing(), greedy(**fields)
+    (done,), statistics = drafting(model, request)
+    assert_alike(done, solo(model, request, tokens=40)[0])
+    assert statistics["drafted"] == 0
+
+
+def test_logits_that_are_not_numbers_end_the_request_alone():
+    model = agreeing()
+    engine = Engine(model, lanes=1, tokens=40, drafts=3)
+    with torch.no_grad():
+        kept = model.get_output_embeddings().weight.clone()
+        model.get_output_embeddings().weight.fill_(torch.nan)
+        done = engine.generate([greedy()])[0][0]
+        model.get_output_embeddings().weight.copy_(kept)
+    assert done.finish_reason == "error"
+    assert "NaN" in done.error
+    assert_alike(engine.generate([greedy()])[0][0], solo(model, greedy(), tokens=40)[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("vanilla", {"drafts": 1}, "drafts=1: vanilla reads a token once"),
+        ("pause", {"drafts": 2}, "drafts=2: pause reads all 3 slots"),
+        ("ponder", {"drafts": 1, "max_iterations": 1}, "drafts=1: ponder reads a token once"),
+        ("ponder", {"drafts": 1, "batching": "padded"}, "drafts=1: not with batching='padded'"),
+        ("ponder", {"drafts": -1}, "drafts=-1"),
+        ("ponder", {"drafts": True}, "drafts=True"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused_by_name(method, options, message):
+    model = stir(tiny(method, iterations=1 if method == "vanilla" else 3).eval())
+    with pytest.raises(InputError, match=message):
+        Engine(model, lanes=1, tokens=40, **options)
