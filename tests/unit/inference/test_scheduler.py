@@ -242,7 +242,7 @@ def test_the_youngest_gives_way_and_nobody_comes_in_before_somebody_has_left(lat
 
 def test_a_waiting_sample_does_not_keep_the_pages_that_the_only_resident_needs():
     """The sample is older, so it need not part; the resident steps back instead of waiting for ever."""
-    stand = StandIn(lanes=2, rows=60, chunk=6)
+    stand = StandIn(lanes=2, rows=44, chunk=6)
     _, sample = stand.add(10, 1, samples=2)
     (other,) = stand.add(14, 6)
     stand.scheduler.expected_rows = lambda sequence: 10**6 if sequence is sample else 0
@@ -340,4 +340,19 @@ def test_who_came_is_told_even_where_there_was_nothing_to_read():
     stand.pages.release(spare)
     plan = stand.step()
     assert [one.number for one in plan.admitted] == [1]
+    stand.run()
+
+
+def test_a_chunk_waits_while_an_earlier_one_finds_no_page():
+    """The earlier one wants three rows, of which two are left; the later one wants one at a time."""
+    deep = (2, 3, 4, 6)
+    stand = StandIn(lanes=1, chunk=5, depth=lambda sequence, place: 3 if place in deep else 1)
+    stand.add(8, 1)
+    stand.step()
+    stand.step()
+    spare = stand.pages.take(stand.pages.free)
+    (late,) = [chunk for chunk, _ in stand.step().chunks]
+    assert (late.tokens, late.issued) == ([6], 1)
+    assert stand.step().chunks == []
+    stand.pages.release(spare)
     stand.run()
