@@ -191,6 +191,27 @@ def test_the_table_of_training_with_halting_is_what_the_records_say():
         assert shown == [*expected, f"{speed / ponder:.2f}", gib(row)], name
 
 
+def test_the_tables_of_decoding_are_what_the_records_say():
+    rows = {row["name"]: row for row in _rows_of("decode-70m-410m-subset-h200") if row["works"]}
+    cells = table_after("`records/decode-70m-410m-subset-h200.json`")
+    assert len(cells) == len(rows)
+    for name, *shown in cells:
+        row = rows[name]
+        shares = [row["spread"], row["limit_share"], row["idle_share"]]
+        spread, limit, idle = ("–" if share is None else percent(share) for share in shares)
+        expected = [f"{row['tokens_per_second']:,.0f}", spread, limit, f"{row['resident_lanes']:.0f}", idle]
+        assert shown == expected, name
+    served = table_after("`records/decode-ouro-h200.json`")
+    for (_, *shown), row in zip(served, _rows_of("decode-ouro-h200"), strict=True):
+        seconds = row["first_token_seconds"]["p50"], row["between_tokens_seconds"]["p50"]
+        expected = [f"{row['tokens_per_second']:,.0f}", f"{1000 * seconds[0]:,.0f}", f"{1000 * seconds[1]:.1f}"]
+        assert shown == [*expected, gib(row)]
+
+
+def _rows_of(record: str) -> list[dict]:
+    return json.loads((ROOT / "benchmarks" / "records" / f"{record}.json").read_text())["metrics"]["rows"]
+
+
 def test_the_speeds_that_the_readme_quotes_are_those_of_the_tables():
     sentence = README[README.index("**Speed**") :].split("\n\n")[0]
     for record in ("train-70m-h200", "train-410m-h200"):
