@@ -15,6 +15,10 @@ MODULES = {str(entry.where).partition(":")[0] for entry in _FAMILY.values()}
 
 # Who may name a method all the same, and why: (file, what it names).
 ALLOWED = {
+    ("bench/decode.py", "vanilla"): "a side of a benchmark, by the name it has in the table",
+    ("bench/decode_models.py", "ouro"): "what a benchmark compares is its own choice",
+    ("bench/decode_models.py", "vanilla"): "what a benchmark compares is its own choice",
+    ("commands/options/bench.py", "ouro"): "the name of a scenario",
     ("bench/depths.py", "adaponder"): "what a benchmark compares is its own choice",
     ("bench/training.py", "ponder"): "what a benchmark compares is its own choice",
     ("bench/models.py", "ponder"): "the method that computes what benchmarks/plain.py computes",
