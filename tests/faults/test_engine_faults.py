@@ -54,9 +54,8 @@ def raises_in_the_prompt(rows):
     ],
     ids=["later", "in the prompt", "no bool", "shape", "no tensor"],
 )
-@pytest.mark.parametrize("late", [False, True])
-def test_a_policy_that_fails_ends_its_own_request_only(model, policy, says, late):
-    engine = Engine(model, lanes=3, chunk=4, tokens=40, late=late, burst=2)
+def test_a_policy_that_fails_ends_its_own_request_only(model, policy, says):
+    engine = Engine(model, lanes=3, chunk=4, tokens=40, late="bool" not in says, burst=2)
     bad = Request([9, 8, 7, 6, 5], max_new_tokens=8, policy=policy, samples=2)
     ended = run_all(engine, [GOOD, bad, GOOD], rush=0.9)
     for sample in range(2):
@@ -195,8 +194,7 @@ def test_weights_that_are_nan_end_requests_with_an_error():
         list(engine.stream(GOOD))
 
 
-@pytest.mark.parametrize("where", ["launch", "wait", "plan"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("where", "late"), [("launch", True), ("launch", False), ("wait", True), ("plan", True)])
 def test_ctrl_c_in_a_step_ends_all_requests_and_leaves_the_engine_usable(model, monkeypatch, where, late):
     engine = Engine(model, lanes=2, chunk=4, tokens=40, late=late)
     expected = engine.generate([GOOD])[0][0].ids
@@ -301,10 +299,10 @@ def test_a_second_thread_is_refused_while_one_steps(engine):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_cancelling_at_random_leaks_nothing(model, seed):
     engine = Engine(model, lanes=4, rows=160, chunk=8, tokens=40, late=seed != 1, burst=1 + seed, prefix_block=4)
-    requests = draw_requests(12, 50 + seed, halts=True, iterations=3, sampled=0.5)
+    requests = draw_requests(10, 50 + seed, halts=True, iterations=3, sampled=0.5)
     ended = run_all(engine, requests, seed, rush=0.8, cancel=0.3)
     assert len(ended.cancelled) > 2
     reasons = {done.finish_reason for (place, _), done in ended.completions.items() if place not in ended.cancelled}

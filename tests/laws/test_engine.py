@@ -52,7 +52,7 @@ def test_greedy_tokens_and_depths_are_those_of_generate(method):
 )
 def test_every_family_is_the_same_in_the_engine(family, body):
     model, engine = opened("adaponder", family, lanes=3, chunk=5, body=body)
-    requests = draw_requests(4, 2, halts=True, iterations=3)
+    requests = draw_requests(3, 2, halts=True, iterations=3)
     for done in run(engine, requests):
         assert_as_the_model_says(model, done)
 
@@ -102,7 +102,7 @@ def test_nothing_that_shares_the_engine_changes_a_token(seed):
     draw = random.Random(seed)
     method = draw.choice(["adaponder", "adaponder", "mor", "ouro"])
     model, _ = opened(method, draw.choice(["gpt_neox", "llama", "gpt2"]))
-    requests = draw_requests(7, seed, halts=model.method.halts, iterations=3, sampled=0.4, extras=0.5)
+    requests = draw_requests(5, seed, halts=model.method.halts, iterations=3, sampled=0.4, extras=0.5)
     ended = run_all(Engine(model, tokens=40, **draw_engine(draw)), requests, seed, cancel=draw.choice([0.0, 0.05]))
     assert_all_as_alone(model, requests, ended, tokens=40)
 
@@ -112,9 +112,9 @@ def test_sequences_that_were_preempted_say_the_same(monkeypatch, late):
     """Admission expects no rows at all, so that too many sequences come in and the youngest must give way."""
     monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
     model, engine = opened(lanes=6, rows=160, chunk=16, late=late, burst=2)
-    requests = draw_requests(9, 3, halts=True, iterations=3, sampled=0.4, extras=0.5)
+    requests = draw_requests(7, 3, halts=True, iterations=3, sampled=0.4, extras=0.5)
     ended = run_all(engine, requests, 1, rush=0.9)
-    assert engine.statistics["preemptions"] > 3
+    assert engine.statistics["preemptions"] >= 3
     monkeypatch.undo()
     assert_all_as_alone(model, requests, ended, tokens=40)
 

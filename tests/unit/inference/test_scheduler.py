@@ -25,7 +25,7 @@ class StandIn:
         self.prefixes = Prefixes(self.pages, block)
         self.scheduler = Scheduler(lanes, self.pages, self.prefixes, chunk=chunk, burst=burst, width=1)
         self.receiver = Receiver(self, self.scheduler, self.prefixes, frozenset())
-        self.width, self.late, self.share = 1, late, share
+        self.width, self.late, self.share, self.drafts = 1, late, share, None
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
         self.in_flight, self.stands, self.seats = None, {}, {}
         self.admitted, self.preempted, self.ended = [], [], []
