@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,28 +29,12 @@ from torch import Tensor
 from adaponder.errors import InputError
 from adaponder.inference.outputs import Token, TopTokens
 from adaponder.inference.sequence import Sequence
-from adaponder.ops.lane_books import NOT_A_NUMBER, Begun, Books, book_rows
+from adaponder.ops.lane_books import Books
+from adaponder.ops.lane_windows import WindowRows, Windows, begin_windows, end_windows
 
 if TYPE_CHECKING:
     from adaponder.inference.receiving import Event, Receiver
     from adaponder.inference.runner import Extras
-
-
-class DraftRows(NamedTuple):
-    """The rows of a tick, ``[n]`` each: lane (nobody's where a token of a window gives none), place of its state."""
-
-    lane: Tensor
-    seat: Tensor
-    begun: Begun
-
-
-class _Grid(NamedTuple):
-    """The windows of the lanes of a tick, ``[lanes, window]``; ``rows`` are those that gave one, ``None`` for all."""
-
-    lane: Tensor
-    place: Tensor
-    live: Tensor
-    rows: Tensor | None
 
 
 @dataclass
@@ -64,29 +48,21 @@ class _Heard:
 
 
 class Drafting:
-    """The windows of all lanes, and one of nobody's, which is empty. Every tensor keeps its place in memory.
-
-    The token at place ``p`` of a sequence lies at ``p % window``.
+    """The windows of all lanes. Every tensor keeps its place in memory.
 
     Attributes:
-        window: tokens of a sequence that are read at the same time, at most.
+        size: tokens of a sequence that are read at the same time, at most.
         drafted: tokens that were begun before it was certain that they follow.
         accepted: those of them that did follow.
     """
 
-    def __init__(self, books: Books, *, window: int, passes: int, vanishes: bool):
-        self.books, self.window, self.passes, self.vanishes = books, window, passes, vanishes
-        self.nobody = len(books.token) - 1
+    def __init__(self, books: Books, *, size: int, passes: int, vanishes: bool):
+        self.books, self.size, self.passes, self.vanishes = books, size, passes, vanishes
+        self.windows = Windows.empty(len(books.token), size, books.token.device)
         self.drafted = self.accepted = 0
         self._heard: dict[int, list[_Heard]] = {}
-        like, grid = books.token, (len(books.token), window)
-        # First place of the window and the one after its last; the first place that was decoded; the last that will be.
-        self.front, self.stop, self.origin = (torch.zeros_like(like) for _ in range(3))
-        self.final, self.room = torch.full_like(like, -1), torch.ones_like(like)
-        self.token, self.choice, self.iteration = (like.new_zeros(grid) for _ in range(3))
-        self.halted = torch.zeros(grid, dtype=torch.bool, device=like.device)
-        self._column = torch.arange(window, device=like.device)
-        self._grid: _Grid | None = None
+        self._lane = books.token[:0]
+        self._which: Tensor | None = None
 
     def enter(self, sequences: Many[Sequence], hosted: Many[int]) -> None:
         """These sequences begin to decode.
@@ -100,104 +76,44 @@ class Drafting:
             assert one.lane is not None
             alone = one.needs[0].penalised or one.lane in hosted
             place = len(one.tokens) - 1
-            entries.append((one.lane, place, one.tokens[-1], place + one.left - 1, 1 if alone else self.window))
-            self._heard[one.lane] = [_Heard(False)] * self.window
-        columns = torch.tensor(entries).to(self.front.device, non_blocking=True).unbind(1)
-        lane, place, token, final, room = columns
-        self.front[lane], self.stop[lane], self.origin[lane] = place, place + 1, place
-        self.final[lane], self.room[lane] = final, room
-        where = place % self.window
-        self.token[lane, where] = token
-        self.iteration[lane, where] = 0
-        self.halted[lane, where] = False
+            entries.append((one.lane, place, one.tokens[-1], place + one.left - 1, 1 if alone else self.size))
+            self._heard[one.lane] = [_Heard(False)] * self.size
+        windows = self.windows
+        lane, place, token, final, room = torch.tensor(entries).to(windows.front.device, non_blocking=True).unbind(1)
+        windows.front[lane], windows.stop[lane], windows.origin[lane] = place, place + 1, place
+        windows.final[lane], windows.room[lane] = final, room
+        where = place % self.size
+        windows.token[lane, where] = token
+        windows.iteration[lane, where] = torch.zeros_like(place)
+        windows.halted[lane, where] = torch.zeros_like(place, dtype=torch.bool)
 
     def rows_ahead(self, sequence: Sequence, ticks: int) -> int:
-        """Rows that a sequence may use beyond those of its known tokens in so many ticks: one more in each."""
-        return min(ticks + self.window - 1, sequence.left) * self.passes
+        """Rows that a sequence may use beyond those of its known tokens in so many ticks: one more token in each."""
+        return min(ticks + self.size - 1, sequence.left) * self.passes
 
     def new_log(self, ticks: int, lanes: int) -> Tensor:
-        """Of each tick and lane: what each place of its window says, its iteration (-1: no row), tokens accepted."""
-        return self.front.new_zeros(ticks, lanes, 2 * self.window + 1)
+        """Room for what so many ticks say of so many lanes, see :func:`end_windows`."""
+        return self.windows.front.new_zeros(ticks, lanes, 2 * self.size + 1)
 
     # --- on the device ------------------------------------------------------------------------------------------
 
-    def begin(self, lane: Tensor) -> DraftRows:
-        """The rows of these lanes' windows, entered into the index. On a CPU only those of tokens that have not halted.
-
-        On a GPU shapes do not depend on what has halted: the other rows are nobody's.
-        """
-        books, column = self.books, self._column
-        books.tick.add_(1)
-        front = self.front[lane][:, None]
-        place = front + (column - front) % self.window
-        live = (place < self.stop[lane][:, None]) & ~self.halted[lane]
-        rows = None
-        if lane.device.type == "cpu":
-            rows = live.flatten().nonzero()[:, 0]
-            rows = rows if len(rows) else rows.new_zeros(min(1, live.numel()))
-        self._grid = _Grid(lane, place, live, rows)
-        values = (
-            torch.where(live, lane[:, None], self.nobody),
-            torch.where(live, place, 0),
-            torch.where(live, self.iteration[lane], 0),
-            self.token[lane],
-            column.expand_as(place),
-            (place - self.origin[lane][:, None]).clamp(min=0),
-        )
-        owner, place, iteration, token, at, number = (self._picked(one) for one in values)
-        where = torch.where(owner == self.nobody, 0, number * self.passes + iteration)
-        row = books.pages[owner, where // books.page_size].long() * books.page_size + where % books.page_size
-        book_rows(books.index, owner, place, iteration, row, vanishes=self.vanishes)
-        return DraftRows(
-            owner, owner * self.window + at, Begun(token, place, iteration, books.last[owner], row[:, None])
-        )
+    def begin(self, lane: Tensor) -> WindowRows:
+        """The rows of these lanes' windows."""
+        rows = begin_windows(self.books, self.windows, lane, passes=self.passes, vanishes=self.vanishes)
+        self._lane, self._which = lane, rows.which
+        return rows
 
     def end(self, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor) -> None:
-        """What becomes of the windows after a tick: its followers dropped, tokens accepted, the next one taken in."""
-        assert self._grid is not None
-        lane, place, live, _ = self._grid
-        column, token, stop = self._column, self.token[lane], self.stop[lane][:, None]
-        said = self.spread(torch.where(bad, NOT_A_NUMBER, chosen))
-        choice = torch.where(live, self.spread(chosen), self.choice[lane])
-        halted = torch.where(live, ~self.spread(goes_on), self.halted[lane])
-        iteration = self.iteration[lane]
+        """What becomes of the windows after a tick, by what its rows said."""
+        said = (self.columns(one).view(-1, self.size) for one in (goes_on, chosen, bad))
+        end_windows(self.books, self.windows, self._lane, *said, log)
 
-        differs = (choice != token.roll(-1, dims=1)) & (place + 1 < stop)
-        stop = torch.where(differs, place + 1, stop).amin(1, keepdim=True)
-        front = torch.where(halted | (place >= stop), stop, place).amin(1, keepdim=True)
-        heard = torch.where(live, iteration, -1)
-        accepted = front - self.front[lane][:, None]
-        log.index_copy_(0, self.books.tick, torch.cat([said, heard, accepted], dim=1)[None])
-
-        begins = (stop - front < self.room[lane][:, None]) & (stop <= self.final[lane][:, None])
-        begun = begins & (column == stop % self.window)
-        latest = choice.gather(1, (stop - 1) % self.window)
-        for kept, values in (
-            (self.token, torch.where(begun, latest, token)),
-            (self.iteration, torch.where(begun, 0, iteration + live)),
-            (self.halted, halted & ~begun),
-            (self.choice, choice),
-            (self.front, front[:, 0]),
-            (self.stop, (stop + begins)[:, 0]),
-        ):
-            kept.index_copy_(0, lane, values)
-
-    def spread(self, values: Any) -> Any:
-        """What rows of the tick said, as ``[lanes, window, …]``; without meaning where there was no row."""
-        assert self._grid is not None
-        shape, rows = (*self._grid.live.shape, *values.shape[1:]), self._grid.rows
-        if rows is not None:
-            values = values.new_zeros(shape).flatten(0, 1).index_copy_(0, rows, values)
-        return values.view(shape)
-
-    def columns(self, values: Tensor | None) -> Tensor | None:
-        """What rows of the tick said, ``[lanes * window, …]``."""
-        return None if values is None else self.spread(values).flatten(0, 1)
-
-    def _picked(self, values: Tensor) -> Tensor:
-        assert self._grid is not None
-        values = values.flatten()
-        return values if self._grid.rows is None else values[self._grid.rows]
+    def columns(self, values: Tensor) -> Tensor:
+        """What rows of the tick said, for every place of their windows; without meaning where there was no row."""
+        if self._which is None:
+            return values
+        spread = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])
+        return spread.index_copy_(0, self._which, values)
 
     # --- on the host --------------------------------------------------------------------------------------------
 
@@ -211,7 +127,7 @@ class Drafting:
         events: list[Event],
     ) -> None:
         """What ticks said of a sequence's window, a line of the log each; the tokens that they accepted are told."""
-        window = self.window
+        window = self.size
         assert sequence.lane is not None
         heard = self._heard[sequence.lane]
         sequence.ahead -= len(lines)

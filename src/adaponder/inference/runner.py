@@ -122,7 +122,7 @@ class Runner:
         self.lanes = Lanes(lanes, **shape, like=first, window=window)
         self.drafts: Drafting | None = None
         if window > 1:
-            self.drafts = Drafting(self.lanes.books, window=window, passes=self.passes, vanishes=self.vanishes)
+            self.drafts = Drafting(self.lanes.books, size=window, passes=self.passes, vanishes=self.vanishes)
 
     # --- lanes --------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Runner:
         lanes, keeps = self.lanes, self.policies.reads_previous()
         seated, lane = lane, lane if self.lock is None else self.lock.present(lane)
         if self.drafts is not None:
-            lane, seat, begun = self.drafts.begin(lane)
+            lane, seat, begun, _ = self.drafts.begin(lane)
         else:
             seat, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
         before = lanes.state.hidden[seat] if keeps else None
@@ -308,7 +308,9 @@ class Runner:
         store(lanes.state, seat, state, hidden[:alone] if self.policies.reads_previous() else None)
         wants = rows.wants[:alone, 0].float() if needs.gates and rows.wants is not None else None
         said_of = (wants, *(said.scored or (None, None, None)))
-        return Extras(*(said_of if self.drafts is None else map(self.drafts.columns, said_of)))
+        if self.drafts is not None:
+            said_of = tuple(None if one is None else self.drafts.columns(one) for one in said_of)
+        return Extras(*said_of)
 
     def _predicted(self, chunk: Chunk, hidden: Tensor) -> Any:
         """What these prompt tokens say of the ones after them, where that was asked for."""

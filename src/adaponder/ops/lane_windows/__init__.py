@@ -1,0 +1,37 @@
+"""The windows of decoding lanes; see README.md."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from adaponder.ops.fused import HAS_TRITON
+from adaponder.ops.lane_books import Books
+from adaponder.ops.lane_windows import torch as plain
+from adaponder.ops.lane_windows.torch import WindowRows, Windows
+
+__all__ = ["WindowRows", "Windows", "begin_windows", "end_windows"]
+
+
+def begin_windows(books: Books, windows: Windows, lane: Tensor, *, passes: int, vanishes: bool) -> WindowRows:
+    """Rows of live places alone on a CPU; elsewhere, where the host must not wait, of every place."""
+    if _by_kernels(lane):
+        from adaponder.ops.lane_windows import triton as kernels
+
+        return kernels.begin_windows(books, windows, lane, passes=passes, vanishes=vanishes)
+    every = lane.device.type != "cpu"
+    return plain.begin_windows(books, windows, lane, passes=passes, vanishes=vanishes, every=every)
+
+
+def end_windows(books: Books, windows: Windows, lane: Tensor, *said: Tensor) -> None:
+    """See :func:`adaponder.ops.lane_windows.torch.end_windows`."""
+    if _by_kernels(lane):
+        from adaponder.ops.lane_windows import triton as kernels
+
+        kernels.end_windows(books, windows, lane, *said)
+        return
+    plain.end_windows(books, windows, lane, *said)
+
+
+def _by_kernels(lane: Tensor) -> bool:
+    """On a GPU, where there is a row at all."""
+    return lane.is_cuda and HAS_TRITON and len(lane) > 0

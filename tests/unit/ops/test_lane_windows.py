@@ -1,0 +1,113 @@
+"""The kernels of windows against the plain version, in Triton's interpreter; and its two ways to give rows."""
+
+import copy
+
+import pytest
+import torch
+
+from adaponder.ops.lane_books.torch import Books
+from adaponder.ops.lane_windows import torch as plain
+from adaponder.ops.lane_windows.torch import Windows
+
+LANES, SIZE, PASSES = 4, 3, 3
+
+
+def opened(room: int = SIZE) -> tuple[Books, Windows]:
+    """Three lanes that begin at places 0, 4 and 2, and nobody's."""
+    slots, pages, size = 24, 20, 4
+    numbers = torch.arange(LANES)
+    books = Books(
+        index=torch.full((LANES, PASSES, slots), -1, dtype=torch.int32),
+        token=torch.zeros(LANES, dtype=torch.long),
+        place=torch.zeros(LANES, dtype=torch.long),
+        iteration=torch.zeros(LANES, dtype=torch.long),
+        last=torch.full((LANES,), PASSES - 1),
+        used=torch.zeros(LANES, dtype=torch.long),
+        pages=(1 + numbers[:, None] * pages + torch.arange(pages)).int(),
+        tick=torch.tensor([-1]),
+        page_size=size,
+    )
+    books.pages[-1] = 0
+    windows = Windows.empty(LANES, SIZE, torch.device("cpu"))
+    for lane, place in enumerate((0, 4, 2)):
+        windows.front[lane] = windows.origin[lane] = place
+        windows.stop[lane], windows.final[lane], windows.room[lane] = place + 1, place + 9, room
+        windows.token[lane, place % SIZE] = 1
+    return books, windows
+
+
+def answers(tick: int) -> tuple[torch.Tensor, ...]:
+    """What rows say: few ids, so that many drafts are right; some halt early."""
+    generator = torch.Generator().manual_seed(tick)
+    chosen = torch.randint(2, (3, SIZE), generator=generator)
+    goes_on = torch.rand(3, SIZE, generator=generator) < 0.6
+    return goes_on, chosen, torch.rand(3, SIZE, generator=generator) < 0.1
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+@pytest.mark.parametrize("room", [1, 2, SIZE])
+def test_kernels_move_windows_alike(room, vanishes):
+    pytest.importorskip("triton", reason="no Triton on this platform")
+    from adaponder.ops.lane_windows import triton as kernels
+
+    mine = opened(room)
+    theirs, lane = copy.deepcopy(mine), torch.tensor([2, 0, 3])
+    logs = [torch.zeros(30, 3, 2 * SIZE + 1, dtype=torch.long) for _ in range(2)]
+    for tick in range(30):
+        ours = kernels.begin_windows(*mine, lane, passes=PASSES, vanishes=vanishes)
+        wanted = plain.begin_windows(*theirs, lane, passes=PASSES, vanishes=vanishes, every=True)
+        for one, other in zip((*ours[:2], *ours.begun), (*wanted[:2], *wanted.begun), strict=True):
+            assert torch.equal(one, other)
+        goes_on, chosen, bad = answers(tick)
+        goes_on &= ours.begun.iteration.view(3, SIZE) < PASSES - 1
+        kernels.end_windows(*mine, lane, goes_on, chosen, bad, logs[0])
+        plain.end_windows(*theirs, lane, goes_on, chosen, bad, logs[1])
+        for one, other in zip((*mine[0][:-1], *mine[1]), (*theirs[0][:-1], *theirs[1]), strict=True):
+            assert torch.equal(one[:-1] if one.ndim == 3 else one, other[:-1] if one.ndim == 3 else other)
+    assert torch.equal(*logs)
+    assert (logs[0][:, :2, -1].sum(0) == 10).all(), "every token up to the last one was accepted"
+
+
+def test_rows_of_live_places_alone_are_those_of_every_place():
+    one, other = opened(), opened()
+    lane = torch.tensor([0, 1, 2])
+    logs = [torch.zeros(12, 3, 2 * SIZE + 1, dtype=torch.long) for _ in range(2)]
+    for tick in range(12):
+        every = plain.begin_windows(*one, lane, passes=PASSES, vanishes=False, every=True)
+        live = plain.begin_windows(*other, lane, passes=PASSES, vanishes=False, every=False)
+        assert live.which is not None
+        assert len(live.lane) == max(1, (every.lane != LANES - 1).sum())
+        for mine, theirs in zip((*live[:2], *live.begun), (*every[:2], *every.begun), strict=True):
+            assert torch.equal(mine, theirs[live.which])
+        goes_on, chosen, bad = answers(tick)
+        goes_on &= every.begun.iteration.view(3, SIZE) < PASSES - 1
+        plain.end_windows(*one, lane, goes_on, chosen, bad, logs[0])
+        plain.end_windows(*other, lane, goes_on, chosen, bad, logs[1])
+    assert torch.equal(*logs)
+    assert torch.equal(one[0].index[:-1], other[0].index[:-1])
+
+
+def test_a_window_by_hand():
+    """One lane: a draft that turns out wrong is dropped with its followers, and the right token begins in its place."""
+    books, windows = opened()
+    lane, log = torch.tensor([0]), torch.zeros(6, 1, 2 * SIZE + 1, dtype=torch.long)
+
+    def tick(goes_on: list[bool], chosen: list[int]) -> list[int]:
+        plain.begin_windows(books, windows, lane, passes=PASSES, vanishes=False, every=True)
+        said = torch.tensor([goes_on]), torch.tensor([chosen]), torch.zeros(1, SIZE, dtype=torch.bool)
+        plain.end_windows(books, windows, lane, *said, log)
+        return log[int(books.tick), 0].tolist()
+
+    on = [True] * SIZE
+    assert tick(on, [5, 9, 9])[SIZE:] == [0, -1, -1, 0]
+    assert windows.token[0, :2].tolist() == [1, 5]
+    assert tick(on, [5, 6, 9])[SIZE:] == [1, 0, -1, 0]
+    assert windows.token[0].tolist() == [1, 5, 6]
+    rows = books.index[0, :, 1].tolist()
+    # The first token says another one at last: places 1 and 2 are dropped, and place 1 begins anew.
+    assert tick([False, True, True], [7, 6, 8])[SIZE:] == [2, 1, 0, 1]
+    assert (windows.front[0], windows.stop[0], windows.token[0, 1], windows.iteration[0, 1]) == (1, 2, 7, 0)
+    assert tick([True, False, True], [9, 3, 9])[SIZE:] == [-1, 0, -1, 1]
+    # Its rows are those of the dropped token, at every iteration, and it has halted at its first.
+    assert books.index[0, :, 1].tolist() == [rows[0]] * PASSES
+    assert (windows.front[0], windows.stop[0], windows.token[0, 2]) == (2, 3, 3)
