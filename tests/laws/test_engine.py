@@ -88,7 +88,7 @@ def test_keys_that_are_cached_compressed_are_the_same_in_the_engine():
 
 
 def test_eager_attention_is_the_same_in_the_engine():
-    """Its softmax is a float32 one, so that depths are forced and only likely tokens are compared."""
+    """Its softmax is a float32 one, in the forward that it is compared with too."""
     model, _ = opened("adaponder", "llama")
     model.backbone.set_attn_implementation("eager")
     engine = Engine(model, lanes=2, chunk=5, tokens=40, body="stock")
