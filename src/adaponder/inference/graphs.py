@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from adaponder.inference.runner import Extras, Needs, Runner
 
-_WARM_UP = 2
+_WARM_UP = 1
 _SHORT, _SEVERAL = 4, 8
 
 
@@ -74,7 +74,9 @@ class _Graph:
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP):
                 runner.lanes.books.tick.fill_(-1)
-                extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
+                runner.tick(self.lane, (), needs, context, self.tokens)
+            runner.lanes.books.tick.fill_(-1)
+            extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
         torch.cuda.current_stream().wait_stream(side)
         self.extras = [None if part is None else part.new_zeros(owner.ticks, *part.shape) for part in extras]
         self.kind = type(extras)

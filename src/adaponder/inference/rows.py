@@ -40,8 +40,8 @@ class TickInput(NamedTuple):
         """The tokens of several, one after the other."""
         if len(parts) == 1:
             return parts[0]
-        columns = list(zip(*parts, strict=True))
-        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))
+        *columns, before = zip(*parts, strict=True)
+        return cls(*(torch.cat(column) for column in columns), None if before[0] is None else torch.cat(before))
 
 
 class TickRows(Rows):

@@ -128,10 +128,9 @@ class Runner:
 
     def admit(self, sequence: Sequence) -> None:
         """A sequence gets its lane: its policy, and the rows that it shares."""
-        assert sequence.lane is not None
         request = sequence.request
         self.policies.set(
-            sequence.lane,
+            sequence.seat,
             sequence.policy,
             request.seed,
             forced_depths(request),
@@ -146,7 +145,7 @@ class Runner:
         """Their prompts are read: they begin to decode."""
         for one in sequences:
             self.sampler.set(
-                one.lane,
+                one.seat,
                 one.request,
                 one.sample,
                 one.tokens[: one.prompt_length],
@@ -154,7 +153,7 @@ class Runner:
             )
         last = self.passes - 1
         self.lanes.enter(
-            [(one.lane, one.tokens[-1], len(one.tokens) - 1, min(last, one.iterations - 1)) for one in sequences]
+            [(one.seat, one.tokens[-1], len(one.tokens) - 1, min(last, one.iterations - 1)) for one in sequences]
         )
         if self.drafts is not None:
             self.drafts.enter(sequences, self.policies.callables())
@@ -182,7 +181,7 @@ class Runner:
             self.lanes.add_pages(plan.pages)
         launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks)
         needs = Needs.of(plan.decoding)
-        seats = [one.lane for one in plan.decoding if one.lane is not None]
+        seats = [one.seat for one in plan.decoding]
         if self.graphs is None or self.policies.callables():
             self._run(seats, needs, plan.chunks, plan, launch)
         else:
@@ -241,7 +240,7 @@ class Runner:
             parts.append(self._chunk_rows(chunk, rows, keeps))
             stop, last_slot = start + len(chunk.tokens), (chunk.tokens[-1] + 1) * self.width - 1
             cohorts.append(
-                Cohort(start * self.width, stop * self.width, chunk.sequence.lane, chunk.iteration, last_slot)
+                Cohort(start * self.width, stop * self.width, chunk.sequence.seat, chunk.iteration, last_slot)
             )
             start = stop
         rows = TickRows(self, TickInput.joined(parts), len(lane), tuple(cohorts))
@@ -328,7 +327,7 @@ class Runner:
             before = place.new_zeros(len(place), 1, self.model.config.hidden_size, dtype=self.dtype)
             before = before if chunk.before is None else chunk.before
         return TickInput(
-            lane=torch.full_like(place, sequence.lane),
+            lane=torch.full_like(place, sequence.seat),
             place=place,
             iteration=torch.full_like(place, chunk.iteration),
             last=torch.full_like(place, min(self.passes, sequence.iterations) - 1),

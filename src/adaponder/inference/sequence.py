@@ -119,6 +119,13 @@ class Sequence:
         self._written: list[tuple[list[int], list[int]]] = []
 
     @property
+    def seat(self) -> int:
+        """Its lane; it must have one."""
+        if self.lane is None:
+            raise RuntimeError("a sequence that waits has no lane")
+        return self.lane
+
+    @property
     def to_prefill(self) -> int:
         """How many tokens are read in chunks: all but the last, which is the first to be decoded."""
         return len(self.tokens) - 1
