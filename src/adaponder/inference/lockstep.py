@@ -46,8 +46,11 @@ class Rounds:
         self.left: dict[int, int] = {}
         self.begun: dict[int, int] = {}
 
-    def choose(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Those whose token is still read in this round; all of them when a new one begins."""
+    def plan(self, decoding: list[Sequence], ticks: int) -> list[list[Sequence]]:
+        """Who takes part in each of the next ticks: those whose token is still read, or all when a round begins."""
+        return [self._choose(decoding) for _ in range(ticks)]
+
+    def _choose(self, decoding: list[Sequence]) -> list[Sequence]:
         mine = [one for one in decoding if self.left.get(one.number, 0)]
         if not mine:
             mine = decoding

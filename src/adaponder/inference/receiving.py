@@ -11,7 +11,7 @@ from adaponder.inference.lockstep import WAITS
 from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
 from adaponder.inference.runner import Extras, Launch, Read, Runner
-from adaponder.inference.scheduler import Scheduler, kind_of
+from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER
 
@@ -63,10 +63,10 @@ class Receiver:
     # --- decoding -----------------------------------------------------------------------------------------------
 
     def _decoded(self, sequence: Sequence, tokens: list[int], extras: Extras, number: int, events: list[Event]) -> None:
-        width, ticks = self.runner.width, len(tokens)
-        sequence.ahead -= ticks * width
-        sequence.rows.used += ticks * width
-        self.rows += ticks * width
+        width, computed = self.runner.width, len(tokens) - tokens.count(WAITS)
+        sequence.ahead -= len(tokens) * width
+        sequence.rows.used += computed * width
+        self.rows += computed * width
         for tick, said in enumerate(tokens):
             if said == WAITS:
                 continue
@@ -118,7 +118,7 @@ class Receiver:
 
     def _take(self, sequence: Sequence, token: Token) -> None:
         sequence.set_depth(len(sequence.tokens) - 1, token.depth)
-        self.scheduler.saw_depth(kind_of(sequence), 1, sequence.reading)
+        self.scheduler.saw_depth(sequence.kind, 1, sequence.reading)
         sequence.tokens.append(token.id)
         sequence.generated.append(token)
         sequence.reading, sequence.gates, sequence.iteration_top = 0, [], []
@@ -136,7 +136,7 @@ class Receiver:
         for place in halted:
             sequence.set_depth(place, (chunk.iteration + 1) * self.runner.width)
         self.rows += len(chunk.tokens) * self.runner.width
-        self.scheduler.saw_depth(kind_of(sequence), len(halted), len(halted) * (chunk.iteration + 1))
+        self.scheduler.saw_depth(sequence.kind, len(halted), len(halted) * (chunk.iteration + 1))
         if read.predicted is not None:
             _note(sequence, chunk, goes_on, read.predicted)
         self.runner.survive(chunk, [number for number, on in enumerate(goes_on) if on])

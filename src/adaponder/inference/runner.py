@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from adaponder.inference.drafting import Drafting
 from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import LanePolicies
 from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
-from adaponder.inference.lockstep import Lockstep
+from adaponder.inference.lockstep import WAITS, Lockstep
 from adaponder.inference.prefixes import Span
 from adaponder.inference.request import forced_depths
 from adaponder.inference.row_gates import RowGates
@@ -68,6 +68,7 @@ class Launch:
         chunks: the chunks that were read, each with its sequence's stay and its answer.
         ticks: how many ticks it has.
         failed: what a user's own policy raised, by lane.
+        pieces: instead of a log, where each tick is of some lanes only: which, and what they said.
     """
 
     decoding: list[tuple[Sequence, int]]
@@ -75,12 +76,18 @@ class Launch:
     log: Log | None = None
     chunks: list[tuple[Chunk, int, Read]] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
+    pieces: list[tuple[list[int], Tensor]] = field(default_factory=list)
     ready: Any = None
 
     def wait(self) -> Log:
         """The log, when it is on the host."""
         if self.ready is not None:
             self.ready.synchronize()
+        if self.pieces:
+            token = torch.full((self.ticks, len(self.decoding)), WAITS)
+            for tick, (columns, said) in enumerate(self.pieces):
+                token[tick, columns] = said[0]
+            self.log = Log(token, Extras())
         assert self.log is not None
         return self.log
 
@@ -182,7 +189,9 @@ class Runner:
         launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks)
         needs = Needs.of(plan.decoding)
         seats = [one.seat for one in plan.decoding]
-        if self.graphs is None or self.policies.callables():
+        if plan.rounds:
+            self._run_rounds(seats, needs, plan, launch)
+        elif self.graphs is None or self.policies.callables():
             self._run(seats, needs, plan.chunks, plan, launch)
         else:
             if seats:
@@ -193,6 +202,20 @@ class Runner:
             launch.ready = torch.cuda.Event()
             launch.ready.record()
         return launch
+
+    def _run_rounds(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
+        """Ticks of some of the lanes each; those that are left out wait. No extras are told."""
+        if plan.chunks:
+            self._run([], Needs(), plan.chunks, plan, launch)
+        for members in plan.rounds:
+            mine = [one.seat for one in members]
+            if self.graphs is not None and not self.policies.callables():
+                tokens, _ = self.graphs.run(mine, needs, plan.longest, 1)
+            else:
+                piece = Launch([], 1)
+                self._run(mine, needs, (), replace(plan, ticks=1), piece)
+                tokens = piece.wait().token
+            launch.pieces.append(([seats.index(seat) for seat in mine], tokens))
 
     def _run(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
         """Runs ticks one by one, the chunks in the first; without seats there is but that one."""

@@ -25,6 +25,7 @@ class Plan:
         chunks: chunks of prompts that are read in the first tick, each with its pool rows.
         pages: (lane, place, page) entries that the lanes' page tables get.
         ticks: how many ticks follow each other before the host looks again.
+        rounds: who takes part in each of them, where that is not everybody who decodes.
         longest: a bound on the slots of the sequences that decode.
     """
 
@@ -35,6 +36,7 @@ class Plan:
     chunks: list[tuple[Chunk, list[int]]] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     ticks: int = 1
+    rounds: list[list[Sequence]] = field(default_factory=list)
     longest: int = 0
 
     @property
@@ -130,7 +132,7 @@ class Scheduler:
         """What its request says, else the mean of its kind; the greatest depth while too few tokens were seen."""
         if sequence.forced_depth is not None:
             return sequence.forced_depth
-        count, depth = self._depths.get(kind_of(sequence), (0, 0))
+        count, depth = self._depths.get(sequence.kind, (0, 0))
         return depth / count if count >= _ENOUGH else float(sequence.iterations)
 
     # --- the plan -----------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class Scheduler:
             self._preempt(max(self.resident.values(), key=lambda one: one.number))
             plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
         if self.rounds is not None and plan.decoding:
-            plan.ticks, plan.decoding = 1, self.rounds.choose(plan.decoding)
+            plan.rounds = self.rounds.plan(plan.decoding, plan.ticks)
         self._settle(plan)
         self._untold = plan.admitted if plan.empty else []  # an empty plan goes to nobody
         if not plan.empty:
@@ -157,6 +159,8 @@ class Scheduler:
         return plan
 
     def _admit(self, plan: Plan) -> None:
+        if not self.waiting or not self._free_lanes:
+            return
         expected = sum(max(self.expected_rows(one), one.held_rows) for one in self.resident.values())
         room = (self.pages.count - 1) * self.pages.size
         while self.waiting and self._free_lanes and not (self._full and self.resident):
@@ -216,6 +220,8 @@ class Scheduler:
         if self.drafts is not None:
             rows = self.drafts.rows_ahead(sequence, rows)
         count = stream.pages_for(rows)
+        if not count:
+            return True
         pages = self._pages(count, sequence)
         if pages is None:
             return False
@@ -245,9 +251,10 @@ class Scheduler:
     def _read_prompts(self, plan: Plan) -> None:
         """Chunks go on, and begin while the tick has room; a chunk never overtakes an earlier one of its sequence."""
         room = self.chunk
-        for sequence in sorted(self.resident.values(), key=lambda one: one.number):
-            if sequence.state != PREFILLING or sequence.lane is None:
-                continue
+        prompts = [one for one in self.resident.values() if one.state == PREFILLING]
+        for sequence in sorted(prompts, key=lambda one: one.number):
+            if sequence.lane is None:
+                continue  # an older one needed its pages
             reached = sequence.iterations
             for chunk in sequence.chunks:
                 if not chunk.in_flight and chunk.iteration <= reached:
@@ -297,11 +304,6 @@ _ENOUGH = 32
 
 def _in_flight(sequence: Sequence) -> bool:
     return sequence.ahead > 0 or any(chunk.in_flight for chunk in sequence.chunks)
-
-
-def kind_of(sequence: Sequence) -> Hashable:
-    """Sequences of one kind are expected to have equal mean depths."""
-    return sequence.policy.fingerprint, sequence.iterations
 
 
 def _ready(sequence: Sequence) -> bool:

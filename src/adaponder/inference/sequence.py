@@ -53,6 +53,7 @@ class Sequence:
         policy: who decides its depth.
         iterations: the most times one of its tokens is read.
         root: with whom it may share a prompt; ``None``: with nobody.
+        kind: sequences of one kind are expected to have equal mean depths.
         needs: what it asks of a tick: features of the sampler, and whether gates are returned.
         request_number: of the request it belongs to.
         leader: the sample that reads the prompt for it; ``None`` if it does that itself.
@@ -107,6 +108,7 @@ class Sequence:
         wanted, top = self.request.iteration_top, self.request.log_probabilities
         asks = replace(self.request, log_probabilities=max(wanted, top or 0)) if wanted else self.request
         self.needs = Features.of(asks), self.request.gates
+        self.kind: Hashable = (self.policy.fingerprint, self.iterations)
         self.prompt_length = len(self.tokens)
         self.forget_rows()
 

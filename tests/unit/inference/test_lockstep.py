@@ -16,10 +16,10 @@ def requests() -> list[Request]:
     ]
 
 
-def run(batching: str) -> tuple[Engine, list]:
+def run(batching: str, **options) -> tuple[Engine, list]:
     model = tiny("adaponder", iterations=4).eval()
     stir(model)
-    engine = Engine(model, lanes=4, tokens=30, batching=batching)
+    engine = Engine(model, lanes=4, tokens=30, batching=batching, **options)
     return engine, [(done[0].ids, done[0].depths) for done in engine.generate(requests())]
 
 
@@ -32,6 +32,8 @@ def test_lock_step_says_the_same_and_takes_longer():
         engine, said = run(batching)
         assert said == expected
         assert engine.statistics["ticks"] == sum(deepest) > longest
+        assert engine.statistics["rows"] == depth.statistics["rows"]
+        assert run(batching, burst=5, late=True)[1] == expected
 
 
 def test_dropping_needs_to_know_depths():

@@ -11,7 +11,7 @@ from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes, Span
 from adaponder.inference.receiving import Receiver
 from adaponder.inference.runner import Extras, Launch, Log, Read
-from adaponder.inference.scheduler import Scheduler, kind_of
+from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, PREFILLING, Sequence
 
 SIZE = 4
@@ -195,7 +195,7 @@ def test_halting_means_more_residents():
         stand = StandIn(lanes=20, rows=200)
         for _ in range(12):
             stand.add(8, 5)
-        stand.scheduler.saw_depth(kind_of(stand.scheduler.waiting[0]), 100, int(100 * mean))
+        stand.scheduler.saw_depth(stand.scheduler.waiting[0].kind, 100, int(100 * mean))
         stand.step()
         return len(stand.scheduler.resident)
 
@@ -206,9 +206,9 @@ def test_the_greatest_depth_is_expected_until_enough_tokens_were_seen():
     stand = StandIn()
     (one,) = stand.add(8, 5)
     assert stand.scheduler.expected_rows(one) == 12 * 3 + 2 * SIZE
-    stand.scheduler.saw_depth(kind_of(one), 31, 31)
+    stand.scheduler.saw_depth(one.kind, 31, 31)
     assert stand.scheduler.expected_depth(one) == 3
-    stand.scheduler.saw_depth(kind_of(one), 1, 1)
+    stand.scheduler.saw_depth(one.kind, 1, 1)
     assert stand.scheduler.expected_rows(one) == 12 + 2 * SIZE
 
 
