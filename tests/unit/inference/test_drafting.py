@@ -58,17 +58,16 @@ def drafting(model, request: Request, drafts: int = K - 1, **options):
     return done, engine.statistics
 
 
-@pytest.mark.parametrize("method", RECURRENT)
-def test_greedy_tokens_and_depths_are_those_of_generate(method):
+@pytest.mark.parametrize(
+    ("method", "drafts"), [("adaponder", 1), ("adaponder", 3), ("ponder", 2), ("loop", 3), ("mor", 3), ("ouro", 1)]
+)
+def test_greedy_tokens_and_depths_are_those_of_generate(method, drafts):
     model = tiny(method, iterations=K, seed=1).eval()
-    requests = [greedy(1, 9), greedy(6, 9)]
-    if model.method.halts:
-        requests.append(greedy(4, 9, policy=FixedDepth(K)))
-    expected = [portable(model, request) for request in requests]
-    for drafts in (1, 3):
-        engine = Engine(model, lanes=1, tokens=40, drafts=drafts)
-        assert [(done.ids, done.depths) for done in run(engine, requests)] == expected
-        assert 0 < engine.statistics["accepted"] < engine.statistics["drafted"]
+    requests = [greedy(1, 9), greedy(4, 9, **({"policy": FixedDepth(K)} if model.method.halts else {}))]
+    engine = Engine(model, lanes=1, tokens=40, drafts=drafts)
+    for request, done in zip(requests, run(engine, requests), strict=True):
+        assert (done.ids, done.depths) == portable(model, request)
+    assert 0 < engine.statistics["accepted"] < engine.statistics["drafted"]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
@@ -76,7 +75,7 @@ def test_whatever_is_asked_it_is_said_without_drafting_too(seed):
     """Sampling, penalties, stop ids, gates, log-probabilities, policies, several lanes, bursts, late answers."""
     draw = random.Random(seed)
     model = tiny(RECURRENT[seed], ("gpt_neox", "llama", "mistral")[seed % 3], iterations=3, seed=seed).eval()
-    requests = draw_requests(4, seed, halts=model.method.halts, iterations=3, sampled=0.5, extras=0.5)
+    requests = draw_requests(3, seed, halts=model.method.halts, iterations=3, sampled=0.5, extras=0.5)
     engine = Engine(
         model,
         tokens=40,
@@ -94,7 +93,7 @@ def test_whatever_is_asked_it_is_said_without_drafting_too(seed):
 def test_where_every_draft_is_right_a_tick_makes_a_token():
     model, request = agreeing(), greedy(1, 20)
     plain = solo(model, request, tokens=40)[0]
-    for drafts in (1, 2, 3, 9):
+    for drafts in (1, 9):
         (drafted,), statistics = drafting(model, request, drafts)
         assert_alike(drafted, plain)
         assert statistics["drafted"] == statistics["accepted"] == 19
@@ -104,9 +103,8 @@ def test_where_every_draft_is_right_a_tick_makes_a_token():
         assert statistics["rows"] == 20 * K
 
 
-@pytest.mark.parametrize("method", ["adaponder", "loop"])
-def test_it_never_takes_more_ticks(method):
-    model = tiny(method, iterations=K, seed=1).eval()
+def test_it_never_takes_more_ticks():
+    model = tiny("loop", iterations=K, seed=1).eval()
     for request in (greedy(2), greedy(2, temperature=1.5)):
         engine = Engine(model, lanes=1, tokens=40)
         plain = engine.generate([request])[0][0]
@@ -118,23 +116,20 @@ def test_it_never_takes_more_ticks(method):
 def test_a_stop_id_in_the_middle_of_a_window_ends_it_there():
     model, request = agreeing(), greedy(temperature=1.0, seed=3)
     ids = solo(model, request, tokens=40)[0].ids
-    for place in (2, 5):
-        stopped = replace(request, stop_ids=(ids[place],))
-        (done,), _ = drafting(model, stopped)
-        first = ids.index(ids[place])
-        assert (done.ids, done.finish_reason, done.stop_id) == (ids[: first + 1], "stop", ids[place])
-        (banned,), _ = drafting(model, replace(stopped, min_new_tokens=7))
-        assert_alike(banned, solo(model, replace(stopped, min_new_tokens=7), tokens=40)[0])
+    stopped = replace(request, stop_ids=(ids[2],))
+    (done,), _ = drafting(model, stopped)
+    assert (done.ids, done.finish_reason, done.stop_id) == (ids[: ids.index(ids[2]) + 1], "stop", ids[2])
+    (banned,), _ = drafting(model, replace(stopped, min_new_tokens=7))
+    assert_alike(banned, solo(model, replace(stopped, min_new_tokens=7), tokens=40)[0])
 
 
-@pytest.mark.parametrize("new", [1, 3, 5])
+@pytest.mark.parametrize("new", [1, 3])
 def test_nothing_is_begun_beyond_the_last_token(new):
     model = agreeing()
-    for late in (False, True):
-        (done,), statistics = drafting(model, greedy(3, new), late=late, burst=5)
-        assert_alike(done, solo(model, greedy(3, new), tokens=40)[0])
-        assert statistics["drafted"] == new - 1
-        assert statistics["rows"] == 2 * K + new * K
+    (done,), statistics = drafting(model, greedy(3, new), late=True, burst=5)
+    assert_alike(done, solo(model, greedy(3, new), tokens=40)[0])
+    assert statistics["drafted"] == new - 1
+    assert statistics["rows"] == 2 * K + new * K
 
 
 def test_cancelling_in_the_middle_of_a_window_leaks_nothing():
@@ -187,7 +182,7 @@ def test_prompts_are_shared_and_samples_too():
     assert engine.statistics["accepted"] > 0
 
 
-@pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.3}, {"policy": odd_ones}])
+@pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"policy": odd_ones}])
 def test_what_depends_on_other_tokens_is_not_drafted(fields):
     model, request = agreeing(), greedy(**fields)
     (done,), statistics = drafting(model, request)
