@@ -16,9 +16,11 @@ from adaponder.errors import AdaPonderError, in_one_line
 # Ours, in the engine: by depth (rows of different iterations in one pass), all lanes together until the deepest is done
 # (padded), the same without the lanes that are done (dropping), and the plain decoder.
 ENGINE, PADDED, DROPPING, VANILLA = "engine", "padded", "dropping", "vanilla"
+# Ours again, next tokens begun before they are certain.
+DRAFTING = "drafting"
 # Outside of it: our `generate`, Hugging Face's on the plain decoder, and its continuous batching.
 PORTABLE, HF, HF_BATCH = "portable", "hf generate", "hf continuous"
-IN_ENGINE = (ENGINE, PADDED, DROPPING, VANILLA)
+IN_ENGINE = (ENGINE, PADDED, DROPPING, VANILLA, DRAFTING)
 PLAIN_SIDES = (VANILLA, HF, HF_BATCH)
 
 STEADY, MEMORY, WHOLE = "steady", "memory", "end to end"
@@ -126,6 +128,7 @@ def cases(
                 found += [Case(ENGINE, shape, count, middle, depth) for depth in depths if depth != full]
         found += [Case(side, shape, many, middle, depth) for side in (PADDED, DROPPING) for depth in {full: 0, low: 0}]
         found += [Case(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in {full: 0, low: 0}]
+        found.append(Case(DRAFTING, shape, min(lanes), min(contexts), full))
         for side in (VANILLA, PORTABLE, HF):
             counts = dict.fromkeys((min(lanes), many))
             found += [Case(side, shape, count, min(contexts), 1.0 if side in PLAIN_SIDES else full) for count in counts]
@@ -137,7 +140,7 @@ def subset(shapes: Sequence[str]) -> list[Case]:
     """The rows that the aims are stated for, in a few minutes."""
     found = []
     for shape in shapes:
-        found += [Case(ENGINE, shape, 1, 128)]
+        found += [Case(side, shape, 1, 128) for side in (ENGINE, DRAFTING)]
         if shape != shapes[-1]:
             continue
         found += [Case(ENGINE, shape, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
@@ -215,7 +218,9 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         full = by_case.get(replace(key, depth=float(ITERATIONS)))
         others = {f"over depth {ITERATIONS}": full if key.depth != ITERATIONS else None}
-        others |= {f"over {side}": by_case.get(replace(key, side=side)) for side in (PADDED, DROPPING, PORTABLE)}
+        others |= {
+            f"over {side}": by_case.get(replace(key, side=side)) for side in (PADDED, DROPPING, DRAFTING, PORTABLE)
+        }
         for what, other in others.items():
             if other is not None:
                 ratio = {"name": row["name"], "what": what}

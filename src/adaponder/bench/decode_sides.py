@@ -14,11 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.bench import decode_engine
 from adaponder.bench.decode import (
-    ENGINE,
+    DRAFTING,
+    DROPPING,
     HF,
     HF_BATCH,
     IN_ENGINE,
     MEMORY,
+    PADDED,
     PLAIN_SIDES,
     PORTABLE,
     STEADY,
@@ -135,8 +137,10 @@ class Sides:
                 # Rows for `lanes` sequences of full depth and average length, and lanes enough for shallower ones.
                 rows = case.lanes * (case.context + case.new) * model.config.iterations
                 settings |= {"lanes": 3 * case.lanes, "rows": rows}
-            if case.side not in (ENGINE, VANILLA):
+            if case.side in (PADDED, DROPPING):
                 settings["batching"] = case.side
+            if case.side == DRAFTING:
+                settings["drafts"] = model.config.iterations - 1
             self._held |= {"engine": Engine(model, **settings), "engine_key": key}
         return self._held["engine"]
 
