@@ -317,6 +317,13 @@ def test_cancelling_what_has_ended_or_never_was_does_nothing(engine):
     assert_empty(engine)
 
 
+def test_angles_that_change_with_the_batch_are_refused():
+    model = tiny("adaponder", "llama", iterations=3).eval()
+    model.config.backbone_config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(BackboneError, match="rope_type='dynamic'"):
+        Engine(model)
+
+
 def test_models_that_an_engine_cannot_decode_are_refused_by_name():
     for reuse in ("kv", "none"):
         with pytest.raises(InputError, match=f"reuse='{reuse}'"):

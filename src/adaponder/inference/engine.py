@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -101,6 +101,7 @@ class Engine:
         most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
         rows = rows_that_fit(model, numbers, most) if rows is None else rows
         pages = Pages(rows // PAGE + 1, PAGE)
+        burst = burst or (16 if on_gpu else 1)
         self.runner = Runner(
             model,
             built,
@@ -110,6 +111,7 @@ class Engine:
             rows=pages.count * PAGE,
             page_size=PAGE,
             eos_ids=frozenset(eos_ids(model)),
+            ahead=2 * burst * width,
             window=window,
         )
         self.pages, self.prefixes = pages, Prefixes(pages, prefix_block)
@@ -118,7 +120,7 @@ class Engine:
             pages,
             self.prefixes,
             chunk=max(width, chunk or (8192 if on_gpu else 256) * width),
-            burst=burst or (16 if on_gpu else 1),
+            burst=burst,
             width=width,
         )
         if expectation_top_k is not None:
@@ -230,7 +232,8 @@ class Engine:
         decoding = [one for one in self.scheduler.resident.values() if one.state == DECODING]
         if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
             longest = max(len(one.tokens) + one.left for one in decoding) * self.runner.width
-            self.runner.graphs.warm(Needs.of(decoding), longest, len(decoding))
+            with self._alone():
+                self.runner.graphs.warm(Needs.of(decoding), longest, len(decoding))
 
     def _tell(self, events: list[Event]) -> list[Event]:
         """Calls back whoever wants to know."""
@@ -259,8 +262,11 @@ class Engine:
         """Refuses a second thread; what is called back may use the engine."""
         if not self._user.acquire(blocking=False):
             raise EvaluationError("engine: another thread is using it; let one thread submit and step")
+        device = self.model.device
         try:
-            yield
+            # Streams, events and graphs are those of the current device, which need not be the model's.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                yield
         finally:
             self._user.release()
 

@@ -101,7 +101,9 @@ class _Graph:
             filled = seats + [self.runner.lanes.nobody] * (self.bucket - len(seats))
             self.lane.copy_(self.runner.as_tensor(filled))
             self.seats = list(seats)
-        self.runner.lanes.books.tick.fill_(-1)
+        books, nobody = self.runner.lanes.books, self.runner.lanes.nobody
+        books.tick.fill_(-1)
+        books.place[nobody:].zero_()  # rows that fill up see one slot, and not more with every tick
         for _ in range(ticks // self.several):
             self.many.replay()
         for _ in range(ticks % self.several):

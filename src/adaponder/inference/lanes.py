@@ -25,7 +25,16 @@ class Lanes:
     """
 
     def __init__(
-        self, lanes: int, *, passes: int, tokens: int, width: int, page_size: int, like: State, window: int = 1
+        self,
+        lanes: int,
+        *,
+        passes: int,
+        tokens: int,
+        width: int,
+        page_size: int,
+        ahead: int,
+        like: State,
+        window: int = 1,
     ):
         device, count, slots = like.input.device, lanes + 1, tokens * width
         self.nobody, self.places, self.width = lanes, tokens, width
@@ -33,8 +42,8 @@ class Lanes:
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(count, *shape, dtype=torch.int32 if shape else torch.long, device=device)
 
-        # A lane that is done may run a few ticks more before the host has heard of it.
-        pages = -(-slots * passes // page_size) + _SPARE
+        # A lane that is done may run so many rows more before the host has heard of it, and is given pages for them.
+        pages = -(-(slots * passes + ahead) // page_size) + 1
         self.books = Books(
             index=numbers(passes, slots).fill_(-1),
             token=numbers(),
@@ -71,9 +80,6 @@ class Lanes:
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> Any:
         return torch.tensor(entries).to(self.books.token.device, non_blocking=True).unbind(1)
-
-
-_SPARE = 16
 
 
 def rows_of(state: State, which: Any) -> State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from adaponder.backbones.families import READ_WHOLE
@@ -26,8 +28,19 @@ def refuse(model: AdaPonderForCausalLM) -> None:
             f"{family} can be read only whole, without a cache; an engine cannot decode it (model.generate with "
             "use_cache=False can)"
         )
+    if _dynamic_rope(model):
+        raise BackboneError(
+            f"{family}: rope_type='dynamic' turns all rotary angles by the longest text of a batch, so what one "
+            "request says would depend on others; an engine cannot decode it (model.generate can)"
+        )
     if model.training:
         raise InputError("model: it is in training mode; call model.eval() first")
+
+
+def _dynamic_rope(model: AdaPonderForCausalLM) -> bool:
+    rope = getattr(model.config.backbone_config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return any(kind.get("rope_type") == "dynamic" for kind in kinds)
 
 
 def check_options(**numbers: int | None) -> None:
@@ -63,6 +76,7 @@ def rows_that_fit(model: AdaPonderForCausalLM, numbers: int, most: int) -> int:
     """As many rows as the lanes can use, as far as memory goes: nine tenths of a GPU's free memory, or 1 GiB."""
     free = 1 << 30
     if model.device.type == "cuda":
+        gc.collect()  # an engine that was let go holds its pools until then
         torch.cuda.empty_cache()
         free = int(0.9 * torch.cuda.mem_get_info(model.device)[0])
     return min(most, max(4 * PAGE, free // (numbers * model.dtype.itemsize)))

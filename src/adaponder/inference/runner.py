@@ -86,7 +86,7 @@ class Launch:
         if self.pieces:
             token = torch.full((self.ticks, len(self.decoding)), WAITS)
             for tick, (columns, said) in enumerate(self.pieces):
-                token[tick, columns] = said[0]
+                token[tick, columns] = said[0, : len(columns)]  # a graph has more rows than that
             self.log = Log(token, Extras())
         assert self.log is not None
         return self.log
@@ -106,6 +106,7 @@ class Runner:
         rows: int,
         page_size: int,
         eos_ids: frozenset[int],
+        ahead: int,
         window: int = 1,
     ):
         self.model, self.method, self.backbone, self.body = model, model.method, model.wrapped, body
@@ -126,7 +127,7 @@ class Runner:
         self.lock: Lockstep | None = None
         self.top_k: int | None = None  # instead of the config's
         shape = {"passes": self.passes, "tokens": tokens, "width": self.width, "page_size": page_size}
-        self.lanes = Lanes(lanes, **shape, like=first, window=window)
+        self.lanes = Lanes(lanes, **shape, ahead=ahead, like=first, window=window)
         self.drafts: Drafting | None = None
         if window > 1:
             self.drafts = Drafting(self.lanes.books, size=window, passes=self.passes, vanishes=self.vanishes)

@@ -30,7 +30,8 @@ class Pause(Method):
     def _pause(self, rows: Rows, embedded: Tensor) -> Tensor:
         if self.vector is not None:
             return self.vector.to(embedded.dtype)
-        return rows.backbone.embed(torch.tensor(self.config.pause_token_id, device=embedded.device))
+        token = torch.full((), self.config.pause_token_id, dtype=torch.long, device=embedded.device)
+        return rows.backbone.embed(token)  # made on the device: a CUDA graph can hold that
 
     def reset_parameters(self, std: float) -> None:
         if self.vector is not None:

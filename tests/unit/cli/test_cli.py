@@ -214,7 +214,7 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
     assert found["versions"]["torch"]
     assert found["devices"][0]["name"] == "cpu"
     ops = {"compact_attention", "ledger_attention", "linear_cross_entropy", "vocab_expectation"}
-    ops |= {"row_gates", "row_linear", "row_vocabulary"}
+    ops |= {"row_gates", "row_linear", "row_vocabulary", "lane_books", "lane_windows", "next_token"}
     assert {kernel["op"] for kernel in found["kernels"]} == ops
     assert {doctor.would_run(op, "cpu") for op in ops} == {"torch (reference)"}
     monkeypatch.setattr(doctor, "HAS_TRITON", True)
