@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,8 @@ class Pause(Method):
     def _pause(self, rows: Rows, embedded: Tensor) -> Tensor:
         if self.vector is not None:
             return self.vector.to(embedded.dtype)
-        token = torch.full((), self.config.pause_token_id, dtype=torch.long, device=embedded.device)
+        pause = cast(int, self.config.pause_token_id)  # one of the two there is
+        token = torch.full((), pause, dtype=torch.long, device=embedded.device)
         return rows.backbone.embed(token)  # made on the device: a CUDA graph can hold that
 
     def reset_parameters(self, std: float) -> None:
