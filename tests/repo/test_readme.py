@@ -218,4 +218,10 @@ def test_the_speeds_that_the_readme_quotes_are_those_of_the_tables():
         row = metrics_of(record)[1]["adaponder, compiled"]
         assert f"{row['times_plain']:.2f} times" in sentence
         assert f"{row['memory_of_plain']:.2f}" in sentence
+    decoding = {row["name"]: row for row in _rows_of("decode-70m-410m-subset-h200")}
+    stream = decoding["410m, engine, one stream, context 128, depth 4"]
+    assert f"{stream['tokens_per_second']:,.0f} tokens/s in one stream" in sentence
+    assert percent(stream["limit_share"]) in sentence.replace("\n", " ")
+    lanes = [decoding[f"410m, engine, 64 lanes, context 512, depth {depth}"]["tokens_per_second"] for depth in (2, 4)]
+    assert f"{lanes[0] / lanes[1]:.2f} times as many" in sentence
     assert f"{1 / metrics_of('prefill-410m-h200')[1]['compact, compiled']['times_compiled']:.2f} of dense" in sentence
