@@ -48,10 +48,6 @@ class Screen(Console):
         """One line also in a window, which may break it anywhere: a command that is to be copied."""
         super().print(text, soft_wrap=True)
 
-    def print_part(self, text: Text) -> None:
-        """Text that is followed by more on the same line, which a window may break anywhere."""
-        super().print(text, soft_wrap=True, end="")
-
     def render_str(self, text: str, **options: Any) -> Text:
         options |= {"markup": False, "emoji": False}
         return super().render_str(plain(text), **options)

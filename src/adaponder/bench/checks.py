@@ -13,7 +13,9 @@ import torch
 from adaponder.bench.record import checkout, device_name, versions
 from adaponder.errors import EvaluationError, InputError
 
-_TESTED = ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined")
+_TRAINING = ("kernels", "vocab_expectation", "linear_cross_entropy", "gelu", "rotary", "joined")
+_DECODING = ("ledger_attention_triton", "row_linear", "row_vocabulary", "row_gates", "lane_books", "lane_windows")
+_TESTED = (*_TRAINING, *_DECODING)
 TESTS = tuple(f"tests/unit/ops/test_{name}.py" for name in _TESTED)
 TAIL = 30
 

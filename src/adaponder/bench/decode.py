@@ -73,6 +73,7 @@ class Measured:
         rows: rows of keys and values in use at the end of the timed parts.
         idle: share of the time in which the device computed nothing; ``None`` where that is not known.
         peak_bytes: most memory allocated; ``None`` where it is not counted.
+        accepted: share of the drafted tokens that did follow; ``None`` where none was drafted.
     """
 
     rates: list[float]
@@ -85,6 +86,7 @@ class Measured:
     rows: int | None = None
     idle: float | None = None
     peak_bytes: int | None = None
+    accepted: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -206,6 +208,7 @@ def as_row(result: Result, *, limit: float | None) -> dict[str, Any]:
         "kv_rows": measured.rows,
         "idle_share": measured.idle,
         "peak_bytes": measured.peak_bytes,
+        "accepted_share": measured.accepted,
     }
 
 
@@ -214,13 +217,14 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_case = {_key(row): row for row in rows if row.get("tokens_per_second")}
     found = []
     for key, row in by_case.items():
-        if key.side != ENGINE:
+        if key.side == DRAFTING:
+            others = {"over engine": by_case.get(replace(key, side=ENGINE))}
+        elif key.side == ENGINE:
+            full = by_case.get(replace(key, depth=float(ITERATIONS)))
+            others = {f"over depth {ITERATIONS}": full if key.depth != ITERATIONS else None}
+            others |= {f"over {side}": by_case.get(replace(key, side=side)) for side in (PADDED, DROPPING, PORTABLE)}
+        else:
             continue
-        full = by_case.get(replace(key, depth=float(ITERATIONS)))
-        others = {f"over depth {ITERATIONS}": full if key.depth != ITERATIONS else None}
-        others |= {
-            f"over {side}": by_case.get(replace(key, side=side)) for side in (PADDED, DROPPING, DRAFTING, PORTABLE)
-        }
         for what, other in others.items():
             if other is not None:
                 ratio = {"name": row["name"], "what": what}

@@ -123,6 +123,16 @@ class Load:
             self.engine.step()
 
 
+def first_tokens(load: Load) -> None:
+    """Every lane makes some tokens, nothing is timed, and the engine is empty again."""
+    try:
+        for _ in range(load.case.lanes):
+            load.submit(min(load.engine.tokens - load.case.context, 64))
+        load.settle()
+    finally:
+        load.drain()
+
+
 def steady_length(case: Case, *, warmup: int, repeats: int, part: int) -> int:
     """New tokens of a sequence that decodes from before the last lane begins until after the last timed part."""
     return (warmup + repeats + 2) * part + 64 + case.lanes * case.context // 4096
@@ -258,6 +268,7 @@ def _measured(load: Load, rates: list[float], resident: Sequence[int], *, since:
         waiting=counts["waiting"],
         rows=counts["pages_held"] * engine.pages.size,
         peak_bytes=peak(engine),
+        accepted=counts["accepted"] / counts["drafted"] if counts["drafted"] else None,
     )
 
 

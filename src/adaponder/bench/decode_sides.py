@@ -91,8 +91,11 @@ class Sides:
         return config_of(case.shape, vanilla=case.side in PLAIN_SIDES)
 
     def limit(self, case: Case, measured: Measured, copy_rate: float) -> float | None:
-        """The most tokens per second that the memory's rate allows while lanes decode; ``None`` for another kind."""
-        if case.kind != STEADY:
+        """The most tokens per second that the memory's rate allows while lanes decode; ``None`` for another kind.
+
+        Where tokens are drafted a tick holds several of each lane, and what it allows depends on how many follow.
+        """
+        if case.kind != STEADY or case.side == DRAFTING:
             return None
         config = self.config(case)
         if case.shape not in self._shapes:
@@ -114,12 +117,15 @@ class Sides:
         load = decode_engine.Load(
             engine, case, shares=case_shares(case, engine.iterations), seed=self.seed, prompts=self.prompts
         )
-        if case.kind == MEMORY:
-            return decode_engine.through_memory(load, requests=6 * case.lanes)
-        if case.kind == STEADY:
-            return decode_engine.steady(load, warmup=self.warmup, repeats=self.repeats, part=self.part)
+        # The first time graphs are captured and kernels compiled.
         once = decode_engine.Load(engine, case, shares=load.shares, seed=self.seed + 1, prompts=self.prompts)
-        decode_engine.end_to_end(once, rounds=1)  # graphs are captured and kernels compiled
+        if case.kind == STEADY:
+            decode_engine.first_tokens(once)
+            return decode_engine.steady(load, warmup=self.warmup, repeats=self.repeats, part=self.part)
+        if case.kind == MEMORY:
+            decode_engine.through_memory(once, requests=6 * case.lanes)
+            return decode_engine.through_memory(load, requests=6 * case.lanes)
+        decode_engine.end_to_end(once, rounds=1)
         return decode_engine.end_to_end(load)
 
     def _engine(self, case: Case) -> Engine:

@@ -58,6 +58,8 @@ def decode_cells(row: dict[str, Any]) -> tuple[str, ...]:
     kind = "" if row["kind"] == "steady" else f" {row['kind']}"
     depth = row.get("mean_depth") or row["depth"]
     name = f"{row['side']}{kind}, {row['lanes']}, {row['context']}, {'own' if depth is None else f'{depth:.2f}'}"
+    if row.get("accepted_share") is not None:
+        name += f", {row['accepted_share']:.0%} kept"
     if not row["works"]:
         return (name, NO_MEMORY if NO_MEMORY in row["problem"].lower() else "failed", *[""] * (len(DECODE_HEAD) - 2))
     first, between = row["first_token_seconds"] or {}, row["between_tokens_seconds"] or {}

@@ -94,7 +94,8 @@ def _every_case(options: DecodeBenchOptions, *, on_gpu: bool) -> list[Case]:
         return bench.served("ouro-1.4b", **_given(lanes=options.lanes, context=(options.contexts or (None,))[0]))
     if options.checkpoint is not None:
         name = options.checkpoint
-        return [Case(bench.ENGINE, name, count, context, None) for count in lanes for context in contexts]
+        places = [(count, context) for count in lanes for context in contexts]
+        return [Case(side, name, *place, None) for side in (bench.ENGINE, bench.DRAFTING) for place in places]
     shapes = tuple(options.shape) or (("70m", "410m") if on_gpu else ("tiny",))
     if options.subset:
         return bench.subset(shapes)

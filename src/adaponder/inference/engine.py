@@ -14,7 +14,7 @@ import torch
 from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.bodies import body_of
 from adaponder.inference.drafting import window_of
-from adaponder.inference.graphs import Graphs, bucket_of
+from adaponder.inference.graphs import bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
 from adaponder.inference.opening import (
@@ -132,7 +132,7 @@ class Engine:
         self.scheduler.rounds = Rounds() if batching == "dropping" else None
         self.share_prefixes = share_prefixes
         if on_gpu:
-            self.runner.graphs = Graphs(self.runner, self.scheduler.burst)
+            self.runner.use_graphs(self.scheduler.burst)
         self.eos_ids = frozenset(eos_ids(model))
         self.receiver = Receiver(self.runner, self.scheduler, self.prefixes, self.eos_ids)
         self.late = on_gpu if late is None else late
@@ -160,8 +160,8 @@ class Engine:
         policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
         if self.runner.graphs is not None and runs_on_host(policy):
             warnings.warn(
-                f"policy={policy.fingerprint}: it is Python of your own, so while this request runs no tick is "
-                "replayed as a CUDA graph; every request beside it is slower",
+                f"policy={policy.fingerprint}: it is Python of your own, so while this request runs the host takes "
+                "part in every tick; every request beside it is slower",
                 stacklevel=3,
             )
         number, samples = next(self._ids), []

@@ -45,20 +45,30 @@ class Graphs:
 
     def run(self, seats: list[int], needs: Needs, longest: int, ticks: int) -> tuple[Tensor, Extras]:
         """So many ticks over these lanes: tokens and extras, on the host once the stream has come so far."""
-        bucket = bucket_of(len(seats))
-        context = context_of(longest, self.runner.lanes.index.shape[2])
-        key = (bucket, needs, context, self.runner.policies.key())
-        if key not in self.graphs:
-            self.graphs[key] = _Graph(self, bucket, needs, context)
-        return self.graphs[key].run(seats, ticks)
+        return self._graph(len(seats), needs, longest).run(seats, ticks)
+
+    def run_each(self, groups: list[list[int]], needs: Needs, longest: int) -> list[Tensor]:
+        """A tick of each of these groups of lanes, one after the other: what each said, on the host as above."""
+        nobody = self.runner.lanes.nobody
+        graphs = [self._graph(len(seats), needs, longest) for seats in groups]
+        filled = [seats + [nobody] * (graph.bucket - len(seats)) for seats, graph in zip(groups, graphs, strict=True)]
+        sizes = [graph.bucket for graph in graphs]
+        lanes = self.runner.as_tensor([seat for seats in filled for seat in seats]).split(sizes)
+        said = torch.cat([graph.tick(lane) for graph, lane in zip(graphs, lanes, strict=True)])
+        return list(said.to("cpu", non_blocking=True).split(sizes))
 
     def warm(self, needs: Needs, longest: int, most: int) -> None:
         """Captures the graphs of every number of lanes up to ``most``, for the policies that are there now."""
         for rows in range(1, most + 1):
-            context = context_of(longest, self.runner.lanes.index.shape[2])
-            key = (bucket_of(rows), needs, context, self.runner.policies.key())
-            if key not in self.graphs:
-                self.graphs[key] = _Graph(self, bucket_of(rows), needs, context)
+            self._graph(rows, needs, longest)
+
+    def _graph(self, rows: int, needs: Needs, longest: int) -> _Graph:
+        bucket = bucket_of(rows)
+        context = context_of(longest, self.runner.lanes.index.shape[2])
+        key = (bucket, needs, context, self.runner.policies.key())
+        if key not in self.graphs:
+            self.graphs[key] = _Graph(self, bucket, needs, context)
+        return self.graphs[key]
 
 
 class _Graph:
@@ -101,12 +111,23 @@ class _Graph:
             filled = seats + [self.runner.lanes.nobody] * (self.bucket - len(seats))
             self.lane.copy_(self.runner.as_tensor(filled))
             self.seats = list(seats)
-        books, nobody = self.runner.lanes.books, self.runner.lanes.nobody
-        books.tick.fill_(-1)
-        books.place[nobody:].zero_()  # rows that fill up see one slot, and not more with every tick
+        self._prepare()
         for _ in range(ticks // self.several):
             self.many.replay()
         for _ in range(ticks % self.several):
             self.single.replay()
         kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.extras)
         return self.tokens[:ticks].to("cpu", non_blocking=True), self.kind(*kept)
+
+    def tick(self, lane: Tensor) -> Tensor:
+        """One tick over these lanes, which fill the graph: what it said, on the device."""
+        self.lane.copy_(lane)
+        self.seats = []
+        self._prepare()
+        self.single.replay()
+        return self.tokens[0].clone()
+
+    def _prepare(self) -> None:
+        books, nobody = self.runner.lanes.books, self.runner.lanes.nobody
+        books.tick.fill_(-1)
+        books.place[nobody:].zero_()  # rows that fill up see one slot, and not more with every tick

@@ -86,11 +86,7 @@ class LanePolicies:
                 self._forced = torch.zeros(len(self._integers), self.slots, dtype=torch.int32, device=self.device)
         if self._forced is not None and (forced or lane in self._forced_before):
             self._forced_before.add(lane)
-            depth_of_slot = torch.zeros(self.slots, dtype=torch.int32)
-            for slot, depth in forced.items():
-                if slot < self.slots:
-                    depth_of_slot[slot] = depth
-            self._forced[lane].copy_(depth_of_slot, non_blocking=True)
+            self._write(self._forced, lane, [forced.get(slot, 0) for slot in range(self.slots)])
 
     def clear(self, lane: int) -> None:
         """Takes a lane back; the answers of its rows have no meaning until it is set."""

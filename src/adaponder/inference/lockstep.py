@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from adaponder.errors import InputError
-from adaponder.inference.request import forced_depths
 from adaponder.inference.sequence import Sequence
 
 WAITS = -3
@@ -57,7 +56,7 @@ class Rounds:
             for one in decoding:
                 place = self.begun.setdefault(one.number, one.prompt_length - 1)
                 self.begun[one.number] = place + 1
-                self.left[one.number] = forced_depths(one.request).get(place, one.iterations)
+                self.left[one.number] = one.forced.get(place, one.iterations)
         for one in mine:
             self.left[one.number] -= 1
         return mine

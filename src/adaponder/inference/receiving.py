@@ -117,7 +117,7 @@ class Receiver:
         )
 
     def _take(self, sequence: Sequence, token: Token) -> None:
-        sequence.set_depth(len(sequence.tokens) - 1, token.depth)
+        sequence.set_depth([len(sequence.tokens) - 1], token.depth)
         self.scheduler.saw_depth(sequence.kind, 1, sequence.reading)
         sequence.tokens.append(token.id)
         sequence.generated.append(token)
@@ -133,8 +133,7 @@ class Receiver:
     def _read(self, chunk: Chunk, read: Read) -> None:
         sequence, goes_on = chunk.sequence, read.goes_on.tolist()
         halted = [place for place, on in zip(chunk.tokens, goes_on, strict=True) if not on]
-        for place in halted:
-            sequence.set_depth(place, (chunk.iteration + 1) * self.runner.width)
+        sequence.set_depth(halted, (chunk.iteration + 1) * self.runner.width)
         self.rows += len(chunk.tokens) * self.runner.width
         self.scheduler.saw_depth(sequence.kind, len(halted), len(halted) * (chunk.iteration + 1))
         if read.predicted is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,9 +69,10 @@ class TickRows(Rows):
         alone, parts = self.alone, []
         if alone:
             parts.append(self.runner.gates(gates)(values[:alone], self.iteration[:alone, None]))
-        for cohort in self.cohorts:
-            those = slice(cohort.start // self.slots_per_token, cohort.stop // self.slots_per_token)
-            parts.append(gates[min(cohort.iteration, len(gates) - 1)](values[those]))
+        for iteration, together in groupby(self.cohorts, key=lambda cohort: cohort.iteration):
+            first, *_ = those = list(together)
+            rows = slice(first.start // self.slots_per_token, those[-1].stop // self.slots_per_token)
+            parts.append(gates[min(iteration, len(gates) - 1)](values[rows]))
         return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].dtype) for part in parts])
 
     def decide(self, gate: Tensor, hidden: Tensor) -> None:

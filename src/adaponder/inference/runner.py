@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +19,9 @@ from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import LanePolicies
 from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
 from adaponder.inference.lockstep import WAITS, Lockstep
+from adaponder.inference.pass_graphs import GraphedBody
 from adaponder.inference.prefixes import Span
-from adaponder.inference.request import forced_depths
+from adaponder.inference.prompts import ChunkRows, Chunks, Read, states_of
 from adaponder.inference.row_gates import RowGates
 from adaponder.inference.rows import TickInput, TickRows
 from adaponder.inference.sampler import Features, SamplerState, prompt_log_probabilities
@@ -29,10 +31,7 @@ from adaponder.inference.threads import pass_threads
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows
-from adaponder.ops.ledger_attention import Cohort, LedgerRows
-
-# Chunks of prompts, each with its pool rows.
-Chunks = Many[tuple[Chunk, list[int]]]
+from adaponder.ops.ledger_attention import LedgerRows
 
 
 class Extras(NamedTuple):
@@ -49,13 +48,6 @@ class Log(NamedTuple):
 
     token: Tensor
     extras: Extras
-
-
-class Read(NamedTuple):
-    """What a tick says of the tokens of a chunk: ``goes_on [n]``, and their log-probabilities where they are wanted."""
-
-    goes_on: Tensor
-    predicted: Any
 
 
 @dataclass
@@ -86,7 +78,7 @@ class Launch:
         if self.pieces:
             token = torch.full((self.ticks, len(self.decoding)), WAITS)
             for tick, (columns, said) in enumerate(self.pieces):
-                token[tick, columns] = said[0, : len(columns)]  # a graph has more rows than that
+                token[tick, columns] = said[: len(columns)]  # a graph has more rows than that
             self.log = Log(token, Extras())
         assert self.log is not None
         return self.log
@@ -123,6 +115,7 @@ class Runner:
         nothing = TickRows(self, TickInput(one, one, one, one, one[:, None], None), 1, ())
         first = self.method.start(nothing, embedded)
         self.graphs: Graphs | None = None
+        self.replayed: Body | None = None
         self._gates: tuple[Any, RowGates] | None = None
         self.lock: Lockstep | None = None
         self.top_k: int | None = None  # instead of the config's
@@ -131,6 +124,11 @@ class Runner:
         self.drafts: Drafting | None = None
         if window > 1:
             self.drafts = Drafting(self.lanes.books, size=window, passes=self.passes, vanishes=self.vanishes)
+
+    def use_graphs(self, ticks: int) -> None:
+        """Replays ticks as CUDA graphs, so many in a row at most, and the passes of ticks that cannot be one."""
+        self.graphs = Graphs(self, ticks)
+        self.replayed = GraphedBody(self.body, self.graphs, self.lanes.nobody)
 
     # --- lanes --------------------------------------------------------------------------------------------------
 
@@ -141,7 +139,7 @@ class Runner:
             sequence.seat,
             sequence.policy,
             request.seed,
-            forced_depths(request),
+            sequence.forced,
             min(self.passes, sequence.iterations) - 1,
         )
         columns = [span.columns for span in sequence.shared]
@@ -192,12 +190,14 @@ class Runner:
         seats = [one.seat for one in plan.decoding]
         if plan.rounds:
             self._run_rounds(seats, needs, plan, launch)
-        elif self.graphs is None or self.policies.callables():
+        elif self.graphs is None:
             self._run(seats, needs, plan.chunks, plan, launch)
         else:
-            if seats:
+            if seats and self.policies.callables():
+                self._run(seats, needs, (), plan, launch)
+            elif seats:
                 launch.log = Log(*self.graphs.run(seats, needs, plan.longest, plan.ticks))
-            if plan.chunks:  # a pass of its own: the host takes longer to launch it than the device for many ticks
+            if plan.chunks:  # a pass of its own, after the ticks: the host has time to launch it while they run
                 self._run([], Needs(), plan.chunks, plan, launch)
         if self.device.type == "cuda":
             launch.ready = torch.cuda.Event()
@@ -208,15 +208,17 @@ class Runner:
         """Ticks of some of the lanes each; those that are left out wait. No extras are told."""
         if plan.chunks:
             self._run([], Needs(), plan.chunks, plan, launch)
-        for members in plan.rounds:
-            mine = [one.seat for one in members]
-            if self.graphs is not None and not self.policies.callables():
-                tokens, _ = self.graphs.run(mine, needs, plan.longest, 1)
-            else:
+        column = {seat: number for number, seat in enumerate(seats)}
+        groups = [[one.seat for one in members] for members in plan.rounds]
+        if self.graphs is not None and not self.policies.callables():
+            tokens = self.graphs.run_each(groups, needs, plan.longest)
+        else:
+            tokens = []
+            for mine in groups:
                 piece = Launch([], 1)
                 self._run(mine, needs, (), replace(plan, ticks=1), piece)
-                tokens = piece.wait().token
-            launch.pieces.append(([seats.index(seat) for seat in mine], tokens))
+                tokens.append(piece.wait().token[0])
+        launch.pieces = [([column[seat] for seat in mine], said) for mine, said in zip(groups, tokens, strict=True)]
 
     def _run(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
         """Runs ticks one by one, the chunks in the first; without seats there is but that one."""
@@ -230,11 +232,10 @@ class Runner:
         log = self.new_log(ticks, len(seats))
         self.lanes.books.tick.fill_(-1)
         for _ in range(ticks):
-            extra, reads = self.tick(lane, chunks, needs, plan.longest, log)
+            extra, reads = self.tick(lane, chunks, needs, plan.longest, log, self.replayed)
             extras.append(extra)
             for (chunk, _), read in zip(chunks, reads, strict=True):
-                predicted = None if read.predicted is None else tuple(_to_host(part) for part in read.predicted)
-                launch.chunks.append((chunk, chunk.sequence.stay, Read(_to_host(read.goes_on), predicted)))
+                launch.chunks.append((chunk, chunk.sequence.stay, read))
             launch.failed |= self.policies.errors
             chunks = ()
         if launch.log is None:
@@ -250,50 +251,74 @@ class Runner:
     def as_tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
 
-    def tick(self, lane: Tensor, chunks: Chunks, needs: Needs, longest: int, log: Tensor) -> tuple[Extras, list[Read]]:
-        """One pass over a row of each of these lanes and over these chunks; ``log [ticks, n]`` gets the tokens."""
+    def _pinned(self, numbers: np.ndarray) -> Tensor:
+        """On the device, without waiting for it however many there are."""
+        values = torch.from_numpy(numbers)
+        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
+
+    def tick(
+        self, lane: Tensor, chunks: Chunks, needs: Needs, longest: int, log: Tensor, body: Body | None = None
+    ) -> tuple[Extras, list[Read]]:
+        """One pass over a row of each of these lanes and over these chunks; ``log [ticks, n]`` gets the tokens.
+
+        ``body`` is who reads, instead of the runner's own.
+        """
         lanes, keeps = self.lanes, self.policies.reads_previous()
         seated, lane = lane, lane if self.lock is None else self.lock.present(lane)
-        if self.drafts is not None:
+        alone, parts, cohorts, ids = len(lane), [], (), lane[:0]
+        if self.drafts is not None and alone:
             lane, seat, begun, _ = self.drafts.begin(lane)
+            alone = len(lane)
         else:
             seat, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
-        before = lanes.state.hidden[seat] if keeps else None
-        parts, cohorts, start = [TickInput(lane, *begun[1:], before)], [], len(lane)
-        for chunk, rows in chunks:
-            parts.append(self._chunk_rows(chunk, rows, keeps))
-            stop, last_slot = start + len(chunk.tokens), (chunk.tokens[-1] + 1) * self.width - 1
-            cohorts.append(
-                Cohort(start * self.width, stop * self.width, chunk.sequence.seat, chunk.iteration, last_slot)
+        if alone or not chunks:
+            parts.append(TickInput(lane, *begun[1:], lanes.state.hidden[seat] if keeps else None))
+        if chunks:
+            tick, ids, cohorts = ChunkRows.of(
+                chunks,
+                alone=alone,
+                passes=self.passes,
+                width=self.width,
+                before=lanes.state.hidden.new_zeros(1, *lanes.state.hidden.shape[1:]) if keeps else None,
+                to_device=self._pinned,
             )
-            start = stop
-        rows = TickRows(self, TickInput.joined(parts), len(lane), tuple(cohorts))
-        state = self._begin(rows, begun.token, seat, chunks)
-        state, hidden = self._pass(rows, TickInput.joined(parts), state, longest)
-        extras = self._decoded(rows, begun, seat, rows_of(state, slice(len(lane))), hidden, needs, log)
+            parts.append(tick)
+        tick = TickInput.joined(parts)
+        rows = TickRows(self, tick, alone, cohorts)
+        state = self._begin(rows, begun.token, seat, chunks, ids)
+        state, hidden = self._pass(body or self.body, rows, tick, state, longest)
+        extras = Extras()
+        if alone or not chunks:
+            extras = self._decoded(rows, begun, seat, rows_of(state, slice(alone)), hidden, needs, log)
         if self.lock is not None:
-            self.lock.step(seated, rows.active[: len(lane), 0], lanes.books.tick, log)
-        reads = []
-        for (chunk, _), cohort in zip(chunks, cohorts, strict=True):
-            which = slice(cohort.start // self.width, cohort.stop // self.width)
-            chunk.state, chunk.before = rows_of(state, which), hidden[which] if keeps else None
-            reads.append(Read(rows.active[which, 0], self._predicted(chunk, hidden[which])))
-        return extras, reads
+            self.lock.step(seated, rows.active[:alone, 0], lanes.books.tick, log)
+        return extras, self._reads(chunks, rows, state, hidden, keeps)
 
-    def _begin(self, rows: TickRows, token: Tensor, seat: Tensor, chunks: Chunks) -> State:
+    def _begin(self, rows: TickRows, token: Tensor, seat: Tensor, chunks: Chunks, ids: Tensor) -> State:
         """What rows begin their pass with: the method's start, or what it kept of the iteration before."""
-        embed, alone = self.backbone.embed, rows.alone
-        first = self.method.start(rows, embed(token[:, None]))
-        states = [resumed(first, self.lanes.state, seat, rows.iteration[:alone])]
-        for chunk, _ in chunks:
-            if chunk.state is None:
-                ids = self.as_tensor([chunk.sequence.tokens[place] for place in chunk.tokens])
-                states.append(self.method.start(rows, embed(ids[:, None])))
-            else:
-                states.append(chunk.state)
+        embed, alone, states = self.backbone.embed, rows.alone, []
+        if alone or not chunks:
+            first = self.method.start(rows, embed(token[:, None]))
+            states.append(resumed(first, self.lanes.state, seat, rows.iteration[:alone]))
+        states += states_of(chunks, ids, lambda those: self.method.start(rows, embed(those[:, None])))
         return joined(states)
 
-    def _pass(self, rows: TickRows, tick: TickInput, state: State, longest: int) -> tuple[State, Tensor]:
+    def _reads(self, chunks: Chunks, rows: TickRows, state: State, hidden: Tensor, keeps: bool) -> list[Read]:
+        """What becomes of the tokens of chunks; each chunk keeps what they go on with."""
+        if not chunks:
+            return []
+        goes_on, reads = _to_host(rows.active[rows.alone :, 0]), []
+        for (chunk, _), cohort in zip(chunks, rows.cohorts, strict=True):
+            start, stop = cohort.start // self.width, cohort.stop // self.width
+            which = slice(start, stop)
+            chunk.state, chunk.before = rows_of(state, which), hidden[which] if keeps else None
+            predicted = self._predicted(chunk, hidden[which])
+            if predicted is not None:
+                predicted = tuple(_to_host(part) for part in predicted)
+            reads.append(Read(goes_on[start - rows.alone : stop - rows.alone], predicted))
+        return reads
+
+    def _pass(self, body: Body, rows: TickRows, tick: TickInput, state: State, longest: int) -> tuple[State, Tensor]:
         """A pass of the backbone and the method's lines after it: (their state for the next pass, hidden states)."""
         width, alone, cohorts = self.width, rows.alone, rows.cohorts
         lane, slot, iteration, row = tick.lane, tick.place, tick.iteration, tick.row.flatten()
@@ -306,7 +331,7 @@ class Runner:
         longest = min(longest, self.lanes.index.shape[2])
         ledger = LedgerRows(self.lanes.index, lane, slot, iteration, row, alone * width, cohorts, longest)
         position = tick.place if width == 1 else tick.place.repeat_interleave(width)
-        output = self.body.read(state.input.flatten(0, 1), position, ledger, self.pools)
+        output = body.read(state.input.flatten(0, 1), position, ledger, self.pools)
         grid = (len(tick.lane), width, -1)
         state = self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
         hidden = state.hidden
@@ -343,21 +368,6 @@ class Runner:
         tokens = chunk.sequence.tokens
         targets = self.as_tensor([tokens[place + 1] for place in chunk.tokens])
         return prompt_log_probabilities(self.backbone.logits(hidden[:, 0]), targets, wanted)
-
-    def _chunk_rows(self, chunk: Chunk, rows: list[int], keeps: bool) -> TickInput:
-        sequence, place = chunk.sequence, self.as_tensor(chunk.tokens)
-        before = None
-        if keeps:
-            before = place.new_zeros(len(place), 1, self.model.config.hidden_size, dtype=self.dtype)
-            before = before if chunk.before is None else chunk.before
-        return TickInput(
-            lane=torch.full_like(place, sequence.seat),
-            place=place,
-            iteration=torch.full_like(place, chunk.iteration),
-            last=torch.full_like(place, min(self.passes, sequence.iterations) - 1),
-            row=self.as_tensor(rows).view(-1, self.width),
-            before=before,
-        )
 
     def survive(self, chunk: Chunk, which: list[int]) -> None:
         """Keeps these tokens of a chunk: those that are read again."""

@@ -144,6 +144,7 @@ class Scheduler:
         self._read_prompts(plan)
         plan.decoding = [sequence for sequence in plan.decoding if sequence.lane is not None]  # none preempted since
         plan.chunks = [(chunk, rows) for chunk, rows in plan.chunks if chunk.sequence.lane is not None]
+        plan.chunks.sort(key=lambda entry: entry[0].iteration)  # chunks at one iteration ask its gate together
         plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
         plan.entering = [sequence for sequence in plan.entering if sequence.lane is not None]
         if plan.empty and self.resident and not any(_in_flight(one) for one in self.resident.values()):

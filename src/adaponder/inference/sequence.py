@@ -11,7 +11,7 @@ from torch import Tensor
 from adaponder.inference.outputs import Token
 from adaponder.inference.pages import RowStream
 from adaponder.inference.prefixes import Span
-from adaponder.inference.request import Request
+from adaponder.inference.request import Request, forced_depths
 from adaponder.inference.sampler import Features
 from adaponder.methods import State
 from adaponder.policies import Policy
@@ -68,7 +68,8 @@ class Sequence:
         begun: how many tokens of the sequence have been given to chunks, shared ones included.
         reading: how many iterations of the token now being read are known.
         depths: of each token, how often it was read; 0 while that is not known.
-        forced_depth: the mean depth that its request forces, where it does.
+        forced: depth by slot of the tokens whose depth its request forces.
+        forced_depth: their mean, where that is every token.
     """
 
     request: Request
@@ -110,6 +111,7 @@ class Sequence:
         self.needs = Features.of(asks), self.request.gates
         self.kind: Hashable = (self.policy.fingerprint, self.iterations)
         self.prompt_length = len(self.tokens)
+        self.forced = forced_depths(self.request)
         self.forget_rows()
 
     def forget_rows(self) -> None:
@@ -146,10 +148,12 @@ class Sequence:
         """Rows on the pages of its own."""
         return (len(self.prompt_rows.pages) + len(self.rows.pages)) * self.page_size
 
-    def set_depth(self, place: int, depth: int) -> None:
-        """The token at ``place`` was read so often."""
-        self.depths += [0] * (place + 1 - len(self.depths))
-        self.depths[place] = depth
+    def set_depth(self, places: list[int], depth: int) -> None:
+        """The tokens at these places, ascending, were read so often."""
+        if places:
+            self.depths += [0] * (places[-1] + 1 - len(self.depths))
+        for place in places:
+            self.depths[place] = depth
 
     def waiting_samples(self) -> list[Sequence]:
         """The samples for which it reads the prompt, and which have nothing of it yet."""

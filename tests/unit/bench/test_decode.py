@@ -223,10 +223,17 @@ def test_a_checkpoint_decides_its_own_depths(tmp_path):
     words().save_pretrained(folder)
     (tmp_path / "text.txt").write_text("The river ran past the mill. " * 40)
     asked = ("--checkpoint", str(folder), "--data", str(tmp_path / "text.txt"), "--lanes=2", "--contexts=9")
-    (row,) = measured(*asked, tmp_path=tmp_path)["metrics"]["rows"]
-    assert row["works"], row["problem"]
-    assert row["depth"] is None
-    assert 1 <= row["mean_depth"] <= 3
+    metrics = measured(*asked, tmp_path=tmp_path)["metrics"]
+    for row in metrics["rows"]:
+        assert row["works"], row["problem"]
+        assert row["depth"] is None
+        assert 1 <= row["mean_depth"] <= 3
+    plain, drafting = metrics["rows"]
+    assert plain["accepted_share"] is None
+    assert 0 <= drafting["accepted_share"] <= 1
+    (ratio,) = metrics["ratios"]
+    assert ratio["what"] == "over engine"
+    assert ratio["times"] == drafting["tokens_per_second"] / plain["tokens_per_second"]
 
 
 def test_hugging_face_decodes_the_plain_shape(monkeypatch):

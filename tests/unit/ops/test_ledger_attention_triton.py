@@ -197,3 +197,27 @@ def test_a_scratch_is_enough_for_every_split_and_a_smaller_one_is_refused():
     small = Scratch(*(x[: 3 * 2 * 5 - 1] for x in scratch))
     with pytest.raises(ValueError, match="too small: 30 places of 8 needed"):
         launch.ledger_attention(made.query, made.keys, made.values, made.rows, splits=5, scratch=small)
+
+
+@pytest.mark.parametrize(("number", "device", "dtype"), places(2))
+def test_tiles_of_padded_rows_equal_cohorts(number, device, dtype):
+    """Rows that fill up see nothing and get zeros; what the table has beyond its tiles is none."""
+    absent, window = ((0.0, None), (0.3, 9))[number]
+    made = case(seed=9 + number, alone=0, cohorts=3, slots=35, heads=2, absent=absent, dtype=dtype, device=device)
+    given = (made.query, made.keys, made.values)
+    wanted = launch.ledger_attention(*given, made.rows, window=window)
+    count, block = len(made.query), launch.block_of(made.rows.cohorts)
+    tiles = launch.tiles_of(made.rows.cohorts, block)
+    size, nobody = count + block + 3, made.rows.index.shape[0] - 1
+    tiles += [(first, size, nobody, 0) for first in range(count, size, block)]
+    table = torch.zeros(len(tiles) + 4, 4, dtype=torch.int32, device=device)
+    table[: len(tiles)] = torch.tensor(tiles)
+    filled = [
+        torch.nn.functional.pad(x, (0, size - count), value=value)
+        for x, value in ((made.rows.lane, nobody), (made.rows.slot, -1), (made.rows.iteration, 0), (made.rows.row, 0))
+    ]
+    query = torch.cat([made.query, torch.full_like(made.query, torch.nan)[:1].expand(size - count, -1, -1)])
+    rows = reference.LedgerRows(made.rows.index, *filled, alone=0, tiles=reference.Tiles(block, table))
+    mixed = launch.ledger_attention(query.contiguous(), made.keys, made.values, rows, window=window)
+    assert torch.equal(mixed[:count], wanted)
+    assert not mixed[count:].any()

@@ -83,6 +83,8 @@ class FusedBody(Body):
             shift = rows.alone
             cohorts = tuple(x._replace(start=x.start - shift, stop=x.stop - shift) for x in rows.cohorts)
             together = _part(rows, rest)._replace(alone=0, cohorts=cohorts)
+        elif rows.tiles is not None:
+            together = rows
         turn, later = (Turn(position[part], self.cos, self.sin) for part in (first, rest))
         return Where(_part(rows, first)._replace(cohorts=()), turn, together, later)
 

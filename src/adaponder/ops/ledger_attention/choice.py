@@ -23,6 +23,12 @@ def _kernels(pool: Tensor) -> ModuleType | None:
     return launch
 
 
+def by_kernels(keys: Tensor, values: Tensor) -> bool:
+    """Whether kernels read pools such as these."""
+    kernels = _kernels(keys)
+    return kernels is not None and kernels.pools_fit(keys, values)
+
+
 def ledger_attention(
     query: Tensor,
     keys: Tensor,

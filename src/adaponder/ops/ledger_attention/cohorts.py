@@ -60,6 +60,8 @@ def cohort_kernel(
 ):
     tile, head = tiles + tl.program_id(1) * 4, tl.program_id(0)
     first, stop = tl.load(tile), tl.load(tile + 1)
+    if first >= stop:
+        return
     ids = index + tl.load(tile + 2) * index_lane + tl.load(tile + 3) * index_iteration
     keys, values = keys + (head // GROUPS) * SIZE, values + (head // GROUPS) * SIZE
     row, part, lane = first + tl.arange(0, ROWS), across(SIZE), tl.arange(0, KEYS)

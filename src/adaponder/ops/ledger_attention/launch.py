@@ -15,7 +15,7 @@ from adaponder.ops.ledger_attention import triton as kernels
 from adaponder.ops.ledger_attention.cohorts import cohort_kernel
 from adaponder.ops.ledger_attention.entry import Projection, Turn
 from adaponder.ops.ledger_attention.scratch import MOST_PROGRAMS, MOST_SPLITS, Scratch, scratch_for
-from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows
+from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows, Tiles
 
 LARGEST = 128  # of head sizes
 # Measured on an H200 with torch 2.11 (bf16, 16 heads; 1 to 128 rows of 128 to 2,048 keys; cohorts of 1,024).
@@ -41,8 +41,12 @@ def fits(query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows) -> bool:
 
 def entry_fits(qkv: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows | None = None) -> bool:
     """The same for rows that enter."""
-    pools = keys.shape[-1] <= LARGEST and keys.shape == values.shape and _packed(keys) and _packed(values)
-    return pools and qkv.stride(-1) == 1 and (rows is None or rows.index.stride(-1) == 1)
+    return pools_fit(keys, values) and qkv.stride(-1) == 1 and (rows is None or rows.index.stride(-1) == 1)
+
+
+def pools_fit(keys: Tensor, values: Tensor) -> bool:
+    """Whether pools lie as the kernels read them."""
+    return keys.shape[-1] <= LARGEST and keys.shape == values.shape and _packed(keys) and _packed(values)
 
 
 def _packed(x: Tensor) -> bool:
@@ -63,7 +67,7 @@ def ledger_attention(
     """Equals :func:`adaponder.ops.ledger_attention.torch.ledger_attention`, for what :func:`fits`."""
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     _alone(query, keys, values, rows, mixed, (None,) * 7, {}, window, scale, scratch, splits)
-    if rows.cohorts:
+    if rows.cohorts or rows.tiles is not None:
         _cohorts(query, keys, values, rows, mixed, window, scale)
     return mixed
 
@@ -227,10 +231,8 @@ def _cohorts(
     scale: float | None,
 ) -> None:
     _, heads, size = query.shape
-    longest = max(cohort.stop - cohort.start for cohort in rows.cohorts)
-    block = next((most for most in COHORT if longest <= most), max(COHORT))
+    block, tiles = rows.tiles or _tiles_on(rows.cohorts, query.device)
     block_keys, warps, stages = COHORT[block]
-    tiles = _tiles(rows.cohorts, block, query.device)
     with on_device_of(query):
         cohort_kernel[(heads, tiles.shape[0])](
             query,
@@ -256,13 +258,25 @@ def _cohorts(
         )
 
 
-@lru_cache(maxsize=32)
-def _tiles(cohorts: tuple[Cohort, ...], block: int, device: torch.device) -> Tensor:
-    """int32 ``[tiles, 4]``: first row, end of the cohort, lane, iteration; long walks first. Every layer asks again."""
+def block_of(cohorts: tuple[Cohort, ...]) -> int:
+    """Rows of a tile: few where all cohorts are short."""
+    longest = max(cohort.stop - cohort.start for cohort in cohorts)
+    return next((most for most in COHORT if longest <= most), max(COHORT))
+
+
+def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
+    """First row, end of the cohort, lane, iteration of each tile; long walks first."""
     tiles = [
         (first, cohort.stop, cohort.lane, cohort.iteration)
         for cohort in cohorts
         for first in range(cohort.start, cohort.stop, block)
     ]
-    tiles.sort(key=lambda tile: tile[0] - tile[1], reverse=True)
-    return torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True)
+    return sorted(tiles, key=lambda tile: tile[0] - tile[1], reverse=True)
+
+
+@lru_cache(maxsize=32)
+def _tiles_on(cohorts: tuple[Cohort, ...], device: torch.device) -> Tiles:
+    """The tiles on the device. Every layer asks again."""
+    block = block_of(cohorts)
+    table = torch.tensor(tiles_of(cohorts, block), dtype=torch.int32)
+    return Tiles(block, table.to(device, non_blocking=True))

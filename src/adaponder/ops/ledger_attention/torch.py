@@ -24,6 +24,16 @@ class Cohort(NamedTuple):
     last_slot: int
 
 
+class Tiles(NamedTuple):
+    """Cohorts cut into blocks of so many rows: int32 ``[tiles, 4]``, first row, end of its cohort, lane, iteration.
+
+    A tile that ends where it begins is none.
+    """
+
+    block: int
+    table: Tensor
+
+
 class LedgerRows(NamedTuple):
     """Which rows ask in a pass, and what each sees.
 
@@ -36,6 +46,8 @@ class LedgerRows(NamedTuple):
         alone: how many rows, from the first, are single queries; the rest lies in cohorts.
         cohorts: the rest, in order.
         longest: a bound on ``slot + 1`` over the rows alone, known on the host; ``None`` for all slots of the index.
+        tiles: instead of ``cohorts`` where a CUDA graph reads them from memory; the kernels alone know them. Each row
+            is in a tile, also one that sees nothing: its slot is -1.
     """
 
     index: Tensor
@@ -46,6 +58,7 @@ class LedgerRows(NamedTuple):
     alone: int
     cohorts: tuple[Cohort, ...] = ()
     longest: int | None = None
+    tiles: Tiles | None = None
 
     @property
     def reach(self) -> int:

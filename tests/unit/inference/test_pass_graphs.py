@@ -1,0 +1,92 @@
+"""A body's passes replayed as graphs equal its own passes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from adaponder.backbones.wrapper import Backbone
+from adaponder.inference import Engine, Request
+from adaponder.inference.bodies.base import Pools
+from adaponder.inference.bodies.llama import LlamaBody
+from adaponder.inference.bodies.neox import NeoxBody
+from adaponder.inference.pass_graphs import GraphedBody, padded_rows
+from adaponder.ops.ledger_attention import Cohort, LedgerRows
+from support import stock, tiny
+
+SLOTS, LANES, ROWS = 40, 4, 200
+
+
+def test_rows_are_padded_to_few_numbers():
+    sizes = [padded_rows(rows) for rows in range(1, 9000)]
+    assert all(size >= rows for rows, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 40
+    assert all(size <= max(rows + 63, 1.25 * rows) for rows, size in enumerate(sizes, start=1))
+
+
+def cohorts(spans: list[tuple[int, int, int]], seed: int) -> LedgerRows:
+    """(lane, iteration, tokens) of each cohort: slots from the first on, and pool rows of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    free = iter((torch.randperm(ROWS - 1, generator=generator) + 1).tolist())
+    index = torch.full((LANES + 1, 2, SLOTS), -1, dtype=torch.int32)
+    places, groups = [], []
+    for lane, iteration, tokens in spans:
+        groups.append(Cohort(len(places), len(places) + tokens, lane, iteration, tokens - 1))
+        for slot in range(tokens):
+            row = next(free)
+            index[lane, iteration:, slot] = row
+            places.append((lane, slot, iteration, row))
+    lane, slot, iteration, row = torch.tensor(places).cuda().unbind(1)
+    return LedgerRows(index.cuda(), lane, slot, iteration, row, alone=0, cohorts=tuple(groups))
+
+
+class _Owner:
+    pool = None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "kind"), [("gpt_neox", NeoxBody), ("llama", LlamaBody)])
+def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family, kind):
+    """The second pass is smaller than the first: nothing of the first may be left in the graph."""
+    backbone = Backbone(stock(family).cuda().bfloat16())
+    body = kind(backbone, lanes=LANES, apart=True, positions=SLOTS)
+    graphed = GraphedBody(body, _Owner(), LANES)
+    width = backbone.stock.config.hidden_size
+    pools = Pools.empty(body.row_shapes(), ROWS, torch.bfloat16, torch.device("cuda"))
+    for seed, spans in enumerate([[(0, 0, 30), (2, 1, 25)], [(1, 0, 9)], [(3, 1, 17), (0, 0, 2), (2, 0, 33)]]):
+        rows = cohorts(spans, seed)
+        x = torch.randn(len(rows.lane), width, device="cuda").bfloat16()
+        plain = Pools.empty(body.row_shapes(), ROWS, torch.bfloat16, x.device)
+        for pool in pools.keys + pools.values:
+            pool.zero_()
+        with torch.no_grad():
+            wanted, got = body.read(x, rows.slot, rows, plain), graphed.read(x, rows.slot, rows, pools)
+        torch.testing.assert_close(got.hidden.float(), wanted.hidden.float(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(got.stream.float(), wanted.stream.float(), rtol=0.05, atol=0.05)
+        for ours, theirs in zip(pools.keys + pools.values, plain.keys + plain.values, strict=True):
+            torch.testing.assert_close(ours[1:].float(), theirs[1:].float(), rtol=0.05, atol=0.05)
+    assert len(graphed.graphs) <= 3
+
+
+@pytest.mark.gpu
+def test_a_policy_of_ones_own_between_replayed_passes_says_the_same():
+    """Prompts and decoding, with a neighbour whose policy is this package's."""
+    model = tiny("adaponder", iterations=3).eval().cuda()
+
+    def even(rows):
+        return rows.slot % 2 == 0
+
+    requests = [
+        Request(prompt=[lane, 5, 7], max_new_tokens=9, temperature=0.0, policy=even if lane % 2 else None)
+        for lane in range(4)
+    ]
+    plain = Engine(copy.deepcopy(model), lanes=4, tokens=40)
+    plain.runner.graphs = plain.runner.replayed = None
+    wanted = plain.generate(requests)
+    engine = Engine(model, lanes=4, tokens=40)
+    with pytest.warns(UserWarning, match="Python of your own"):
+        said = engine.generate(requests)
+    assert engine.runner.replayed.graphs
+    assert [(one.ids, one.depths) for (one,) in said] == [(one.ids, one.depths) for (one,) in wanted]
