@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from adaponder.commands.options import ReproduceOptions
 from adaponder.data import Shards
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
-from adaponder.reproduction.queue import Experiment, Queue, read_queue
+from adaponder.reproduction.queue import Corpus, Experiment, Queue, read_queue
 from adaponder.reproduction.records import carry_out, read_records, record_of, result
 from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
 from adaponder.terminal import console, errors, line, table, write_json
@@ -28,10 +28,10 @@ _LOOK, _SAY = 0.5, 30.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs of one command share: the queue's file, folders of data, runs and records, device and commit."""
+    """What all runs of one command share: the queue's file, text, folders of runs and records, device and commit."""
 
     queue: Path
-    data: Path
+    corpora: Mapping[str, Corpus]
     runs: Path
     records: Path
     device: str
@@ -39,7 +39,7 @@ class Setup:
 
     def command(self, experiment: Experiment, beside: int) -> list[str]:
         """The command line of the process that trains one run, with ``beside`` others at the same time."""
-        paths = {"queue": self.queue, "data": self.data, "runs": self.runs, "records": self.records}
+        paths = {"queue": self.queue, "data": self.corpora[""].folder, "runs": self.runs, "records": self.records}
         options = paths | {"device": self.device, "commit": self.commit, "beside": beside, "run": experiment.label}
         words = [f"--{name}={value}" for name, value in options.items()]
         return [sys.executable, "-m", "adaponder", "reproduce", *words, f"--seeds={experiment.seed}"]
@@ -51,41 +51,69 @@ def run(options: ReproduceOptions) -> int:
     queue = read_queue(path)
     records = options.records or path.parent / "records"
     claim, seeds = options.claim, options.seeds
-    if sum([claim is not None, options.listed and claim is None, options.following, options.one is not None]) != 1:
+    alone = [claim is not None, options.listed and claim is None, options.following, options.one is not None]
+    if sum(alone) != 1:
         raise InputError("name a claim, or say --next, --list or --run LABEL; --list shows the claims")
     if seeds and claim is None and options.one is None:
         raise InputError("--seeds: name the claim whose runs are to have them; the queue has its own")
     if options.listed:
         chosen = queue.of_claim(claim, seeds) if claim else list(queue.experiments)
-        data_hash = queue.data_hash if options.data is None else _data_hash(options.data, queue)
-        show(queue, chosen, read_records(records), data_hash, json=options.json)
+        show(queue, chosen, read_records(records), _corpora(queue, options.data), json=options.json)
         return 0
-    folder = options.data or Path(queue.data_folder)
-    data_hash = _data_hash(folder, queue)
-    setup = Setup(path, folder, options.runs, records, options.device, commit_of(options.commit, needed=True))
+    corpora = _corpora(queue, options.data or Path(queue.main.folder or ""))
+    setup = Setup(path, corpora, options.runs, records, options.device, commit_of(options.commit, needed=True))
     if options.one is not None:
-        experiment = _by_label(queue, options.one, seeds)
-        written = carry_out(
-            experiment,
-            data=folder,
-            runs=options.runs,
-            records=records,
-            device=options.device,
-            commit=setup.commit,
-            beside=options.beside,
-        )
-        console.print(line("record in ", (written, "bold")), soft_wrap=True)
+        _one(queue, _by_label(queue, options.one, seeds), setup, beside=options.beside)
         return 0
-    chosen = list(queue.experiments) if claim is None else queue.of_claim(claim, seeds)
-    code = _work_through(queue, chosen, setup, data_hash, minutes=options.minutes, jobs=options.jobs)
-    show(queue, chosen, read_records(records), data_hash, json=options.json)
+    chosen = _prepared(queue.of_claim(claim, seeds) if claim else list(queue.experiments), corpora)
+    code = _work_through(queue, chosen, setup, minutes=options.minutes, jobs=options.jobs)
+    show(queue, chosen, read_records(records), corpora, json=options.json)
     return code
+
+
+def _one(queue: Queue, experiment: Experiment, setup: Setup, *, beside: int) -> None:
+    """Trains one run in this process, measures what any claim wants of it, and writes its record."""
+    from adaponder.commands.measures import measuring
+
+    corpus = setup.corpora[experiment.corpus]
+    written = carry_out(
+        experiment,
+        data=None if corpus.folder is None else Path(corpus.folder),
+        corpus=corpus,
+        runs=setup.runs,
+        records=setup.records,
+        device=setup.device,
+        commit=setup.commit,
+        beside=beside,
+        measure=measuring(queue.measures_of(experiment), device=setup.device),
+    )
+    console.print(line("record in ", (written, "bold")), soft_wrap=True)
+
+
+def _corpora(queue: Queue, data: Path | None) -> dict[str, Corpus]:
+    """The queue's corpora, with the prepared text in ``data``, if it is given, as the main one."""
+    if data is None:
+        return dict(queue.corpora)
+    return dict(queue.corpora) | {"": replace(queue.main, folder=str(data), hash=_data_hash(data, queue))}
+
+
+def _prepared(chosen: Sequence[Experiment], corpora: Mapping[str, Corpus]) -> list[Experiment]:
+    """The runs whose corpus is there; prints how the others' is made."""
+    missing = {
+        corpus
+        for corpus in {corpora[each.corpus] for each in chosen}
+        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file()
+    }
+    for corpus in sorted(missing, key=lambda each: each.name):
+        count = sum(each.corpus == corpus.name for each in chosen)
+        console.print(f"{count} runs are left out until their text is prepared: {corpus.prepare}", soft_wrap=True)
+    return [each for each in chosen if corpora[each.corpus] not in missing]
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
     """The hash of the prepared data in ``folder``; prints a notice if the queue has another."""
     if not (folder / "manifest.json").is_file():
-        raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.prepare}")
+        raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.main.prepare}")
     # Without checksums: each run compares every byte when it opens the data.
     data_hash = Shards.open(folder, "train", verify=False).content_hash()
     if data_hash != queue.data_hash:
@@ -118,18 +146,18 @@ class _Running:
     log: Path
 
 
-def _work_through(
-    queue: Queue, chosen: Sequence[Experiment], setup: Setup, data_hash: str, *, minutes: float | None, jobs: int
-) -> int:
+def _work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
     """Trains ``jobs`` runs at a time until none is left that fits; returns the exit code.
 
     0 if all went well, 1 if a run failed, 130 if interrupted.
     """
     begin = time.monotonic()
     known = read_records(setup.records)
-    # A run may serve several claims, under one label: it is trained once.
-    runs = list({each.label: each for each in reversed(chosen)}.values())[::-1]
-    waiting = [each for each in runs if record_of(each, known, data_hash) is None]
+    # A run may serve several claims, under one label: it is trained once, and waits if one of them is not served.
+    labels = {each.label: each for each in reversed(chosen)}
+    unserved = {each.label for each in chosen if record_of(each, known, setup.corpora[each.corpus]) is None}
+    runs = list(labels.values())[::-1]
+    waiting = [each for each in runs if each.label in unserved]
     console.print(f"{len(runs)} runs: {len(runs) - len(waiting)} have a record, {len(waiting)} to do")
     cost = _costs(queue, waiting, known, setup.device, jobs, limited=minutes is not None)
     setup.runs.mkdir(parents=True, exist_ok=True)
@@ -253,7 +281,7 @@ def show(
     queue: Queue,
     chosen: Sequence[Experiment],
     records: Sequence[Mapping[str, Any]],
-    data_hash: str,
+    corpora: Mapping[str, Corpus],
     *,
     json: Path | None = None,
 ) -> None:
@@ -262,14 +290,20 @@ def show(
     for claim in dict.fromkeys(each.claim for each in chosen):
         rows = []
         for each in (each for each in chosen if each.claim == claim):
-            record = record_of(each, records, data_hash)
+            record = record_of(each, records, corpora[each.corpus])
             entries.append(_entry(each, record))
-            changed = " ".join(change.partition(".")[2] for change in each.changes)
+            changed = " ".join(change.partition(".")[2] for change in each.changes) + _continued(each)
             loss, depth, scale = ("—", "—", "—") if record is None else _figures(record)
             rows.append((each.recipe, changed, str(each.seed), scale, loss, depth, entries[-1]["state"]))
         columns = ("recipe", "changed", "seed", "emb. scale", "loss", "depth", "state")
         console.print(table(f"\n{claim}: {queue.claims[claim]}", columns, rows))
-    write_json(json, {"data": data_hash, "runs": entries})
+    write_json(json, {"data": corpora[""].hash, "runs": entries})
+
+
+def _continued(experiment: Experiment) -> str:
+    """What a run continues and on which text, where that is not the rule."""
+    source = "" if experiment.source is None else f" from {experiment.source.setting}"
+    return source + (f" on {experiment.corpus}" if experiment.corpus else "")
 
 
 def _entry(experiment: Experiment, record: Mapping[str, Any] | None) -> dict[str, Any]:

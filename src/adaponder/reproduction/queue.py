@@ -6,6 +6,7 @@ none and is repeated.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -26,25 +27,76 @@ _BY_HASH = ("source", "tokenizer", "validation")
 
 
 @dataclass(frozen=True)
+class Corpus:
+    """Prepared text that runs are trained on.
+
+    Attributes:
+        name: empty for the queue's main corpus.
+        folder: where ``adaponder prepare`` put it; ``None`` leaves the recipe's own ``data.source``.
+        hash: the data hash of its records; ``None`` where none is fixed: records are then known by the name.
+        prepare: the command that makes it.
+        says: what it is.
+    """
+
+    name: str
+    folder: str | None
+    hash: str | None
+    prepare: str
+    says: str = ""
+
+    def trained(self, record: Mapping[str, Any]) -> bool:
+        """Whether this record stands on this corpus."""
+        return record["data"] == self.hash if self.hash else record.get("corpus") == self.name
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """One training run of a claim: a recipe, what is changed in it, and a seed."""
+    """One training run of a claim: a recipe, what is changed in it, and a seed.
+
+    Attributes:
+        measures: what is measured on the trained model before it is given up, by name (``commands/measures.py``).
+        corpus: the name of its corpus; empty for the queue's main one.
+        source: the label of the run, of the same seed, whose final model this one continues.
+        again: how many earlier runs of the same recipe, seed and data there must be; 0 for an ordinary run.
+    """
 
     claim: str
     recipe: str
     changes: tuple[str, ...]
     seed: int
+    measures: tuple[str, ...] = ()
+    corpus: str = ""
+    source: Experiment | None = None
+    again: int = 0
+
+    @property
+    def setting(self) -> str:
+        """The label without the seed: equal for runs that are compared seed by seed."""
+        recipe = Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe
+        whence = [] if self.source is None else [f"from-{self.source.setting}"]
+        corpus = [f"on-{self.corpus}"] if self.corpus else []
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([recipe, *map(_short, self.changes), *whence, *corpus]))
 
     @property
     def label(self) -> str:
         """A name for people, folders and files: ``mini-ponder-k2-lr-0.004-seed-1``."""
-        recipe = Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe
-        words = "-".join([recipe, *map(_short, self.changes), f"seed-{self.seed}"])
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", words)
+        again = f"-again-{self.again}" if self.again else ""
+        return f"{self.setting}-seed-{self.seed}{again}"
 
-    def resolved(self, data: Path | str | None = None) -> Recipe:
-        """The recipe that is trained, on the shards in ``data``."""
+    def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
+        """The recipe that is trained, on the shards in ``data``, continuing a run in the folder ``runs``.
+
+        Without ``runs`` the backbone of a run that continues another is ``from`` and the label of the other.
+        """
         source = [] if data is None else [f"data.source={data}"]
+        if self.source is not None:
+            folder = f"from {self.source.label}" if runs is None else str(runs / self.source.label / "final")
+            source += [f"model.backbone={json.dumps(folder)}"]
         return load_recipe(self.recipe, [*self.changes, f"train.seed={self.seed}", *source])
+
+    def with_seed(self, seed: int) -> Experiment:
+        source = None if self.source is None else self.source.with_seed(seed)
+        return dataclasses.replace(self, seed=seed, source=source)
 
 
 @dataclass(frozen=True)
@@ -54,19 +106,27 @@ class Queue:
     Attributes:
         claims: what each claim says.
         experiments: all runs, most useful first.
-        data_folder, data_hash, prepare: the prepared corpus, the hash that its records carry, and how it is made.
+        corpora: prepared text by name; the main one has the empty name.
         hardware, start, iteration: device seconds of a run on this hardware where none like it was timed: to start,
             and for each iteration of 3,000 steps.
     """
 
     claims: Mapping[str, str]
     experiments: Sequence[Experiment]
-    data_folder: str
-    data_hash: str
-    prepare: str
+    corpora: Mapping[str, Corpus]
     hardware: str
     start: float
     iteration: float
+
+    @property
+    def main(self) -> Corpus:
+        return self.corpora[""]
+
+    @property
+    def data_hash(self) -> str:
+        """The hash of the main corpus."""
+        assert self.main.hash is not None  # read_queue has seen to it
+        return self.main.hash
 
     def of_claim(self, claim: str, seeds: Sequence[int] = ()) -> list[Experiment]:
         """The runs of one claim; with ``seeds``, each of its settings with those seeds."""
@@ -75,8 +135,12 @@ class Queue:
         chosen = [each for each in self.experiments if each.claim == claim]
         if not seeds:
             return chosen
-        settings = dict.fromkeys((each.recipe, each.changes) for each in chosen)
-        return [Experiment(claim, recipe, changes, seed) for seed in seeds for recipe, changes in settings]
+        return list(dict.fromkeys(each.with_seed(seed) for seed in seeds for each in chosen))
+
+    def measures_of(self, experiment: Experiment) -> tuple[str, ...]:
+        """What any claim wants measured on this run: it is trained once for all of them."""
+        same = [each for each in self.experiments if each.label == experiment.label]
+        return tuple(dict.fromkeys(name for each in [experiment, *same] for name in each.measures))
 
 
 def read_queue(path: Path) -> Queue:
@@ -85,13 +149,13 @@ def read_queue(path: Path) -> Queue:
         raise InputError(f"--queue {path}: there is no such file; a checkout has experiments/queue.yaml")
     raw = read_yaml(path, InputError)
     try:
-        data, seconds, claims = raw["data"], raw["seconds"], raw["claims"]
+        seconds, claims = raw["seconds"], raw["claims"]
+        corpora = {"": _corpus("", raw["data"])}
+        corpora |= {name: _corpus(name, values) for name, values in raw.get("corpora", {}).items()}
         queue = Queue(
             claims={str(claim): str(says) for claim, says in claims.items()},
-            experiments=list(dict.fromkeys(_experiments(raw["runs"], claims))),
-            data_folder=data["folder"],
-            data_hash=data["hash"],
-            prepare=data["prepare"],
+            experiments=list(dict.fromkeys(_experiments(raw["runs"], claims, corpora))),
+            corpora=corpora,
             hardware=seconds["hardware"],
             start=float(seconds["start"]),
             iteration=float(seconds["iteration"]),
@@ -100,30 +164,69 @@ def read_queue(path: Path) -> Queue:
         raise InputError(f"--queue {path}: {type(error).__name__} {error}; see experiments/queue.yaml") from None
     for each in queue.experiments:
         try:
-            each.resolved()
+            for one in (each, *([each.source] if each.source else [])):
+                one.resolved()
         except ConfigError as error:
             raise InputError(f"--queue {path}, claim {each.claim}: {error}") from None
     return queue
 
 
-def _experiments(entries: Sequence[Mapping[str, Any]], claims: Mapping[str, str]) -> Iterator[Experiment]:
-    """An entry is a recipe with what is ``set``, for ``each`` value of further fields, and for each of its seeds."""
+def _corpus(name: str, values: Mapping[str, Any]) -> Corpus:
+    if not name and not values["hash"]:
+        raise ValueError("data.hash: the main corpus needs one")
+    return Corpus(name, values["folder"], values["hash"], values["prepare"], values.get("says", ""))
+
+
+_FIELDS = {"claim", "recipe", "set", "each", "seeds", "measure", "corpus", "from", "times"}
+
+
+def _experiments(
+    entries: Sequence[Mapping[str, Any]], claims: Mapping[str, str], corpora: Mapping[str, Corpus]
+) -> Iterator[Experiment]:
+    """An entry is a recipe with what is ``set``, for ``each`` value of further fields, and for each of its seeds.
+
+    ``measure`` names measurements, ``corpus`` other text, ``from`` the ``recipe`` and ``set`` of the run that is
+    continued; ``times: 2`` trains the same run twice.
+    """
     for entry in entries:
-        if unknown := set(entry) - {"claim", "recipe", "set", "each", "seeds"}:
+        if unknown := set(entry) - _FIELDS:
             raise ValueError(f"{sorted(unknown)[0]}: no such field of a run")
         if entry["claim"] not in claims:
             raise ValueError(f"claim {entry['claim']} is not among the claims")
+        if entry.get("corpus", "") not in corpora:
+            raise ValueError(f"corpus {entry['corpus']} is not among the corpora")
         varied = entry.get("each", {})
         for seed in entry.get("seeds", [0]):
             for values in itertools.product(*varied.values()):
-                changed = entry.get("set", {}) | dict(zip(varied, values, strict=True))
-                changes = tuple(f"{field}={json.dumps(value)}" for field, value in changed.items())
-                yield Experiment(entry["claim"], entry["recipe"], changes, seed)
+                one = Experiment(
+                    claim=entry["claim"],
+                    recipe=entry["recipe"],
+                    changes=_changes(entry.get("set", {}) | dict(zip(varied, values, strict=True))),
+                    seed=seed,
+                    measures=tuple(entry.get("measure", ())),
+                    corpus=entry.get("corpus", ""),
+                    source=_source(entry, seed),
+                )
+                yield from (dataclasses.replace(one, again=again) for again in range(entry.get("times", 1)))
+
+
+def _source(entry: Mapping[str, Any], seed: int) -> Experiment | None:
+    """The run that an entry continues, if it does."""
+    if (source := entry.get("from")) is None:
+        return None
+    if unknown := set(source) - {"recipe", "set"}:
+        raise ValueError(f"from.{sorted(unknown)[0]}: no such field; recipe and set name the run to continue")
+    changes = _changes(source.get("set", {}))
+    return Experiment(entry["claim"], source["recipe"], changes, seed, corpus=entry.get("corpus", ""))
+
+
+def _changes(values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{field}={json.dumps(value)}" for field, value in values.items())
 
 
 def _short(change: str) -> str:
     """``train.lr=0.004`` as ``lr-0.004``."""
-    field, _, value = change.partition("=")
+    field, _, value = change.replace('"', "").partition("=")
     return f"{field.rpartition('.')[2]}-{value}"
 
 

@@ -6,7 +6,7 @@ import datetime
 import json
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from adaponder.bench.record import versions
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError, TrainingError
 from adaponder.files import read_json, write_whole
-from adaponder.reproduction.queue import Experiment, identity
+from adaponder.reproduction.queue import Corpus, Experiment, identity
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
+
+# From the final model's folder and the prepared data to measurements by name.
+Measure = Callable[[Path, Path], dict[str, Any]]
 
 # Enough of a run's log for its curves.
 _LINES = 60
@@ -37,10 +40,18 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], data: str) -> Mapping[str, Any] | None:
-    """The record of this run on the data of that hash, if there is one."""
+def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
+    """The records of this recipe, seed and data, the first run of them first."""
     wanted = identity(experiment.resolved().as_dict())
-    return next((each for each in records if each["identity"] == wanted and each["data"] == data), None)
+    same = [each for each in records if each["identity"] == wanted and corpus.trained(each)]
+    return sorted(same, key=lambda record: record.get("again", 0))
+
+
+def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> Mapping[str, Any] | None:
+    """The record of this run, if there is one: with all that the run is to measure."""
+    found = records_of(experiment, records, corpus)
+    measured = [each for each in found if set(experiment.measures) <= each.get("measured", {}).keys()]
+    return next(iter(measured[experiment.again :]), None)
 
 
 def result(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -49,33 +60,68 @@ def result(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def carry_out(
-    experiment: Experiment, *, data: Path, runs: Path, records: Path, device: str, commit: str, beside: int
+    experiment: Experiment,
+    *,
+    data: Path | None,
+    corpus: Corpus,
+    runs: Path,
+    records: Path,
+    device: str,
+    commit: str,
+    beside: int,
+    measure: Measure | None = None,
 ) -> Path:
     """Trains one run from its first step to its last and writes its record; a folder left by an earlier try is removed.
 
-    ``beside`` is how many other runs share the device; tokens per second are those of this run alone.
+    The run that it continues is trained first if ``runs`` does not hold its final model. ``measure`` is called with the
+    final model's folder and the prepared data, and returns measurements by name. ``beside`` is how many other runs
+    share the device; tokens per second are those of this run alone.
     """
-    recipe = experiment.resolved(data)
+    if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
+        _trained(experiment.source, data=data, runs=runs, device=device)
+    trainer, final = _trained(experiment, data=data, runs=runs, device=device)
+    record = _record(experiment, trainer, final.parent, device=device, commit=commit, beside=beside)
+    record |= {"corpus": corpus.name, "measured": {}}
+    if measure is not None:
+        record["measured"] = measure(final, trainer.sampler.shards.folder)
+    name = identity(record["recipe"])[:8]
+    known = read_records(records) if records.is_dir() else []
+    earlier = [each["again"] for each in map(_counted, known) if each["identity"][:8] == name and corpus.trained(each)]
+    record["again"] = max(earlier, default=-1) + 1
+    again = f"-again-{record['again']}" if record["again"] else ""
+    path = records / f"{experiment.setting}-seed-{experiment.seed}-{name}{again}.json"
+    records.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    return path
+
+
+def _counted(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with ``again``, which the first of its kind may lack."""
+    return {"again": 0} | dict(record)
+
+
+def _trained(experiment: Experiment, *, data: Path | None, runs: Path, device: str) -> tuple[Trainer, Path]:
+    """The trainer at its last step, and the folder of the final model."""
     out = runs / experiment.label
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    outcome = train(recipe, out=out, device=device)
+    outcome = train(experiment.resolved(data, runs), out=out, device=device)
     if outcome.final is None:
         raise TrainingError(
             f"{experiment.label} was stopped at step {outcome.step}: no record; the next try repeats it"
         )
     assert outcome.trainer is not None  # the folder was empty, so this run has trained
-    record = _record(experiment, outcome.trainer, out, device=device, commit=commit, beside=beside)
-    path = records / f"{experiment.label}-{identity(record['recipe'])[:8]}.json"
-    records.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
-    return path
+    return outcome.trainer, outcome.final
 
 
 def _record(
     experiment: Experiment, trainer: Trainer, out: Path, *, device: str, commit: str, beside: int
 ) -> dict[str, Any]:
     recipe = trainer.recipe
+    # Where its source lay on this machine is no part of what was computed.
+    resolved = recipe.as_dict()
+    if experiment.source is not None:
+        resolved["model"]["backbone"] = experiment.resolved().model.backbone
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     on_gpu = torch.device(device).type == "cuda"
@@ -87,7 +133,7 @@ def _record(
         "commit": commit,
         "hardware": hardware_name(device),
         "versions": versions(),
-        "recipe": recipe.as_dict(),
+        "recipe": resolved,
         "recipe_hash": recipe.fingerprint,
         "seed": recipe.train.seed,
         "data": trainer.sampler.shards.content_hash(),

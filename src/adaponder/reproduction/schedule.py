@@ -21,8 +21,13 @@ def device_seconds(
 ) -> float | None:
     """Seconds that a run takes alone on the device: as runs of the same model took there, else by the queue's estimate.
 
-    ``None`` where neither is known.
+    ``None`` where neither is known. A run that continues another is given the time to train that one too.
     """
+    before = 0.0
+    if experiment.source is not None:
+        if (seconds := device_seconds(experiment.source, queue, records, hardware)) is None:
+            return None
+        before = seconds
     recipe = experiment.resolved()
     tokens = _tokens(recipe.as_dict())
     same = _timed_alike(recipe.as_dict())
@@ -32,10 +37,10 @@ def device_seconds(
         if record["hardware"] == hardware and _timed_alike(record["recipe"]) == same
     ]
     if rates:
-        return tokens / statistics.median(rates)
+        return before + tokens / statistics.median(rates)
     if hardware != queue.hardware:
         return None
-    return queue.iteration * (_iterations(recipe)) * tokens / _MEASURED_TOKENS
+    return before + queue.iteration * _iterations(recipe) * tokens / _MEASURED_TOKENS
 
 
 def wall_seconds(device: float, queue: Queue, jobs: int) -> float:

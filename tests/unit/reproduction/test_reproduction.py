@@ -15,12 +15,15 @@ from typer.testing import CliRunner
 
 from adaponder.cli import app
 from adaponder.commands import reproduce as command
+from adaponder.commands.measures import MEASURES
 from adaponder.commands.options import ReproduceOptions
 from adaponder.errors import InputError
+from adaponder.methods import method_class
 from adaponder.recipes import load_recipe
-from adaponder.reproduction.queue import Experiment, identity, read_queue
+from adaponder.reproduction.queue import Corpus, Experiment, Queue, identity, read_queue
 from adaponder.reproduction.records import read_records, record_of, result
 from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
+from adaponder.training.build import config_of
 from training_support import corpus
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +34,11 @@ model:
 data: {sequence: 16}
 train: {steps: 2, global_batch: 2, ponder_start: 0, ponder_full: 0, eval_tokens: 64, log_every: 1}
 """
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Queue:
+    return read_queue(ROOT / "experiments" / "queue.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -56,39 +64,72 @@ def written(folder: Path, **changes) -> Path:
     return path
 
 
-def test_the_queue_that_ships_is_whole_and_its_first_claims_are_lr_and_table1():
-    queue = read_queue(ROOT / "experiments" / "queue.yaml")
+def test_the_queue_that_ships_is_whole_and_its_first_claims_are_lr_and_table1(shipped):
+    queue = shipped
     assert list(queue.claims)[:2] == ["lr", "table1"]
-    assert len({each.label for each in queue.experiments}) == len(
-        {(e.recipe, e.changes, e.seed) for e in queue.experiments}
-    )
+    runs = {(each.label, identity(each.resolved().as_dict()), each.corpus, each.again) for each in queue.experiments}
+    labels, computed = {label for label, *_ in runs}, {tuple(what) for _, *what in runs}
+    assert len(runs) == len(labels) == len(computed), "a run has one label, and a label is of one run"
     methods = {each.resolved().model.method for each in queue.of_claim("lr")}
     assert methods == {"vanilla", "ponder", "loop", "adaponder", "mor", "ouro", "pause"}
     for each in queue.experiments:
-        assert each.resolved().train.steps * 32 * 1024 >= 90_000_000, "a claim stands on 90M tokens at least"
+        trained = [each.resolved(), *([each.source.resolved()] if each.source else [])]
+        tokens = sum(one.train.steps * one.train.global_batch * one.data.sequence for one in trained)
+        assert tokens >= 90_000_000, f"{each.label}: a claim stands on 90M tokens at least"
 
 
-def test_records_that_ship_are_of_runs_in_the_queue_and_say_what_they_stand_on():
-    queue = read_queue(ROOT / "experiments" / "queue.yaml")
+def test_every_declared_run_builds_a_model_and_measures_what_can_be_measured(shipped):
+    """A model on no device: its settings are checked where a run would begin."""
+    queue = shipped
+    built = set()
+    for each in queue.experiments:
+        assert set(each.measures) <= set(MEASURES), each.label
+        recipe = each.resolved()
+        known = json.dumps(recipe.as_dict()["model"], default=str)
+        if known in built:
+            continue
+        built.add(known)
+        if (config := config_of(recipe)) is None:
+            assert each.source is not None, "a checkpoint that is continued is one that the queue trains"
+            assert config_of(each.source.resolved()) is not None
+        else:
+            assert method_class(config.method).own_parameters(config) >= 0
+    assert len(built) > 20
+
+
+def test_the_claims_of_the_issue_are_there_and_each_has_runs(shipped):
+    queue = shipped
+    wanted = "lr table1 frontier gates kv-reuse iterations sensitivity schedule table2 nll-by-step policies"
+    wanted += " acceleration downstream"
+    for claim in wanted.split():
+        assert queue.of_claim(claim), claim
+    paired = {"mini/vanilla", "mini/ponder-k2", "mini/ponder-k3", "mini/ponder", "mini/adaponder"}
+    for recipe in paired:
+        seeds = {e.seed for e in queue.of_claim("table1") if (e.recipe, e.changes) == (recipe, ("train.lr=0.004",))}
+        assert seeds >= {0, 1, 2}, recipe
+
+
+def test_records_that_ship_are_of_runs_in_the_queue_and_say_what_they_stand_on(shipped):
+    queue = shipped
     records = [each for each in read_records(ROOT / "experiments" / "records") if each["data"] == queue.data_hash]
     assert records
     named = {"date", "commit", "hardware", "versions", "recipe_hash", "seed", "data", "embedding_scale"}
     assert all(named <= record.keys() for record in records)
-    done = [each for each in queue.experiments if record_of(each, records, queue.data_hash)]
+    done = [each for each in queue.experiments if record_of(each, records, queue.main)]
     fair = {(e.recipe, e.changes) for e in done if e.claim == "lr"}
     assert {("mini/vanilla", (f"train.lr={lr}",)) for lr in (0.002, 0.004, 0.008)} <= fair
 
 
-def test_tables_of_losses_are_what_the_records_say():
+def test_tables_of_losses_are_what_the_records_say(shipped):
     """README and experiments/README: every loss of the fair tables, beside the depth it was reached at."""
-    queue = read_queue(ROOT / "experiments" / "queue.yaml")
+    queue = shipped
     records = read_records(ROOT / "experiments" / "records")
     known = {
         each.changes[-1].partition("=")[2] + each.recipe + ("" if len(each.changes) == 1 else " unscaled"): result(
             record
         )
         for each in queue.of_claim("lr")
-        if (record := record_of(each, records, queue.data_hash))
+        if (record := record_of(each, records, queue.main))
     }
     kinds = {"vanilla, embedding scale 1": "mini/vanilla unscaled", "vanilla": "mini/vanilla", "Loop": "mini/loop"}
     kinds |= {
@@ -169,6 +210,9 @@ def test_a_claim_with_other_seeds_has_every_setting_once_for_each(tmp_path):
         ({"seconds": None}, "NoneType"),
         ({"claims": ["lr"]}, "AttributeError"),
         ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "each": [1]}]}, "AttributeError"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "corpus": "none"}]}, "corpus none is not among"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "from": {"seed": 1}}]}, "from.seed: no such field"),
+        ({"runs": [{"claim": "lr", "recipe": "cpu/demo", "from": {"recipe": "cpu/none"}}]}, "cpu/none: neither"),
     ],
 )
 def test_a_queue_that_is_wrong_says_where(tmp_path, changes, message):
@@ -252,6 +296,55 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, mon
     for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
         command.run(ReproduceOptions(claim="lr", listed=True, json=tmp_path / "list.json", **place | given))
         assert {each["state"] for each in json.loads((tmp_path / "list.json").read_text())["runs"]} == {state}
+
+
+def place_of(tmp_path, data, path) -> dict:
+    return {"queue": path, "data": data, "records": tmp_path / "records", "runs": tmp_path / "runs", "commit": "abc"}
+
+
+def test_a_run_that_continues_another_trains_it_first_and_both_are_known_by_what_they_are(tmp_path, data):
+    tiny = written(tmp_path).parent / "tiny.yaml"
+    entry = {"claim": "lr", "recipe": str(tiny), "from": {"recipe": str(tiny), "set": {"model.method": "ponder"}}}
+    path = written(tmp_path, runs=[entry | {"set": {"train.lr": 1e-4}, "seeds": [3]}])
+    (experiment,) = read_queue(path).experiments
+    assert experiment.label == "tiny-lr-0.0001-from-tiny-method-ponder-seed-3"
+    assert command.run(ReproduceOptions(one=experiment.label, **place_of(tmp_path, data, path))) == 0
+    (record,) = read_records(tmp_path / "records")
+    assert record["recipe"]["model"]["backbone"] == "from tiny-method-ponder-seed-3"
+    assert record["embedding_scale"] == 4.0, "the source's own"
+    assert (tmp_path / "runs" / "tiny-method-ponder-seed-3" / "final").is_dir()
+    here = Corpus("", None, record["data"], "")
+    assert record_of(experiment, [record], here) is not None
+    assert record_of(experiment.with_seed(4), [record], here) is None
+
+
+def test_a_record_counts_for_a_claim_if_it_measured_what_the_claim_wants(tmp_path, data):
+    """One run measures for all claims; a run that is repeated for a measurement leaves the first record alone."""
+    tiny = str(written(tmp_path).parent / "tiny.yaml")
+    runs = [{"claim": "lr", "recipe": tiny}, {"claim": "table1", "recipe": tiny, "measure": ["steps", "reuse"]}]
+    path = written(tmp_path, runs=runs)
+    plain, measured = read_queue(path).experiments
+    assert plain.label == measured.label
+    assert read_queue(path).measures_of(plain) == ("steps", "reuse")
+    place = place_of(tmp_path, data, path)
+    assert command.run(ReproduceOptions(one=plain.label, **place)) == 0
+    (record,) = read_records(tmp_path / "records")
+    here = Corpus("", None, record["data"], "")
+    assert record_of(plain, [record], here) is record_of(measured, [record], here) is record
+    found = record["measured"]
+    assert sum(found["steps"]["tokens"]) > 0
+    assert found["reuse"]["trained"] == "state"
+    assert found["reuse"]["gap"] == 0, "trained as it is evaluated"
+    bare = record | {"measured": {}}
+    assert record_of(plain, [bare], here) is bare
+    assert record_of(measured, [bare], here) is None
+    assert command.run(ReproduceOptions(one=plain.label, **place)) == 0
+    names = sorted(each["file"] for each in read_records(tmp_path / "records"))
+    assert len(names) == 2
+    assert names[0].endswith("-again-1.json")
+    twice = dataclasses.replace(plain, again=1)
+    assert record_of(twice, [record], here) is None
+    assert (record_of(twice, read_records(tmp_path / "records"), here) or {})["again"] == 1
 
 
 def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, data):

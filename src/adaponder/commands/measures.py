@@ -1,0 +1,217 @@
+"""What is measured on a trained model before it is given up: the analysis claims of the queue, by name.
+
+A measurement is plain data that goes into the run's record. One that cannot be made says why under ``missing`` and the
+run keeps its record: its training is worth more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaponder.analysis.trace import make_trace
+from adaponder.commands.options import EvalOptions
+from adaponder.commands.options.shared import CheckpointOptions, WindowOptions
+from adaponder.commands.subject import Subject, open_subject
+from adaponder.errors import AdaPonderError, InputError, in_one_line
+from adaponder.evaluation.halves import halve
+from adaponder.evaluation.lab.calibration import budgets_between
+from adaponder.evaluation.lab.calibration import frontier as frontier_rows
+from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement
+from adaponder.evaluation.scoring import ScoringOptions, score
+from adaponder.inference import Engine, Request
+from adaponder.policies import Policy
+from adaponder.reproduction.records import Measure
+from adaponder.reproduction.statistics import at_depth
+from adaponder.terminal import console
+
+# Validation tokens of a measurement; those that tune and test halve them.
+_TOKENS = 262_144
+_BATCH = 32
+# Budgets around a model's own depth, between which losses are interpolated.
+_AROUND = (-0.15, 0.0, 0.15)
+# Downstream sets, as ``adaponder eval --task-data`` reads them, and where they are looked for.
+_TASKS, _TASK_DATA = ("lambada_openai", "hellaswag", "arc_easy", "sciq"), Path("data/tasks")
+# Sequences that decode at a time, and tokens of each prompt and of each answer, at most.
+_LANES, _NEW = 64, 128
+
+
+def measuring(names: Sequence[str], *, device: str) -> Measure | None:
+    """A function that opens a final model and makes the named measurements; ``None`` where there are none."""
+    if unknown := set(names) - set(MEASURES):
+        raise InputError(f"measure {sorted(unknown)[0]}: no such measurement; there are {', '.join(MEASURES)}")
+    if not names:
+        return None
+
+    def measure(final: Path, data: Path) -> dict[str, Any]:
+        subject = open_subject(CheckpointOptions(checkpoint=str(final), device=device))
+        made = {}
+        for name in names:
+            console.print(f"measuring {name} …")
+            began = time.perf_counter()
+            try:
+                made[name] = MEASURES[name](subject, data)
+            except (AdaPonderError, torch.OutOfMemoryError) as error:
+                made[name] = {"missing": in_one_line(error)}
+            made[name]["seconds"] = round(time.perf_counter() - began, 1)
+        return made
+
+    return measure
+
+
+def _text(subject: Subject, data: Path) -> Any:
+    return subject.text(str(data), WindowOptions(max_tokens=_TOKENS))
+
+
+def steps(subject: Subject, data: Path) -> dict[str, Any]:
+    """Loss by the iteration that a token halted at: as it came out, and of the same tokens at forced depths.
+
+    The first is endogenous: a token's depth decides its loss too. At one forced depth all tokens are compared alike.
+    """
+    windows = subject.windows(WindowOptions())
+    trace = make_trace(
+        subject.model, _text(subject, data), windows, checkpoint=subject.name, data="", batch_size=_BATCH
+    )
+    depth, deepest = trace["depth"].astype(int), trace.about.deepest
+    full = trace.by_iteration("full_nll")
+    groups = [depth == step for step in range(1, deepest + 1)]
+
+    def means(values: np.ndarray) -> list[float | None]:
+        return [float(values[group].mean()) if group.any() else None for group in groups]
+
+    return {
+        "tokens": [int(group.sum()) for group in groups],
+        "nll": means(trace["nll"]),
+        "nll_at_depth_1": means(full[:, 0]),
+        "nll_at_full_depth": means(full[:, -1]),
+        "loss_by_forced_depth": full.mean(axis=0).tolist(),
+        "cost": trace.about.spent,
+    }
+
+
+def policies(subject: Subject, data: Path) -> dict[str, Any]:
+    """Loss of each policy at the depth that the learned gate realises on held-out text.
+
+    Each is tuned around that depth on one half of the text and measured on the other; its loss is then interpolated
+    to the learned gate's realised depth, so that no policy is given more iterations than another.
+    """
+    lab = _lab(subject, data)
+    own = lab.own_depth()
+    lab.budgets((), own)  # raises where every policy is the same
+    budgets = [budget for step in _AROUND if 1.0 < (budget := own + step) < lab.iterations]
+    rows = list(lab.compare(budgets))
+    learned = next(row for row in rows if row.policy == LEARNED and row.budget == own)
+    compared = {}
+    for name in dict.fromkeys(row.policy for row in rows):
+        points = [(row.depth, row.loss) for row in rows if row.policy == name]
+        reached = [(depth, loss) for depth, loss in points if depth is not None and loss is not None]
+        compared[name] = {
+            "loss": at_depth(reached, learned.depth or own),
+            "points": reached,
+            "causal": next(row.causal for row in rows if row.policy == name),
+        }
+    return {"depth": learned.depth, "compared": compared}
+
+
+def dial(subject: Subject, data: Path) -> dict[str, Any]:
+    """Loss on held-out text of this one checkpoint, turned to every mean depth from 1 to K."""
+    lab = _lab(subject, data)
+    rows = list(frontier_rows(lab, budgets_between(lab.iterations, 0.25)))
+    own = lab.trained(lab.own_depth())
+    return {"rows": [_point(row) for row in rows if row.loss is not None], "own": _point(own)}
+
+
+def _point(row: Measurement) -> dict[str, Any]:
+    kept = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")
+    return {name: getattr(row, name) for name in kept}
+
+
+def _lab(subject: Subject, data: Path) -> Lab:
+    halves = halve(_text(subject, data), subject.windows(WindowOptions()))
+    return Lab(subject.model, halves, batch_size=_BATCH)
+
+
+def reuse(subject: Subject, data: Path) -> dict[str, Any]:
+    """Loss when a halted token's keys, values and hidden state stay, the keys and values alone, or nothing.
+
+    Only the first skips work: it is what inference does, whatever the model was trained with.
+    """
+    text, windows, config = _text(subject, data), subject.windows(WindowOptions()), subject.model.config
+    trained, found = config.reuse, {}
+    try:
+        for rule in ("state", "kv", "none"):
+            config.reuse = rule
+            scores = score(subject.model, text, windows, how=ScoringOptions(execution="dense"), batch_size=_BATCH)
+            found[rule] = {"loss": scores.loss, "depth": float(scores.depth.mean())}
+    finally:
+        config.reuse = trained
+    return {"trained": trained, "as": found, "gap": found["state"]["loss"] - found[trained]["loss"]}
+
+
+def rules(subject: Subject, data: Path) -> dict[str, Any]:
+    """Loss by the causal rule that generates, and by the rule of training, which may look at later tokens."""
+    text, windows, method = _text(subject, data), subject.windows(WindowOptions()), subject.model.method
+    found = {}
+    chosen: dict[str, Policy | None] = {"causal": None, "training": method.training_policy(1.0)}
+    for name, policy in chosen.items():
+        scores = score(subject.model, text, windows, how=ScoringOptions(policy=policy), batch_size=_BATCH)
+        found[name] = {"loss": scores.loss, "depth": float(scores.depth.mean())}
+    return found
+
+
+def speed(subject: Subject, data: Path) -> dict[str, Any]:
+    """Tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
+    text, windows = _text(subject, data), subject.windows(WindowOptions())
+    model = subject.model.eval()
+    if model.device.type == "cuda":
+        model.bfloat16()
+    score(model, text.first(_BATCH * windows.length), windows, batch_size=_BATCH)  # to warm up
+    prefill = score(model, text, windows, batch_size=_BATCH)
+    ids, new = text.stream.tolist(), min(_NEW, windows.length // 2)
+    starts = range(0, min(len(ids) - new, _LANES * new), new)
+    requests = [Request(prompt=ids[i : i + new], max_new_tokens=new, ignore_eos=True) for i in starts]
+    engine = Engine(model, lanes=min(_LANES, len(requests)))
+    decoded: dict[str, Any] = {}
+    for attempt in ("warm up", "timed"):
+        began, tokens, depths = time.perf_counter(), 0, 0
+        for (done,) in engine.generate(requests):
+            tokens += len(done.tokens)
+            depths += sum(token.depth for token in done.tokens)
+        seconds = time.perf_counter() - began
+        decoded = {"tokens_per_second": tokens / seconds, "depth": depths / max(1, tokens), "attempt": attempt}
+    model.float()
+    return {
+        "prefill": {"tokens_per_second": prefill.spent.tokens_per_second, "depth": float(prefill.depth.mean())},
+        "decode": decoded | {"lanes": len(requests), "prompt": new, "new": new},
+    }
+
+
+def tasks(subject: Subject, data: Path) -> dict[str, Any]:
+    """Accuracy on the downstream sets in ``data/tasks``, without examples, beside what guessing reaches."""
+    if find_spec("lm_eval") is None:
+        raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
+    if not _TASK_DATA.is_dir():
+        raise InputError(f"{_TASK_DATA}: there are no downstream sets; see adaponder eval --task-data")
+    from adaponder.commands import tasks as command
+
+    there = [name for name in _TASKS if (_TASK_DATA / name).is_dir()]
+    device = str(subject.model.device)
+    options = EvalOptions(checkpoint=str(subject.folder), tasks=there, task_data=_TASK_DATA, device=device)
+    return {"tasks": command.run(options)["tasks"]}
+
+
+MEASURES: Mapping[str, Callable[[Subject, Path], dict[str, Any]]] = {
+    "steps": steps,
+    "policies": policies,
+    "dial": dial,
+    "reuse": reuse,
+    "rules": rules,
+    "speed": speed,
+    "tasks": tasks,
+}

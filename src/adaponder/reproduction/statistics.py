@@ -1,0 +1,139 @@
+"""Paired differences over seeds, their 95 % t intervals, and the verdicts that follow from them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+# Nats within which two losses count as equal; fixed before any of the runs that it judges.
+MARGIN = 0.005
+
+HOLDS = "holds"
+FAILS = "does not hold here"
+UNRESOLVED = "not resolvable here"
+UNTESTABLE = "not testable here"
+NOT_RUN = "not run yet"
+VERDICTS = (HOLDS, FAILS, UNRESOLVED, UNTESTABLE, NOT_RUN)
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds with its two-sided 95 % t interval.
+
+    Attributes:
+        values: one value per seed.
+        low, high: the interval's ends; infinite where there is one seed.
+    """
+
+    mean: float
+    low: float
+    high: float
+    values: Mapping[int, float]
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def estimate(values: Mapping[int, float]) -> Estimate | None:
+    """The mean of ``values``, one per seed, and its interval; ``None`` without values."""
+    if not values:
+        return None
+    mean, count = statistics.fmean(values.values()), len(values)
+    if count == 1:
+        return Estimate(mean, -math.inf, math.inf, values)
+    half = t_quantile(count - 1) * statistics.stdev(values.values()) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, values)
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
+    """The estimate of ``first`` minus ``second`` over the seeds that both have."""
+    return estimate({seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())})
+
+
+@cache
+def t_quantile(freedom: int, confidence: float = 0.95) -> float:
+    """The t with ``P(|T| <= t) = confidence`` for Student's T with so many degrees of freedom."""
+    if freedom < 1:
+        raise ValueError(f"freedom={freedom}: two values at least make an interval")
+    low, high = 0.0, 1.0
+    while _within(high, freedom) < confidence:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return (low + high) / 2
+
+
+def _within(t: float, freedom: int) -> float:
+    """``P(|T| <= t)``: with ``T = sqrt(n) tan(a)`` an integral of ``cos(a)^(n-1)``, by Simpson's rule."""
+    steps, end = 400, math.atan(t / math.sqrt(freedom))
+    weights = [1 if i in (0, steps) else 4 if i % 2 else 2 for i in range(steps + 1)]
+    area = sum(weight * math.cos(end * i / steps) ** (freedom - 1) for i, weight in enumerate(weights))
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return 2 * scale * area * end / steps / 3
+
+
+def lower(difference: Estimate | None) -> str:
+    """The verdict on "the first is lower than the second", from first minus second.
+
+    It holds where the whole interval lies below 0, and does not where the whole interval lies above.
+    """
+    if difference is None:
+        return NOT_RUN
+    return HOLDS if difference.high < 0 else FAILS if difference.low > 0 else UNRESOLVED
+
+
+def within(value: Estimate | None, low: float, high: float) -> str:
+    """The verdict on "the value lies between ``low`` and ``high``".
+
+    It holds where the whole interval lies inside, and does not where the whole interval lies outside.
+    """
+    if value is None:
+        return NOT_RUN
+    if low <= value.low and value.high <= high:
+        return HOLDS
+    return FAILS if value.high < low or value.low > high else UNRESOLVED
+
+
+def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
+    """The verdict on "the two are equal": the whole interval of their difference lies inside the margin."""
+    return within(difference, -margin, margin)
+
+
+def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
+    """The verdict on "this happens frequently", from whether it did with each seed.
+
+    With ``least`` seeds or more it holds if it did in at least half of them, and does not if it never did.
+    """
+    if not cases:
+        return NOT_RUN
+    if len(cases) < least:
+        return UNRESOLVED
+    happened = sum(cases.values())
+    return HOLDS if 2 * happened >= len(cases) else UNRESOLVED if happened else FAILS
+
+
+def all_of(verdicts: Sequence[str]) -> str:
+    """The verdict on several statements at once: it fails with one, and holds only with all."""
+    for verdict in (FAILS, UNTESTABLE, NOT_RUN, UNRESOLVED):
+        if verdict in verdicts:
+            return verdict
+    return HOLDS
+
+
+def at_depth(points: Iterable[tuple[float, float]], depth: float, *, beyond: float = 0.05) -> float | None:
+    """The value at ``depth`` on the lines between neighbouring ``(depth, value)`` points.
+
+    Up to ``beyond`` outside of the points the outermost line goes on; further out there is none.
+    """
+    known = sorted(dict(points).items())
+    if not known or not known[0][0] - beyond <= depth <= known[-1][0] + beyond:
+        return None
+    if len(known) == 1:
+        return known[0][1]
+    right = next((i for i, (x, _) in enumerate(known) if x >= depth), len(known) - 1)
+    (x0, y0), (x1, y1) = known[max(0, right - 1)], known[max(1, right)]
+    return y0 + (y1 - y0) * (depth - x0) / (x1 - x0)
