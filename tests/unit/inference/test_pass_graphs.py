@@ -26,11 +26,11 @@ def test_rows_are_padded_to_few_numbers():
     assert all(size <= max(rows + 63, 1.25 * rows) for rows, size in enumerate(sizes, start=1))
 
 
-def cohorts(spans: list[tuple[int, int, int]], seed: int) -> LedgerRows:
+def cohorts(index: torch.Tensor, spans: list[tuple[int, int, int]], seed: int) -> LedgerRows:
     """(lane, iteration, tokens) of each cohort: slots from the first on, and pool rows of their own."""
     generator = torch.Generator().manual_seed(seed)
     free = iter((torch.randperm(ROWS - 1, generator=generator) + 1).tolist())
-    index = torch.full((LANES + 1, 2, SLOTS), -1, dtype=torch.int32)
+    index.fill_(-1)
     places, groups = [], []
     for lane, iteration, tokens in spans:
         groups.append(Cohort(len(places), len(places) + tokens, lane, iteration, tokens - 1))
@@ -38,8 +38,8 @@ def cohorts(spans: list[tuple[int, int, int]], seed: int) -> LedgerRows:
             row = next(free)
             index[lane, iteration:, slot] = row
             places.append((lane, slot, iteration, row))
-    lane, slot, iteration, row = torch.tensor(places).cuda().unbind(1)
-    return LedgerRows(index.cuda(), lane, slot, iteration, row, alone=0, cohorts=tuple(groups))
+    lane, slot, iteration, row = torch.tensor(places).T.contiguous().cuda().unbind()
+    return LedgerRows(index, lane, slot, iteration, row, alone=0, cohorts=tuple(groups))
 
 
 class _Owner:
@@ -54,9 +54,10 @@ def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family, kind):
     body = kind(backbone, lanes=LANES, apart=True, positions=SLOTS)
     graphed = GraphedBody(body, _Owner(), LANES)
     width = backbone.stock.config.hidden_size
+    index = torch.zeros(LANES + 1, 2, SLOTS, dtype=torch.int32, device="cuda")
     pools = Pools.empty(body.row_shapes(), ROWS, torch.bfloat16, torch.device("cuda"))
     for seed, spans in enumerate([[(0, 0, 30), (2, 1, 25)], [(1, 0, 9)], [(3, 1, 17), (0, 0, 2), (2, 0, 33)]]):
-        rows = cohorts(spans, seed)
+        rows = cohorts(index, spans, seed)
         x = torch.randn(len(rows.lane), width, device="cuda").bfloat16()
         plain = Pools.empty(body.row_shapes(), ROWS, torch.bfloat16, x.device)
         for pool in pools.keys + pools.values:

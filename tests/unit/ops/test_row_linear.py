@@ -35,6 +35,7 @@ def _small_blocks(request, monkeypatch):
         return
     monkeypatch.setattr(kernels, "blocks_for", lambda inputs, outputs: kernels.Blocks(4, 1))
     monkeypatch.setattr(some, "cut_for", lambda rows, inputs, outputs: some.Cut(16, 16, 1, 1, splits=2))
+    monkeypatch.setattr(some, "gated_cut_for", lambda rows: some.Cut(16, 16, 1, 1))
 
 
 def draw(*shape: int, seed: int) -> Tensor:

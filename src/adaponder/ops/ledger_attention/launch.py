@@ -22,8 +22,8 @@ LARGEST = 128  # of head sizes
 # Rows alone: (keys of a block, warps, whether the next block is loaded ahead) by the largest head size they are for,
 # then by the most rows and key heads for each multiprocessor: few take large blocks and split their keys.
 ALONE = {
-    64: {1: (128, 8, True), 2: (64, 8, True), 4: (32, 4, True), math.inf: (16, 2, True)},
-    LARGEST: {1: (64, 8, True), 2: (32, 8, True), 8: (16, 4, True), math.inf: (16, 4, False)},
+    64: {1: (128, 8, True), 2: (64, 8, True), 4: (32, 4, True), math.inf: (16, 4, True)},
+    LARGEST: {1: (64, 8, True), 2: (32, 8, True), math.inf: (32, 2, True)},
 }
 # The same where heads share keys.
 SHARED = (64, 4, False)

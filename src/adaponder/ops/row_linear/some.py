@@ -32,10 +32,20 @@ class Cut(NamedTuple):
 def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     """The fastest measured on an H200 (README), for so many rows, inputs and outputs in all."""
     if outputs <= 2048:
+        splits = max(1, min(8, (8192 if rows <= 32 else 4096) // outputs, inputs // 512))
         if rows <= 16:
-            return Cut(32, 128, 4, 6, max(1, min(8, 8192 // outputs, inputs // 512)))
-        return Cut(16, 256, 4, 3, max(1, min(2, 2048 // outputs)))
-    return Cut(32, 128, 4, 8 if rows <= 16 else 4)
+            return Cut(32, 128, 4, 6, splits)
+        if rows <= 32:
+            return Cut(32, 128, 8, 6, splits) if outputs <= 1024 else Cut(32, 128, 4, 8, splits)
+        return Cut(32, 256, 4, 3 if outputs <= 1024 else 4, splits)
+    if rows <= 32:
+        return Cut(32, 128, 4, 8 if rows <= 16 else 4)
+    return Cut(64, 128, 4, 3)
+
+
+def gated_cut_for(rows: int) -> Cut:
+    """The same for two maps of which one gates the other."""
+    return Cut(32, 128, 4, 8) if rows <= 16 else Cut(64, 64, 8, 6) if rows <= 32 else Cut(64, 128, 4, 4)
 
 
 @lru_cache
@@ -91,7 +101,7 @@ def gated(x: Tensor, gate: Linear, up: Linear, code: int) -> Tensor:
     rows, inputs = x.shape
     size = gate.weight.shape[0]
     result = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    cut = cut_for(rows, inputs, 2 * size)
+    cut = gated_cut_for(rows)
     with on_device_of(result):
         dots.gated_kernel[(triton.cdiv(size, cut.outputs), 1)](
             result,

@@ -229,10 +229,21 @@ def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """The same through the matrix library."""
     results = []
     for (linears, _, activation), given in zip(pieces, _normed(x, [piece.norm for piece in pieces]), strict=True):
-        products = [functional.linear(given, *linear) for linear in linears]
-        product = products[0] if len(products) == 1 else torch.cat(products, -1)
+        product = functional.linear(given, *linears[0]) if len(linears) == 1 else _side_by_side(given, linears)
         results.append(product if activation is None else ACTIVATIONS[activation](product))
     return results
+
+
+def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
+    """Each product is written where it belongs."""
+    sizes = [linear.weight.shape[0] for linear in linears]
+    result = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
+    for part, (weight, bias) in zip(result.split(sizes, -1), linears, strict=True):
+        if bias is None:
+            torch.mm(x, weight.t(), out=part)
+        else:
+            torch.addmm(bias, x, weight.t(), out=part)
+    return result
 
 
 def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
