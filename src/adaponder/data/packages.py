@@ -114,13 +114,13 @@ def licence_of(metadata: Any) -> str:
     """
     if expression := metadata.get("License-Expression"):
         return expression
-    classifiers = [
+    classifiers: list[str] = [
         text.rpartition("::")[2].strip()
         for text in metadata.get_all("Classifier") or []
         if text.startswith("License ::") and not text.endswith("OSI Approved")
     ]
-    named = [_WORDS.get(text.lower(), text) for text in classifiers]
-    stated = (metadata.get("License") or "").strip()
+    named: list[str] = [_WORDS.get(text.lower(), text) for text in classifiers]
+    stated = str(metadata.get("License") or "").strip()
     known = _WORDS.get(stated.lower())
     if known and not any(_family(known) == _family(each) for each in named):
         named.append(known)
