@@ -71,7 +71,7 @@ class Measured:
         resident: lanes that decoded, on average.
         waiting: requests that waited for memory.
         rows: rows of keys and values in use at the end of the timed parts.
-        idle: share of the time in which the device computed nothing; ``None`` where that is not known.
+        idle: share of the time in which the device waited for the host; ``None`` where that is not known.
         peak_bytes: most memory allocated; ``None`` where it is not counted.
         accepted: share of the drafted tokens that did follow; ``None`` where none was drafted.
     """

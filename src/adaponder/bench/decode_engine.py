@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,11 +17,13 @@ from adaponder.bench.decode import Case, Measured
 from adaponder.bench.decode_depths import drawn
 from adaponder.inference.engine import Engine
 from adaponder.inference.request import Request
+from adaponder.inference.runner import Launch
+from adaponder.inference.scheduler import Plan
 
 # Seconds until every lane must decode.
 _LONGEST_WAIT = 120.0
-# Microseconds between two kernels: within a graph they follow each other faster.
-_GAP = 4.0
+# Cycles of the device, some 20 ms, for which it waits before a launch that is timed alone.
+_AHEAD = 40_000_000
 
 
 @dataclass
@@ -153,7 +156,7 @@ def steady(load: Load, *, warmup: int, repeats: int, part: int) -> Measured:
         while clock.total < target:
             clock.step(engine)
         clock.depths.clear()
-        began = time.perf_counter()
+        began, ticks = time.perf_counter(), engine.statistics["ticks"]
         rates, resident = [], []
         while len(rates) < repeats and not clock.ended:
             tokens, since = clock.total, time.perf_counter()
@@ -164,38 +167,43 @@ def steady(load: Load, *, warmup: int, repeats: int, part: int) -> Measured:
                 rates.append((clock.total - tokens) / (time.perf_counter() - since))
         if not rates:
             raise RuntimeError(f"--tokens {part}: a sequence ended before a part was timed; make it smaller")
+        seconds = (time.perf_counter() - began) / max(1, engine.statistics["ticks"] - ticks)
         measured = _measured(load, rates, resident, since=began)
-        return replace(measured, idle=idle_share(load))
+        return replace(measured, idle=idle_share(load, seconds))
     finally:
         load.drain()
 
 
-def idle_share(load: Load, steps: int = 4) -> float | None:
-    """Share of a few more steps' time in gaps of more than 4 microseconds between kernels; ``None`` off a GPU."""
-    if load.engine.model.device.type != "cuda" or not load.engine.busy:
+def idle_share(load: Load, seconds: float, launches: int = 4) -> float | None:
+    """Share of a tick's ``seconds`` in which the device had nothing to do; ``None`` off a GPU.
+
+    A few more launches are timed on the device alone, which is kept busy until the host has given it all of one.
+    """
+    engine = load.engine
+    if engine.model.device.type != "cuda" or not engine.busy:
         return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            load.clock.step(load.engine)
-        torch.cuda.synchronize(load.engine.model.device)
-    events: Any = profile.events()
-    ranges = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    return gaps_share(ranges, least=_GAP)
+    launch, timed = engine.runner.launch, []
+
+    def launch_timed(plan: Plan) -> Launch:
+        torch.cuda._sleep(_AHEAD)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launched = launch(plan)
+        end.record()
+        timed.append((start, end, launched.ticks))
+        return launched
+
+    with patch.object(engine.runner, "launch", launch_timed):
+        for _ in range(launches):
+            load.clock.step(engine)
+    torch.cuda.synchronize(engine.model.device)
+    needed = sum(start.elapsed_time(end) for start, end, _ in timed) / 1e3
+    return idle_of(needed / max(1, sum(ticks for _, _, ticks in timed)), seconds)
 
 
-def gaps_share(ranges: Sequence[tuple[float, float]], *, least: float) -> float | None:
-    """Share of the whole span in gaps between ranges, sorted by their starts, that are longer than ``least``."""
-    if len(ranges) < 2:
-        return None
-    idle, end = 0.0, ranges[0][1]
-    for start, stop in ranges[1:]:
-        idle += start - end if start - end > least else 0.0
-        end = max(end, stop)
-    return idle / max(1e-9, end - ranges[0][0])
+def idle_of(needed: float, took: float) -> float:
+    """The share of the time it took that was not needed."""
+    return max(0.0, 1.0 - needed / took)
 
 
 def through_memory(load: Load, *, requests: int) -> Measured:

@@ -176,10 +176,9 @@ def test_the_clock_shares_time_among_tokens_that_came_together():
     assert clock.between(since=2.5) == [0.5]
 
 
-def test_only_long_gaps_are_idle_time():
-    assert decode_engine.gaps_share([(0, 10), (11, 20), (30, 40)], least=4) == pytest.approx(10 / 40)
-    assert decode_engine.gaps_share([(0, 40), (5, 10), (41, 50)], least=4) == 0
-    assert decode_engine.gaps_share([(0, 1)], least=4) is None
+def test_what_a_launch_took_beyond_its_own_work_is_idle_time():
+    assert decode_engine.idle_of(3.0, 4.0) == 0.25
+    assert decode_engine.idle_of(4.1, 4.0) == 0
 
 
 def test_the_record_has_every_figure_of_every_row(tmp_path):
