@@ -27,8 +27,8 @@ from adaponder import AdaPonderForCausalLM
 
 VOCABULARY = 61
 POSITIONS = 64
-METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "vanilla")
-HALTING = ("adaponder", "mor", "ouro")
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "anytime", "vanilla")
+HALTING = ("adaponder", "mor", "ouro", "anytime")
 
 _SHAPE = {
     "hidden_size": 16,

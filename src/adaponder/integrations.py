@@ -17,8 +17,9 @@ class PonderCallback(TrainerCallback):
     """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
     Steps are the Trainer's updates, resumed ones included. Each process ranks its own gates, and a micro-batch weighs
-    by its share of the update's targets. The model's ``training_objective`` and ``training_policy`` are the callback's:
-    it empties both when training begins, as one that raised leaves them set, and when it ends.
+    by its share of the update's targets. A policy that draws is given the step as its seed, so sequences of one update
+    halt alike. The model's ``training_objective``, ``training_policy`` and ``training_seed`` are the callback's: it
+    empties them when training begins, as one that raised leaves them set, and when it ends.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -65,6 +66,7 @@ class PonderCallback(TrainerCallback):
         if not model.method.halts:
             raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
         model.training_objective = model.training_policy = None
+        model.training_seed = 0
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -72,6 +74,7 @@ class PonderCallback(TrainerCallback):
         model = _member(kwargs["model"])
         model.training_objective = objective_at(self.schedule, state.global_step)
         model.training_policy = policy_at(self.schedule, model.method, state.global_step)
+        model.training_seed = state.global_step
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -87,6 +90,7 @@ class PonderCallback(TrainerCallback):
     ) -> None:
         model = _member(kwargs["model"])
         model.training_objective = model.training_policy = None
+        model.training_seed = 0
 
 
 def _member(model: nn.Module) -> AdaPonderForCausalLM:

@@ -30,6 +30,7 @@ _FAMILY: dict[str, _Entry] = {
     "pause": _Entry("adaponder.methods.pause:Pause"),
     "mor": _Entry("adaponder.methods.mor:MixtureOfRecursions"),
     "ouro": _Entry("adaponder.methods.ouro:Ouro"),
+    "anytime": _Entry("adaponder.methods.anytime:Anytime"),
     "vanilla": _Entry("adaponder.methods.loop:Vanilla"),
 }
 

@@ -251,6 +251,21 @@ class Recurrence:
         Span(0, 1, above=True, because="it is a probability"),
     )
     exit_entropy_weight: float = setting(0.1, "ouro, the beta of stage I", Span(0, 1_000_000))
+    halt_prior: float = setting(
+        1.0,
+        "anytime, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",
+        Span(0, 1_000_000, above=True),
+    )
+    loss_prior: list[float] | None = setting(
+        None,
+        "anytime, share of each depth 1 … K in the training loss; they add up to 1, and None makes them equal",
+        Span(0, 1),
+    )
+    lookahead_delta: float = setting(
+        0.05,
+        "anytime, gates learn whether some later iteration lowers a token's loss by more than so many nats",
+        Span(0, 1_000),
+    )
 
 
 def left_open(settings: type) -> Any:

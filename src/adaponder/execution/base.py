@@ -57,7 +57,7 @@ class Control:
     Attributes:
         iterations: the most iterations of a token in this forward, at most ``config.iterations``.
         policy: who halts tokens (methods that never halt do not ask it).
-        seed: handed to the policy.
+        seed: handed to the policy; one for all sequences, or a tensor ``[batch]`` with one for each.
         every_gate: evaluate later gates of halted tokens too (the ponder loss needs them; decoding does not).
         keep_states: keep the hidden states after each pass.
         hook: called with each :class:`Iteration`.
@@ -65,7 +65,7 @@ class Control:
 
     iterations: int
     policy: Policy
-    seed: int = 0
+    seed: int | Tensor = 0
     every_gate: bool = True
     keep_states: bool = False
     hook: Callable[[Iteration], None] | None = None
@@ -202,13 +202,20 @@ class Execution(Rows):
             gate=self._rows(gate),
             hidden=self._rows(hidden),
             position=self._rows(tokens.position),
-            seed=torch.full_like(slot, as_int64(self.control.seed)),
+            seed=self._seeds(slot),
             sequence=self._rows(sequence[:, None].expand_as(tokens.slot)),
             slot=slot,
             active=active,
             head=self.backbone.logits,
             previous=None if previous is None else self._rows(previous),
         )
+
+    def _seeds(self, like: Tensor) -> Tensor:
+        """The seed of each row; ``like`` has an entry per row."""
+        seed = self.control.seed
+        if isinstance(seed, Tensor):
+            return self._rows(seed.to(like.device)[:, None].expand_as(self.tokens.slot))
+        return torch.full_like(like, as_int64(seed))
 
     def _halt(self, keep: Tensor) -> None:
         """Monotone (eq. 5): a token that has halted never comes back. ``keep`` is ``[batch, time]``."""

@@ -174,6 +174,18 @@ def per_depth(
     ]
 
 
+def training_flops(config: AdaPonderConfig, *, sequence: int, shape: Shape | None = None) -> float:
+    """FLOPs that one token of a training step needs, in windows of ``sequence`` tokens, every one read K times.
+
+    A backward is two forwards. The head counts once for every state that the method's loss scores. What is computed
+    again in backward to save memory does not count.
+    """
+    row = torch.full((1, sequence), config.iterations)
+    cost = cost_of(row, config, shape=shape, every_gate=True)
+    again = method_class(config.method).states_scored(config.iterations) - 1
+    return 3 * (cost.flops + again * cost.head) / sequence
+
+
 def expectation_flops(config: AdaPonderConfig, shape: Shape) -> int:
     """One expected embedding: logits over V, then a mixture of V embeddings.
 

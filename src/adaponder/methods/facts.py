@@ -21,6 +21,8 @@ class Facts:
         has_ponder_term: whether ``Objective.ponder_weight`` adds a term to its loss. Then it can be steered towards
             ``train.target_depth``, its gates wait for ``train.gate_start``, and training warns when gates collapse.
         has_exit_loss: whether its loss reads the ``exit_…`` values of an ``Objective``.
+        gates_apart: whether its own parameters and the backbone's get no gradient of each other's loss. Then each is
+            clipped by itself, and the backbone trains as if the others were not there.
         gate_meaning: what a gate's value is, on the axis of a figure.
         gates_decide: whether a policy's threshold is compared with the gate's value itself, so that a figure may draw
             it among gates.
@@ -33,6 +35,7 @@ class Facts:
     mixes_vocabulary: ClassVar[bool] = False
     has_ponder_term: ClassVar[bool] = False
     has_exit_loss: ClassVar[bool] = False
+    gates_apart: ClassVar[bool] = False
     gate_meaning: ClassVar[str] = "gate"
     gates_decide: ClassVar[bool] = True
     after_halting: ClassVar[str] = "halted: K/V reused"
@@ -88,6 +91,11 @@ class Facts:
         return 2 * config.hidden_size
 
     # --- training -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def states_scored(cls, iterations: int) -> int:
+        """After how many iterations the training loss is taken: so often a token passes the head."""
+        return 1
 
     def training_policy(self, progress: float) -> Policy | None:
         """The policy in training when ``progress`` of ``train.capacity_warmup`` has passed (1 where there is none).

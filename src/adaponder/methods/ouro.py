@@ -71,5 +71,9 @@ class Ouro(Method):
         return iterations
 
     @classmethod
+    def states_scored(cls, iterations: int) -> int:
+        return iterations
+
+    @classmethod
     def own_parameters(cls, config: AdaPonderConfig) -> int:
         return config.hidden_size + 1

@@ -25,13 +25,15 @@ class RunTime:
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
-    seed: int = 0
+    seed: int | Tensor = 0
     on_iteration: Callable[[Iteration], None] | None = None
     allow_mismatch: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int):
-            raise InputError(f"seed={self.seed!r}: a whole number is needed")
+        if isinstance(self.seed, Tensor):
+            require_whole("seed", self.seed)
+        elif not isinstance(self.seed, int):
+            raise InputError(f"seed={self.seed!r}: a whole number is needed, or a tensor with one for each sequence")
 
     def over(self, below: RunTime | None) -> RunTime:
         """This control, and ``below`` where this one says nothing."""
@@ -40,10 +42,16 @@ class RunTime:
         return RunTime(
             policy=below.policy if self.policy is None else self.policy,
             max_iterations=below.max_iterations if self.max_iterations is None else self.max_iterations,
-            seed=self.seed or below.seed,
+            seed=below.seed if isinstance(self.seed, int) and not self.seed else self.seed,
             on_iteration=self.on_iteration or below.on_iteration,
             allow_mismatch=self.allow_mismatch or below.allow_mismatch,
         )
+
+
+    def check_batch(self, sequences: int) -> None:
+        """Raises where seeds are given one by one and are not as many as the sequences."""
+        if isinstance(self.seed, Tensor) and self.seed.shape != (sequences,):
+            raise InputError(f"seed has shape {tuple(self.seed.shape)}: one number, or [{sequences}], one per sequence")
 
 
 class Wanted(NamedTuple):

@@ -72,6 +72,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         # What a forward in training takes where its caller names none: adaponder.integrations sets them step by step.
         self.training_objective: Objective | LossFunction | None = None
         self.training_policy: PolicyLike | None = None
+        self.training_seed = 0
         self._told_of_objective = False
         self.post_init()
         self.wrapped.verify()
@@ -143,7 +144,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         output_iteration_logits: bool = False,
         output_hidden_states: bool | None = None,
         on_iteration: Callable[[Iteration], None] | None = None,
-        seed: int = 0,
+        seed: int | Tensor = 0,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> AdaPonderOutput | tuple:
@@ -171,12 +172,13 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             output_iteration_logits: return logits after each iteration.
             output_hidden_states: return hidden states after each iteration; by default as the config says.
             on_iteration: called with an :class:`Iteration` after each pass.
-            seed: for policies that draw.
+            seed: for policies that draw: one for all sequences, or ``[batch]``, one for each.
         """
         refuse_foreign(kwargs)
         sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
         grid = check_inputs(input_ids, inputs_embeds, **sizes)
         run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch))
+        run_time.check_batch(grid.shape[0])
         iterations = self._iterations(run_time.max_iterations)
         ledger = self._ledger(past_key_values, use_cache=use_cache, iterations=iterations)
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
@@ -251,7 +253,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
         run_time = own if torch.compiler.is_compiling() else own.over(generating(self))
         if self.training and run_time.policy is None:
-            run_time = run_time.over(RunTime(policy=self.training_policy))
+            run_time = run_time.over(RunTime(policy=self.training_policy, seed=self.training_seed))
         return run_time
 
     def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:

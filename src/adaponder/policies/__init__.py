@@ -5,10 +5,11 @@ from adaponder.policies.depth import FixedDepth, ForcedDepths
 from adaponder.policies.gate import ExitThreshold, LearnedGate, RouterThreshold
 from adaponder.policies.measures import Change, Divergence, Entropy
 from adaponder.policies.random import Random
+from adaponder.policies.random_rates import RandomRates
 from adaponder.policies.schedules import Geometric, Schedule, Shares, Uniform, thresholds_for
 from adaponder.policies.sequence import Ranked, SequencePolicy
 from adaponder.policies.spec import parse_policy, spec_of
-from adaponder.policies.values import as_int64
+from adaponder.policies.values import as_int64, sequence_seeds
 
 __all__ = [
     "Change",
@@ -23,6 +24,7 @@ __all__ = [
     "Policy",
     "PolicyInput",
     "Random",
+    "RandomRates",
     "Ranked",
     "RouterThreshold",
     "Schedule",
@@ -32,6 +34,7 @@ __all__ = [
     "as_int64",
     "as_policy",
     "parse_policy",
+    "sequence_seeds",
     "spec_of",
     "thresholds_for",
 ]

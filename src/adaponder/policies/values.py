@@ -40,6 +40,17 @@ def as_int64(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def sequence_seeds(seed: int, number: Tensor) -> Tensor:
+    """A seed for each sequence, of one seed for all and the sequence's ``number`` (int64); equal numbers, equal seeds.
+
+    Products wrap around modulo 2**64, and every step can be undone: no two sequences get the same seed.
+    """
+    x = number + as_int64(seed * 0x9E3779B97F4A7C15)
+    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
+    return x
+
+
 def check_share(name: str, value: float) -> None:
     """Raises unless ``value`` lies between 0 and 1; NaN does not."""
     if not 0.0 <= value <= 1.0:

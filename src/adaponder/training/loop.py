@@ -136,7 +136,7 @@ class Trainer:
                 loss.backward()
                 self._count(output, len(inputs))
                 total = total + loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), train.clip or math.inf)
+        norm = self._clip(train.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -146,6 +146,14 @@ class Trainer:
         self._check_step_before(norm.detach(), total)
         if self.controller and self.controller.due(step):
             self.controller.turn(self.world.sum(self.controller.sums))
+
+    def _clip(self, largest: float) -> Tensor:
+        """Clips the gradients and returns the norm they had; where gates learn apart, the backbone's norm."""
+        if not self.model.method.gates_apart:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        own = nn.utils.clip_grad_norm_(self.model.method.parameters(), largest)
+        norm = nn.utils.clip_grad_norm_(self.model.backbone.parameters(), largest)
+        return norm + 0.0 * own  # so that gates which are not finite are noticed too
 
     def _after_step(self, phase_end: int) -> bool:
         """Logs, validates and saves what is due after a step; true if the run must stop here."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adaponder.data import Batch, Sampler
 from adaponder.errors import TrainingError
+from adaponder.policies import sequence_seeds
 from adaponder.recipes import Recipe
 from adaponder.training.distributed import World
 
@@ -21,6 +22,7 @@ class MicroBatches:
         size: windows of one micro-batch.
         count: micro-batches of a step.
         attend_across_documents: see :class:`adaponder.recipes.DataRecipe`.
+        seed: of policies that draw.
     """
 
     sampler: Sampler
@@ -28,6 +30,7 @@ class MicroBatches:
     size: int
     count: int
     attend_across_documents: bool
+    seed: int
 
     @classmethod
     def of(cls, recipe: Recipe, sampler: Sampler, world: World) -> MicroBatches:
@@ -36,7 +39,8 @@ class MicroBatches:
         size = min(recipe.train.micro_batch or share, share)
         if share % size:
             raise TrainingError(f"train.micro_batch={size} does not divide a process's {share} rows of a step")
-        return cls(sampler, world, size, share // size, recipe.data.attend_across_documents)
+        across = recipe.data.attend_across_documents
+        return cls(sampler, world, size, share // size, across, recipe.train.seed)
 
     def draw(self, step: int) -> list[Batch]:
         """This process's windows of every micro-step.
@@ -48,8 +52,14 @@ class MicroBatches:
         return [self.sampler.part(step, window, self.size) for window in first]
 
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
-        """The model's tensor arguments in every micro-step."""
-        return [self._inputs_of(batch) for batch in self.draw(step)]
+        """The model's tensor arguments in every micro-step.
+
+        A window has another seed at each step, whichever micro-batch it is in.
+        """
+        return [self._inputs_of(batch) | {"seed": self._seeds(step, batch)} for batch in self.draw(step)]
+
+    def _seeds(self, step: int, batch: Batch) -> Tensor:
+        return sequence_seeds(self.seed, (step << 32) + torch.from_numpy(batch.windows))
 
     def _inputs_of(self, batch: Batch) -> dict[str, Tensor]:
         tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaponder.backbones.shape import Shape
 from adaponder.config import AdaPonderConfig
-from adaponder.methods.cost import cost_of
+from adaponder.methods.cost import training_flops
 from adaponder.modeling import AdaPonderOutput
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
@@ -70,9 +70,8 @@ def utilisation(
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
         return {}
-    row = torch.full((1, sequence), config.iterations)
-    flops = cost_of(row, config, shape=shape, every_gate=True).flops / sequence
-    return {"mfu": 3 * flops * tokens_per_second / (peak * world.size)}
+    flops = training_flops(config, sequence=sequence, shape=shape)
+    return {"mfu": flops * tokens_per_second / (peak * world.size)}
 
 
 def collapse(metrics: dict[str, Any], train: TrainRecipe) -> tuple[str, str] | None:

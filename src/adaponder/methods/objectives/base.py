@@ -39,13 +39,14 @@ class Scorer(NamedTuple):
     """How an objective sees the labels.
 
     ``nll`` gives per-token losses ``[batch, time]`` of hidden states, ``mean`` their mean over what counts, and
-    ``mean_nll`` equals ``mean(nll(hidden))`` for less; ``share`` is this batch's part of that mean where a caller
-    spreads it over several batches (see :func:`with_term`).
+    ``mean_nll`` equals ``mean(nll(hidden))`` for less; ``counted`` says which tokens count, ``[batch, time]``;
+    ``share`` is this batch's part of that mean where a caller spreads it over several batches (see :func:`with_term`).
     """
 
     nll: Callable[[Tensor], Tensor]
     mean: Callable[[Tensor], Tensor]
     mean_nll: Callable[[Tensor], Tensor]
+    counted: Tensor
     share: Tensor | float = 1.0
 
 

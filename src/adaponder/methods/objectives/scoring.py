@@ -79,4 +79,4 @@ def scorer(
             return per_item(linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]))
         return mean(nll(hidden))
 
-    return Scorer(nll, mean, mean_nll, share)
+    return Scorer(nll, mean, mean_nll, counted, share)
