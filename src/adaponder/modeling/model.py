@@ -177,8 +177,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         refuse_foreign(kwargs)
         sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
         grid = check_inputs(input_ids, inputs_embeds, **sizes)
-        run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch))
-        run_time.check_batch(grid.shape[0])
+        run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch), grid.shape[0])
         iterations = self._iterations(run_time.max_iterations)
         ledger = self._ledger(past_key_values, use_cache=use_cache, iterations=iterations)
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
@@ -248,12 +247,13 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     # --- what the arguments of a forward mean -------------------------------------------------------------------
 
-    def _run_time(self, own: RunTime) -> RunTime:
+    def _run_time(self, own: RunTime, sequences: int) -> RunTime:
         """The caller's run-time control; where it says nothing, that of the ``generate`` around it, or of training."""
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
         run_time = own if torch.compiler.is_compiling() else own.over(generating(self))
         if self.training and run_time.policy is None:
             run_time = run_time.over(RunTime(policy=self.training_policy, seed=self.training_seed))
+        run_time.check_batch(sequences)
         return run_time
 
     def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:

@@ -28,12 +28,14 @@ from adaponder.policies import (
     Policy,
     PolicyInput,
     Random,
+    RandomRates,
     Ranked,
     RouterThreshold,
     Shares,
     Uniform,
     as_int64,
     base,
+    sequence_seeds,
 )
 from adaponder.policies.random import unit_hash
 from adaponder.policies.values import at
@@ -55,6 +57,7 @@ def row_policies(device: str = "cpu") -> dict[str, Policy]:
         FixedDepth(2),
         ForcedDepths(depths),
         Random(0.5),
+        RandomRates(2.0),
         Entropy(1.2),
         Entropy(several["entropy"]),
         Divergence(0.3),
@@ -149,6 +152,11 @@ def by_hand(policy: Policy, row: PolicyInput) -> bool:
             return iteration + 1 < depths[int(row.sequence)][int(row.slot)]
         case Random(keep=keep):
             return hash_by_hand(int(row.position), int(row.seed), iteration) < keep
+        case RandomRates(prior=prior):
+            position, seed = int(row.position), int(row.seed)
+            own = hash_by_hand(position, seed, -2) < 0.5
+            rate = hash_by_hand(position if own else -1, seed, -1) ** (1.0 / prior)
+            return hash_by_hand(position, seed, iteration) < rate
         case Entropy() | Divergence() | Change():
             return measured(policy, row) >= number(policy.threshold)
     raise AssertionError(f"no rule by hand for {policy}")
@@ -219,6 +227,15 @@ def test_a_seed_beyond_int64_wraps_around_to_one_of_the_same_hash(seed):
     assert torch.iinfo(torch.int64).min <= wrapped <= torch.iinfo(torch.int64).max
     assert (wrapped - seed) % 2**64 == 0
     assert hash_by_hand(7, wrapped, 2) == hash_by_hand(7, seed, 2)
+
+
+@given(seed=st.integers(-(2**70), 2**70), numbers=st.lists(EVERY_SEED, min_size=2, max_size=9, unique=True))
+@example(seed=0, numbers=[0, 1, 2, 3])
+def test_every_sequence_has_a_seed_of_its_own(seed, numbers):
+    seeds = sequence_seeds(seed, torch.tensor(numbers))
+    assert len(set(seeds.tolist())) == len(numbers)
+    assert torch.equal(sequence_seeds(seed, torch.tensor(numbers[:1])), seeds[:1])
+    assert not torch.equal(sequence_seeds(seed + 1, torch.tensor(numbers)), seeds)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**64 + 3, -(2**70)])

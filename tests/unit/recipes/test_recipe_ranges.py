@@ -62,7 +62,12 @@ OTHER = {
     "router_loss_weight": 0.01,
     "exit_threshold": 0.75,
     "exit_entropy_weight": 0.2,
+    "halt_prior": 2.0,
+    "loss_prior": [0.4, 0.3, 0.2, 0.1],
+    "lookahead_delta": 0.2,
 }
+# Lists whose length is held against the iterations, and only by the method that reads them.
+PER_ITERATION = {"capacities": "mor", "loss_prior": "anytime"}
 
 
 def test_no_setting_of_the_config_is_forgotten():
@@ -77,7 +82,7 @@ def test_no_setting_of_the_config_is_forgotten():
 def test_every_setting_of_the_config_is_set_by_the_command_line(tiny, name):
     section = "train" if name == "ponder_on" else "model"
     value = OTHER[name] if not isinstance(OTHER[name], bool) else str(OTHER[name]).lower()
-    method = ["model.method=mor"] if name == "capacities" else []
+    method = [f"model.method={PER_ITERATION[name]}"] if name in PER_ITERATION else []
     before, after = load_recipe(tiny, method), load_recipe(tiny, [*method, f"{section}.{name}={value}"])
     config = config_of(after)
     assert getattr(config, name) == OTHER[name]
@@ -110,6 +115,8 @@ ZERO = {
     "model.pause_token_id",
     "model.router_loss_weight",
     "model.exit_entropy_weight",
+    "model.loss_prior",
+    "model.lookahead_delta",
     "data.validation",
     "train.gate_lr",
     "train.min_lr_ratio",
@@ -182,7 +189,7 @@ def test_a_number_outside_its_range_is_refused_by_name(tiny, field):
 
 @pytest.mark.parametrize("field", fields_of(tuple))
 def test_a_list_is_refused_for_any_number_in_it(tiny, field):
-    length = 4 if field == "model.capacities" else 2
+    length = 4 if field.partition(".")[2] in PER_ITERATION else 2
     for value in (*NEVER, "-1", "{a: 1}", "[1]", *(["0"] if field not in ZERO else [])):
         assert field in refusal(tiny, f"{field}=[{', '.join([value] * length)}]")
     for value in ("3", "text", "{a: 1}", "true", *(["[0.1]", "[0, 0, 0]"] if length == 2 else [])):
@@ -258,8 +265,8 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
     walked = 0
     for name in hints:
         for value in bad.get(kind_of(hints[name]), ([], 5)):
-            if name == "capacities" and value == []:
-                continue  # held against the iterations, where there is a router
+            if name in PER_ITERATION and value == []:
+                continue  # held against the iterations by the method that reads it
             with pytest.raises(ConfigError, match=rf"\b{name}\b"):
                 AdaPonderConfig(backbone_config=backbone, **{name: value})
             walked += 1
@@ -267,7 +274,7 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
     for item in dataclasses.fields(Recurrence):
         if isinstance(span := item.metadata["span"], Span):
             for value in (span.low - 1, span.high + 1):
-                outside = [value] if item.name == "capacities" else value
+                outside = [value] if item.name in PER_ITERATION else value
                 with pytest.raises(ConfigError, match=rf"^{item.name}=.* is needed"):
                     AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({item.name: outside}))
     for name in ("iterations", "tau", "reuse", "shared_gate", "exit_threshold"):

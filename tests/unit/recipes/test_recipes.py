@@ -63,6 +63,9 @@ OF_ONE_METHOD = {
     "exit_stage": "ouro",
     "exit_entropy": "ouro",
     "exit_entropy_steps": "ouro",
+    "halt_prior": "anytime",
+    "loss_prior": "anytime",
+    "lookahead_delta": "anytime",
     "target_gain": "none",
     "target_every": "none",
 }

@@ -22,7 +22,7 @@ class CountingSampler:
 
 
 def recipe(global_batch: int, micro_batch: int | None, *, across: bool = True) -> SimpleNamespace:
-    train = SimpleNamespace(global_batch=global_batch, micro_batch=micro_batch)
+    train = SimpleNamespace(global_batch=global_batch, micro_batch=micro_batch, seed=5)
     return SimpleNamespace(train=train, data=SimpleNamespace(attend_across_documents=across))
 
 
@@ -35,6 +35,18 @@ def test_processes_share_every_micro_step_in_the_order_of_the_batch():
     assert windows_of(World()) == [[300, 301], [302, 303], [304, 305], [306, 307]]
     assert windows_of(World(rank=0, size=2)) == [[300, 301], [304, 305]]
     assert windows_of(World(rank=1, size=2)) == [[302, 303], [306, 307]]
+
+
+def test_a_window_has_the_same_seed_in_any_micro_batch_and_another_at_every_step():
+    def seeds(micro: int, world: World, step: int) -> list[int]:
+        inputs = MicroBatches.of(recipe(8, micro), CountingSampler(), world).inputs(step)
+        return [seed for each in inputs for seed in each["seed"].tolist()]
+
+    whole = seeds(8, World(), 3)
+    assert len(set(whole)) == 8
+    assert seeds(2, World(), 3) == whole
+    assert seeds(2, World(rank=0, size=2), 3) == [*whole[:2], *whole[4:6]]
+    assert not set(whole) & set(seeds(8, World(), 4))
 
 
 def test_a_micro_batch_is_at_most_the_share_and_must_divide_it():
