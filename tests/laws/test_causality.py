@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaponder import Entropy, FixedDepth, LearnedGate, Random, Ranked, Uniform
-from adaponder.policies import Change, Divergence
+from adaponder.policies import Change, Divergence, RandomRates
 from laws import assert_causal, assert_causal_everywhere
 from support import HALTING, METHODS, ids, tiny
 
@@ -16,6 +16,7 @@ CAUSAL = [
     LearnedGate((0.3, 0.7)),
     FixedDepth(2),
     Random(0.5),
+    RandomRates(),
     Entropy(2.0),
     Divergence(0.3),
     Change(0.5),

@@ -8,6 +8,7 @@ from engine_support import SETTINGS, assert_near, in_one_forward, plain_greedy
 
 from adaponder import FixedDepth, Random
 from adaponder.inference import Engine, Request
+from adaponder.policies import RandomRates
 from support import VOCABULARY, tiny
 
 PROMPT = [5, 17, 2, 44, 9, 31, 8, 60, 0, 12]
@@ -85,6 +86,8 @@ def test_what_was_not_asked_for_is_not_there():
         ("mor", {"policy": FixedDepth(3)}),
         ("ouro", {}),
         ("ouro", {"policy": FixedDepth(3)}),
+        ("anytime", {}),
+        ("anytime", {"policy": RandomRates()}),
     ],
 )
 def test_gates_and_early_predictions_are_those_of_the_models_forward(method, asked):

@@ -5,10 +5,10 @@ import torch
 
 from adaponder import ForcedDepths
 from laws import assert_static_after_halting, make_case
-from support import tiny
+from support import HALTING, tiny
 
 
-@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro"])
+@pytest.mark.parametrize("method", HALTING)
 @pytest.mark.parametrize("execution", ["dense", "compact"])
 @pytest.mark.parametrize("pattern", ["all", "none", "alternating", "ragged"])
 def test_a_halted_token_never_moves_again(method, execution, pattern):
@@ -16,7 +16,7 @@ def test_a_halted_token_never_moves_again(method, execution, pattern):
     assert_static_after_halting(model, make_case(3, 11, 4, pattern, "both", 7), execution)
 
 
-@pytest.mark.parametrize("method", ["adaponder", "ouro"])
+@pytest.mark.parametrize("method", ["adaponder", "ouro", "anytime"])
 def test_the_row_read_is_the_last_one_written(method):
     depths = torch.tensor([[1, 4, 2, 3, 1, 2]])
     ledger = tiny(method, iterations=4)(depths, policy=ForcedDepths(depths), use_cache=True).past_key_values

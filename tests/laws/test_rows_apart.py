@@ -5,7 +5,8 @@ import torch
 from staggered import decode
 
 from adaponder import Change, Divergence, FixedDepth, ForcedDepths, LearnedGate, Random
-from support import ids, stir, tiny
+from adaponder.policies import RandomRates
+from support import HALTING, ids, stir, tiny
 
 SETTINGS = {
     "adaponder": {"tau": 0.5},
@@ -14,16 +15,18 @@ SETTINGS = {
     "loop": {},
     "mor": {},
     "ouro": {"exit_threshold": 0.6},
+    "anytime": {"tau": 0.5},
 }
 POLICIES = {
     "its own": None,
     "a depth for each token": ForcedDepths(torch.randint(1, 5, (4, 7), generator=torch.Generator().manual_seed(5))),
     "random": Random(0.6),
+    "random rates": RandomRates(3.0),
     "a threshold for each gate": LearnedGate((0.55, 0.45, 0.5)),
     "equal depths": FixedDepth(2),
 }
 # Thresholds at which this rule, which compares two iterations, keeps some tokens and halts others.
-DIVERGENCE = {"adaponder": 0.3, "mor": 0.001, "ouro": 2.0}
+DIVERGENCE = {"adaponder": 0.3, "mor": 0.001, "ouro": 2.0, "anytime": 0.3}
 
 
 def assert_rows_apart_equal_dense(method: str, policy: str, family: str = "gpt_neox", rule=None) -> None:
@@ -45,7 +48,7 @@ def test_rows_at_different_iterations_run_the_same_lines(method):
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "its own"])
-@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro"])
+@pytest.mark.parametrize("method", HALTING)
 def test_every_kind_of_policy_decides_for_rows_at_different_iterations(method, policy):
     assert_rows_apart_equal_dense(method, policy)
 

@@ -62,7 +62,7 @@ class Anytime(AdaPonder):
     @classmethod
     def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> None:
         """Training names no depth: the dial does, afterwards."""
-        return None
+        return
 
     @classmethod
     def complete(cls, config: AdaPonderConfig) -> None:

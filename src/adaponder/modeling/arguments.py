@@ -47,7 +47,6 @@ class RunTime:
             allow_mismatch=self.allow_mismatch or below.allow_mismatch,
         )
 
-
     def check_batch(self, sequences: int) -> None:
         """Raises where seeds are given one by one and are not as many as the sequences."""
         if isinstance(self.seed, Tensor) and self.seed.shape != (sequences,):

@@ -30,6 +30,7 @@ from adaponder.policies import (
     Policy,
     PolicyInput,
     Random,
+    RandomRates,
     RouterThreshold,
     Shares,
     Uniform,
@@ -55,6 +56,8 @@ EVERY: list[Policy] = [
     ForcedDepths(DEPTHS),
     Random(0.5),
     Random(0.9),
+    RandomRates(),
+    RandomRates(2.0),
     Entropy(1.2),
     Entropy((1.0, 1.4, 1.2)),
     Divergence(0.3),
@@ -321,7 +324,7 @@ def test_equal_decisions_have_equal_keys() -> None:
     for policy in EVERY[:-2]:
         assert shareable(policy, 3) == shareable(policy, 3)
         assert hash(shareable(policy, 3)) is not None
-        assert (shareable(policy, 3) == shareable(policy, 4)) == (not isinstance(policy, Random))
+        assert (shareable(policy, 3) == shareable(policy, 4)) == (not isinstance(policy, (Random, RandomRates)))
     assert len({shareable(policy, 0) for policy in EVERY[:-2]}) == len(EVERY) - 2
     assert shareable(LearnedGate(0.5), 1) == shareable(LearnedGate(0.5), 2)
     assert shareable(Random(0.5), 1) == shareable(Random(0.5), 1 + (1 << 64))

@@ -1,0 +1,327 @@
+"""A model for any depth: its losses and labels by hand, and gates and backbone that never reach each other."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
+from adaponder.errors import ConfigError, InputError
+from adaponder.methods.anytime import Anytime
+from adaponder.methods.cost import cost_of, training_flops
+from adaponder.methods.objectives.depths import EveryDepthLoss
+from adaponder.methods.objectives.lookahead import LookaheadLoss, lookahead_labels, mean_over_sequences
+from adaponder.policies import PolicyInput, RandomRates, parse_policy, sequence_seeds, spec_of
+from adaponder.training.run import train
+from support import ids, stock, tiny
+from training_support import corpus, small
+
+K = 4
+DEPTHS = torch.tensor([[4, 1, 2, 4, 3, 4, 1], [1, 4, 3, 1, 2, 2, 4], [2, 1, 3, 1, 2, 3, 1]])
+EXECUTIONS = ("dense", "compact")
+
+
+def scored(model: AdaPonderForCausalLM, execution: str, **options):
+    """A forward at prescribed depths, its losses ``[K, 3, 6]`` of the tokens that predict, and their gates."""
+    tokens = ids(3, 7)
+    options = {"policy": ForcedDepths(DEPTHS), "objective": Objective()} | options
+    output = model(tokens, labels=tokens, execution=execution, output_iteration_logits=True, **options)
+    logits = output.iteration_logits[:, :, :-1]
+    target = tokens[:, 1:].expand(len(logits), -1, -1)
+    return output, -logits.log_softmax(-1).gather(-1, target[..., None])[..., 0], output.gates[:, :-1]
+
+
+# --- the loss of every depth ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(("halt_prior", "loss_prior"), [(1.0, None), (3.0, [0.5, 0.2, 0.2, 0.1])])
+def test_each_depth_weighs_its_prior_over_the_chance_to_reach_it(execution, halt_prior, loss_prior):
+    model = tiny("anytime", iterations=K, halt_prior=halt_prior, loss_prior=loss_prior).train()
+    output, losses, _ = scored(model, execution)
+    depth, total = DEPTHS[:, :-1], 0.0
+    for i, share in enumerate(loss_prior or [0.25] * K):
+        reached = depth > i
+        chance = halt_prior / (halt_prior + i)
+        total = total + share / chance * losses[i][reached].sum() / 18
+        torch.testing.assert_close(output.terms[f"depth_{i + 1}"], losses[i][reached].mean())
+    torch.testing.assert_close(output.terms["every_depth"], total, rtol=1e-12, atol=0)
+    torch.testing.assert_close(output.loss, total + output.terms["lookahead"], rtol=1e-12, atol=0)
+    own = losses.gather(0, (depth - 1)[None])[0]
+    torch.testing.assert_close(output.terms["cross_entropy"], own.mean(), rtol=1e-12, atol=0)
+
+
+def test_under_random_halts_the_loss_is_that_of_the_prior():
+    """Over many seeds: where a first token is alone, no context differs, and its losses are the same in every draw."""
+    model = tiny("anytime", iterations=K, loss_prior=[0.1, 0.2, 0.3, 0.4]).train()
+    token = torch.tensor([[5, 9]])
+    seeds = sequence_seeds(0, torch.arange(4000))
+    many = token.expand(len(seeds), -1)
+    with torch.no_grad():
+        chance = model(many, labels=many, objective=Objective(), seed=seeds).terms["every_depth"]
+        fixed = [float(model.eval()(token, labels=token, policy=FixedDepth(depth)).loss) for depth in (1, 2, 3, 4)]
+    expected = 0.1 * fixed[0] + 0.2 * fixed[1] + 0.3 * fixed[2] + 0.4 * fixed[3]
+    assert float(chance) == pytest.approx(expected, rel=0.03)
+
+
+def test_parts_of_a_batch_add_up_to_the_whole():
+    model = tiny("anytime", iterations=K).train()
+    tokens, seeds = ids(4, 9), torch.arange(4)
+    whole = model(tokens, labels=tokens, objective=Objective(share=1.0), seed=seeds, num_items_in_batch=32)
+    parts = [
+        model(
+            tokens[i : i + 2],
+            labels=tokens[i : i + 2],
+            objective=Objective(share=1.0),
+            seed=seeds[i : i + 2],
+            num_items_in_batch=32,
+        )
+        for i in (0, 2)
+    ]
+    assert torch.equal(torch.cat([part.depth for part in parts]), whole.depth)
+    for name in ("cross_entropy", "every_depth"):
+        torch.testing.assert_close(sum(part.terms[name] for part in parts), whole.terms[name])
+
+
+# --- labels and the gates' loss ------------------------------------------------------------------------------------
+
+
+def test_a_label_says_whether_any_later_iteration_gains_more_than_delta():
+    losses = torch.tensor([[3.0, 2.0, 1.0, 2.0], [2.95, 2.5, 1.2, 1.0], [3.5, 1.8, 1.1, 2.0], [2.89, 2.4, 0.95, 1.5]])
+    expected = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0]])
+    assert torch.equal(lookahead_labels(losses.double(), 0.1), expected.double())
+    assert torch.equal(lookahead_labels(torch.tensor([[2.0], [1.5]]), 0.5), torch.tensor([[0.0]])), "more than delta"
+
+
+def test_sequences_count_equally_however_many_labels_they_have():
+    values = torch.tensor([[1.0, 5.0, 9.0], [2.0, 4.0, 7.0], [3.0, 3.0, 3.0]])
+    chosen = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
+    assert mean_over_sequences(values, chosen) == (5.0 + 4.0) / 2
+    assert mean_over_sequences(values, torch.zeros_like(chosen)) == 0
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution):
+    model = tiny("anytime", iterations=K, lookahead_delta=0.2).train()
+    for parameter in model.method.parameters():
+        parameter.data *= 0.3  # no gate is so sure that 1 - s is rounded
+    output, losses, gates = scored(model, execution)
+    sequences, helped = [], []
+    for row in range(3):
+        surprises, labels = [], []
+        for t in range(6):
+            if DEPTHS[row, t] == K:
+                for i in range(K - 1):
+                    label = float(losses[i, row, t] - losses[i + 1 :, row, t].min() > 0.2)
+                    s = gates[row, t, i]
+                    surprises.append(-(s.log() if label else (1 - s).log()))
+                    labels.append(label)
+        if surprises:
+            sequences.append(torch.stack(surprises).mean())
+            helped.append(sum(labels) / len(labels))
+    assert len(sequences) == 2, (
+        "the third sequence has nobody at the end; the last token of the second predicts nothing"
+    )
+    torch.testing.assert_close(output.terms["lookahead"], torch.stack(sequences).mean(), rtol=1e-10, atol=0)
+    assert float(output.terms["helped"]) == pytest.approx(sum(helped) / 2)
+    assert 0.05 < float(output.terms["helped"]) < 0.95
+
+
+def test_padding_and_tokens_without_a_target_have_no_label():
+    model = tiny("anytime", iterations=K).train()
+    tokens = ids(2, 9)
+    options = {"objective": Objective(), "policy": FixedDepth(K)}
+    alone = model(tokens, labels=tokens, **options)
+    padded, mask = nn.functional.pad(tokens, (3, 0)), nn.functional.pad(torch.ones_like(tokens), (3, 0))
+    labels = padded.masked_fill(mask == 0, -100)
+    beside = model(padded, attention_mask=mask, labels=labels, **options)
+    for name, value in alone.terms.items():
+        torch.testing.assert_close(beside.terms[name], value)
+
+
+def test_one_iteration_has_no_gate_and_the_plain_loss():
+    model = tiny("anytime", iterations=1).train()
+    output = model(ids(), labels=ids(), objective=Objective())
+    assert output.terms.keys() == {"cross_entropy", "depth_1", "every_depth"}
+    torch.testing.assert_close(output.loss, model.eval()(ids(), labels=ids()).loss)
+
+
+# --- who learns from what ------------------------------------------------------------------------------------------
+
+
+def gradients(model: AdaPonderForCausalLM, term: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(term, list(named.values()), retain_graph=True, allow_unused=True)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None and bool(grad.any())}
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("policy", [ForcedDepths(DEPTHS), FixedDepth(K)], ids=["random", "full"])
+def test_gates_and_backbone_learn_from_their_own_loss_alone(execution, policy):
+    model = tiny("anytime", iterations=K).train()
+    output, _, _ = scored(model, execution, policy=policy)
+    backbone, gates = gradients(model, output.terms["every_depth"]), gradients(model, output.terms["lookahead"])
+    assert backbone.keys() == {name for name, _ in model.named_parameters() if name.startswith("backbone.")}
+    assert gates.keys() == {name for name, _ in model.named_parameters() if name.startswith("method.")}
+
+
+def test_what_a_gate_says_changes_no_hidden_state():
+    model, tokens = tiny("anytime", iterations=K), ids()
+    before = model(tokens, policy=FixedDepth(K), output_iteration_logits=True)
+    for gate in model.method.gates:
+        gate.out.bias.data += 3.0
+    after = model(tokens, policy=FixedDepth(K), output_iteration_logits=True)
+    assert not torch.equal(before.gates, after.gates)
+    assert torch.equal(before.iteration_logits, after.iteration_logits)
+
+
+def test_at_full_depth_it_is_ponderlm():
+    options = {"iterations": K, "embedding_scale": 4.0}
+    ponder, anytime = (
+        AdaPonderForCausalLM.from_backbone(stock(), method=method, **options) for method in ("ponder", "anytime")
+    )
+    torch.testing.assert_close(anytime(ids(), policy=FixedDepth(K)).logits, ponder(ids()).logits, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("anytime"))
+
+
+def trained(shards, folder, *overrides: str) -> AdaPonderForCausalLM:
+    plain = ["train.ponder_weight=0", "train.clip=0.05", "model.gate_bias=0", "train.save_every=0", *overrides]
+    train(small(shards, *plain, method="anytime"), out=folder, quiet=True)
+    return AdaPonderForCausalLM.from_pretrained(folder / "final")
+
+
+def test_the_backbone_trains_to_the_same_bits_whatever_its_gates_learn(shards, tmp_path, monkeypatch):
+    learning, resting = trained(shards, tmp_path / "a"), trained(shards, tmp_path / "b", "train.gate_lr=0")
+
+    def alike(one: AdaPonderForCausalLM, other: AdaPonderForCausalLM, part: str) -> bool:
+        pairs = zip(getattr(one, part).parameters(), getattr(other, part).parameters(), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+    assert alike(learning, resting, "backbone")
+    assert not alike(learning, resting, "method")
+    monkeypatch.setattr(Anytime, "gates_apart", False)  # one norm for both, and a large gradient of either is felt
+    assert not alike(learning, trained(shards, tmp_path / "c"), "backbone")
+
+
+def test_a_run_halts_other_tokens_at_every_step_and_logs_every_depth(shards, tmp_path):
+    trained(shards, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "lookahead" in line]
+    assert len(steps) == 8
+    assert len({line["mean_depth"] for line in steps}) > 4
+    assert sum(line["mean_depth"] for line in steps) / 8 == pytest.approx(1 + 1 / 2 + 1 / 3, abs=0.15)
+    for line in steps:
+        assert {"depth_1", "depth_2", "depth_3", "helped"} <= line.keys()
+        assert line["loss"] == pytest.approx(line["every_depth"] + line["lookahead"], rel=1e-5)
+    assert lines[-1]["validation_loss"] > 0
+
+
+def test_micro_batches_change_rounding_alone(shards, tmp_path):
+    whole, cut = trained(shards, tmp_path / "a"), trained(shards, tmp_path / "b", "train.micro_batch=2")
+    torch.testing.assert_close(list(whole.backbone.parameters()), list(cut.backbone.parameters()), rtol=1e-3, atol=2e-4)
+
+
+# --- random halts --------------------------------------------------------------------------------------------------
+
+
+def drawn_depths(policy: RandomRates, sequences: int, time: int, gates: int) -> Tensor:
+    position, seed = torch.arange(time).expand(sequences, -1), sequence_seeds(7, torch.arange(sequences))
+    depth, active = torch.ones_like(position), torch.ones_like(position, dtype=torch.bool)
+    for i in range(gates):
+        nothing = torch.zeros(sequences, time, dtype=torch.float64)
+        rows = PolicyInput(
+            iteration=torch.full_like(position, i),
+            gate=nothing,
+            hidden=nothing[..., None],
+            position=position,
+            seed=seed[:, None].expand_as(position),
+            sequence=position,
+            slot=position,
+            active=active,
+            head=lambda hidden: hidden,
+        )
+        active = active & policy(rows)
+        depth = depth + active
+    return depth
+
+
+@pytest.mark.parametrize("prior", [0.5, 1.0, 3.0])
+def test_tokens_reach_an_iteration_as_often_as_the_prior_says(prior):
+    depth = drawn_depths(RandomRates(prior), 1500, 64, K - 1)
+    for i in range(K):
+        assert float((depth > i).double().mean()) == pytest.approx(prior / (prior + i), abs=0.015)
+        assert RandomRates(prior).reaching(i) == prior / (prior + i)
+
+
+def test_sequences_differ_and_each_has_tokens_at_both_ends():
+    depth = drawn_depths(RandomRates(), 400, 256, K - 1)
+    means = depth.double().mean(1)
+    assert means.min() < 1.7
+    assert means.max() > 2.9
+    assert bool((depth == K).any(1).all()), "labels and full depth in every context"
+    assert bool((depth == 1).any(1).all())
+    assert len({tuple(line) for line in depth.tolist()}) == 400
+
+
+def test_seeds_of_sequences_reach_the_policy_one_by_one():
+    model, tokens = tiny("anytime", iterations=K), ids(3, 16)
+    seeds = torch.tensor([4, -9, 4])
+    for execution in EXECUTIONS:
+        depth = model(tokens, policy=RandomRates(), seed=seeds, execution=execution).depth
+        alone = [model(tokens[:1], policy=RandomRates(), seed=seed, execution=execution).depth for seed in (4, -9)]
+        assert torch.equal(depth, torch.cat([alone[0], alone[1], alone[0]]))
+        assert not torch.equal(alone[0], alone[1])
+    with pytest.raises(InputError, match=r"seed has shape \(2,\).*\[3\], one per sequence"):
+        model(tokens, policy=RandomRates(), seed=seeds[:2])
+    with pytest.raises(InputError, match=r"seed is torch\.float32"):
+        model(tokens, policy=RandomRates(), seed=torch.zeros(3))
+
+
+def test_it_has_a_line_of_text_and_refuses_what_is_no_prior():
+    assert parse_policy(spec_of(RandomRates(0.25))) == RandomRates(0.25)
+    for prior in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="prior="):
+            RandomRates(prior)
+
+
+# --- settings and cost ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prior", "says"),
+    [([0.5, 0.5], r"2 entries for iterations=3"), ([0.5, 0.5, 0.5], r"add up to 1\.5, and must to 1")],
+)
+def test_a_prior_that_is_none_is_refused(prior, says):
+    with pytest.raises(ConfigError, match=rf"^loss_prior.*{says}"):
+        tiny("anytime", iterations=3, loss_prior=prior)
+
+
+def test_training_halts_by_chance_and_evaluation_by_the_gates():
+    model = tiny("anytime", iterations=K, halt_prior=2.0)
+    assert model.method.default_policy(training=True) == model.method.training_policy(0.0) == RandomRates(2.0)
+    depth = model(ids()).depth
+    expected = 1 + (model(ids(), policy=FixedDepth(K)).gates[..., 0] >= 0.5)
+    assert torch.equal(depth.clamp_max(2), expected)
+    assert isinstance(model.method.objective(Objective()), LookaheadLoss)
+    assert model.method.objective(Objective()).depths == EveryDepthLoss((0.25, 0.375, 0.5, 0.625))
+
+
+@pytest.mark.parametrize("method", ["anytime", "ouro", "ponder"])
+def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
+    """Held against torch's own counter of a forward with its loss; a backward is two of them."""
+    model = tiny(method, iterations=K, dtype=torch.float32).train()
+    tokens = ids(2, 16)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), counter:
+        model(tokens, labels=tokens, objective=Objective(), output_logits=False, execution="dense")
+    cost = cost_of(torch.full((2, 16), K), model.config, every_gate=True, attention="square")
+    heads = 1 if method == "ponder" else K
+    assert counter.get_total_flops() == cost.flops + (heads - 1) * cost.head
+    causal = cost_of(torch.full((1, 16), K), model.config, every_gate=True)
+    assert training_flops(model.config, sequence=16) == 3 * (causal.flops + (heads - 1) * causal.head) / 16
