@@ -145,8 +145,7 @@ class Sides:
                 settings |= {"lanes": 3 * case.lanes, "rows": rows}
             if case.side in (PADDED, DROPPING):
                 settings["batching"] = case.side
-            if case.side == DRAFTING:
-                settings["drafts"] = model.config.iterations - 1
+            settings["drafts"] = model.config.iterations - 1 if case.side == DRAFTING else 0
             self._held |= {"engine": Engine(model, **settings), "engine_key": key}
         return self._held["engine"]
 

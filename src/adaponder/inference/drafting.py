@@ -166,6 +166,15 @@ class Drafting:
         one.token = receiver.token(sequence, said, extras, tick, column)
 
 
+# Drafting was 2.4 times as fast for one lane and for four, and slower for 16 (benchmarks/README.md, "Decoding").
+FEW_LANES = 4
+
+
+def usual_drafts(lanes: int, *, width: int, passes: int, batching: str) -> int:
+    """What an engine drafts where nothing is said: all that is of use for few lanes, else nothing."""
+    return passes - 1 if lanes <= FEW_LANES and width == 1 and batching == "depth" else 0
+
+
 def window_of(drafts: int, *, method: str, width: int, passes: int, batching: str) -> int:
     """The tokens of a window that drafts so many; 1 where nothing is drafted.
 

@@ -13,7 +13,7 @@ import torch
 
 from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.bodies import body_of
-from adaponder.inference.drafting import window_of
+from adaponder.inference.drafting import usual_drafts, window_of
 from adaponder.inference.graphs import bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
@@ -64,8 +64,8 @@ class Engine:
             by default as the model was trained. Another model, strictly: see ``docs/design.md``.
         body: ``fused``, ``stock``, or by default whichever is faster here.
         drafts: tokens of a sequence, at most, that are begun before it is certain that they follow; the tokens that
-            come out are the same. It spends rows to save ticks, so it is for few lanes. See
-            :mod:`adaponder.inference.drafting`.
+            come out are the same. It spends rows to save ticks: by default as many as are of use where an engine has
+            few lanes, and none elsewhere. See :mod:`adaponder.inference.drafting`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         batching: str = "depth",
         expectation_top_k: int | None = None,
         body: str | None = None,
-        drafts: int = 0,
+        drafts: int | None = None,
     ):
         refuse(model)
         check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
@@ -94,6 +94,8 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
         check_batching(batching)
+        if drafts is None:
+            drafts = usual_drafts(lanes, width=width, passes=passes, batching=batching)
         window = window_of(drafts, method=self.config.method, width=width, passes=passes, batching=batching)
         built = body_of(model, body, lanes=bucket_of(lanes) * window, positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())

@@ -218,3 +218,21 @@ def test_what_cannot_be_drafted_is_refused_by_name(method, options, message):
     model = stir(tiny(method, iterations=1 if method == "vanilla" else 3).eval())
     with pytest.raises(InputError, match=message):
         Engine(model, lanes=1, tokens=40, **options)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "method", "options", "size"),
+    [
+        (4, "adaponder", {}, 3),
+        (5, "adaponder", {}, 0),
+        (1, "adaponder", {"drafts": 0}, 0),
+        (2, "adaponder", {"batching": "padded"}, 0),
+        (1, "ponder", {"max_iterations": 2}, 2),
+        (1, "pause", {}, 0),
+        (1, "vanilla", {}, 0),
+    ],
+)
+def test_few_lanes_draft_where_nothing_else_is_said(lanes, method, options, size):
+    model = tiny(method, iterations=1 if method == "vanilla" else 3).eval()
+    drafts = Engine(model, lanes=lanes, tokens=20, **options).runner.drafts
+    assert (drafts.size if drafts else 0) == size

@@ -19,7 +19,7 @@ def requests() -> list[Request]:
 def run(batching: str, **options) -> tuple[Engine, list]:
     model = tiny("adaponder", iterations=4).eval()
     stir(model)
-    engine = Engine(model, lanes=4, tokens=30, batching=batching, **options)
+    engine = Engine(model, drafts=0, lanes=4, tokens=30, batching=batching, **options)
     return engine, [(done[0].ids, done[0].depths) for done in engine.generate(requests())]
 
 

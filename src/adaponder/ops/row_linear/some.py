@@ -34,13 +34,13 @@ def cut_for(rows: int, inputs: int, outputs: int) -> Cut:
     if outputs <= 2048:
         splits = max(1, min(8, (8192 if rows <= 32 else 4096) // outputs, inputs // 512))
         if rows <= 16:
-            return Cut(32, 128, 4, 6, splits)
+            return Cut(32, 256, 4, 6, min(4, splits)) if outputs == 1024 else Cut(32, 128, 4, 6, splits)
         if rows <= 32:
             return Cut(32, 128, 8, 6, splits) if outputs <= 1024 else Cut(32, 128, 4, 8, splits)
         return Cut(32, 256, 4, 3 if outputs <= 1024 else 4, splits)
-    if rows <= 32:
-        return Cut(32, 128, 4, 8 if rows <= 16 else 4)
-    return Cut(64, 128, 4, 3)
+    if rows <= 16:
+        return Cut(32, 64, 4, 8)
+    return Cut(32, 128, 4, 4) if rows <= 32 else Cut(64, 128, 4, 3)
 
 
 def gated_cut_for(rows: int) -> Cut:
