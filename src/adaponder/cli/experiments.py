@@ -17,6 +17,8 @@ def reproduce(options: ReproduceOptions) -> None:
     [dim]adaponder reproduce lr --seeds 0,1 --device cuda --jobs 3[/]
 
     [dim]adaponder reproduce --next --minutes 25 --device cuda --jobs 3[/]
+
+    [dim]adaponder reproduce --results[/]
     """
     from adaponder.commands import reproduce as command
 

@@ -46,16 +46,23 @@ class Setup:
 
 
 def run(options: ReproduceOptions) -> int:
-    """Lists the runs, or trains one run, a claim's runs or the whole queue. Returns the exit code."""
+    """Lists the runs, writes the results page, or trains one run, a claim's runs or the whole queue.
+
+    Returns the exit code.
+    """
     path = options.queue or checkout() / "experiments" / "queue.yaml"
     queue = read_queue(path)
     records = options.records or path.parent / "records"
     claim, seeds = options.claim, options.seeds
     alone = [claim is not None, options.listed and claim is None, options.following, options.one is not None]
-    if sum(alone) != 1:
-        raise InputError("name a claim, or say --next, --list or --run LABEL; --list shows the claims")
+    if sum([*alone, options.results]) != 1:
+        raise InputError("name a claim, or say --next, --list, --run LABEL or --results; --list shows the claims")
     if seeds and claim is None and options.one is None:
         raise InputError("--seeds: name the claim whose runs are to have them; the queue has its own")
+    if options.results:
+        from adaponder.commands import results
+
+        return results.run(queue, read_records(records), path.parent)
     if options.listed:
         chosen = queue.of_claim(claim, seeds) if claim else list(queue.experiments)
         show(queue, chosen, read_records(records), _corpora(queue, options.data), json=options.json)
@@ -66,6 +73,7 @@ def run(options: ReproduceOptions) -> int:
         _one(queue, _by_label(queue, options.one, seeds), setup, beside=options.beside)
         return 0
     chosen = _prepared(queue.of_claim(claim, seeds) if claim else list(queue.experiments), corpora)
+    chosen = _untimed(chosen) if options.jobs > 1 else chosen
     code = _work_through(queue, chosen, setup, minutes=options.minutes, jobs=options.jobs)
     show(queue, chosen, read_records(records), corpora, json=options.json)
     return code
@@ -73,8 +81,9 @@ def run(options: ReproduceOptions) -> int:
 
 def _one(queue: Queue, experiment: Experiment, setup: Setup, *, beside: int) -> None:
     """Trains one run in this process, measures what any claim wants of it, and writes its record."""
-    from adaponder.commands.measures import measuring
+    from adaponder.commands.measures import TIMED, measuring
 
+    wanted = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
     corpus = setup.corpora[experiment.corpus]
     written = carry_out(
         experiment,
@@ -85,7 +94,7 @@ def _one(queue: Queue, experiment: Experiment, setup: Setup, *, beside: int) -> 
         device=setup.device,
         commit=setup.commit,
         beside=beside,
-        measure=measuring(queue.measures_of(experiment), device=setup.device),
+        measure=measuring(wanted, device=setup.device),
     )
     console.print(line("record in ", (written, "bold")), soft_wrap=True)
 
@@ -108,6 +117,16 @@ def _prepared(chosen: Sequence[Experiment], corpora: Mapping[str, Corpus]) -> li
         count = sum(each.corpus == corpus.name for each in chosen)
         console.print(f"{count} runs are left out until their text is prepared: {corpus.prepare}", soft_wrap=True)
     return [each for each in chosen if corpora[each.corpus] not in missing]
+
+
+def _untimed(chosen: Sequence[Experiment]) -> list[Experiment]:
+    """The runs that may share the device; prints how many may not."""
+    from adaponder.commands.measures import TIMED
+
+    alone = [each for each in chosen if set(each.measures) & set(TIMED)]
+    if alone:
+        console.print(f"{len(alone)} runs that time the device are left out: start them with --jobs 1")
+    return [each for each in chosen if each not in alone]
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:

@@ -7,6 +7,7 @@ none and is repeated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -94,9 +95,19 @@ class Experiment:
             source += [f"model.backbone={json.dumps(folder)}"]
         return load_recipe(self.recipe, [*self.changes, f"train.seed={self.seed}", *source])
 
+    @property
+    def identity(self) -> str:
+        """A hash of what this run computes on given data: equal for equal runs."""
+        return _identity_of(dataclasses.replace(self, claim="", measures=(), again=0))
+
     def with_seed(self, seed: int) -> Experiment:
         source = None if self.source is None else self.source.with_seed(seed)
         return dataclasses.replace(self, seed=seed, source=source)
+
+
+@functools.cache
+def _identity_of(experiment: Experiment) -> str:
+    return identity(experiment.resolved().as_dict())
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,7 @@ def read_queue(path: Path) -> Queue:
     for each in queue.experiments:
         try:
             for one in (each, *([each.source] if each.source else [])):
-                one.resolved()
+                _ = one.identity  # which resolves the recipe
         except ConfigError as error:
             raise InputError(f"--queue {path}, claim {each.claim}: {error}") from None
     return queue

@@ -42,7 +42,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
     """The records of this recipe, seed and data, the first run of them first."""
-    wanted = identity(experiment.resolved().as_dict())
+    wanted = experiment.identity
     same = [each for each in records if each["identity"] == wanted and corpus.trained(each)]
     return sorted(same, key=lambda record: record.get("again", 0))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from adaponder.errors import InputError
 from adaponder.methods import method_class
 from adaponder.recipes import load_recipe
 from adaponder.reproduction.queue import Corpus, Experiment, Queue, identity, read_queue
-from adaponder.reproduction.records import read_records, record_of, result
+from adaponder.reproduction.records import read_records, record_of
 from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
 from adaponder.training.build import config_of
 from training_support import corpus
@@ -118,65 +117,6 @@ def test_records_that_ship_are_of_runs_in_the_queue_and_say_what_they_stand_on(s
     done = [each for each in queue.experiments if record_of(each, records, queue.main)]
     fair = {(e.recipe, e.changes) for e in done if e.claim == "lr"}
     assert {("mini/vanilla", (f"train.lr={lr}",)) for lr in (0.002, 0.004, 0.008)} <= fair
-
-
-def test_tables_of_losses_are_what_the_records_say(shipped):
-    """README and experiments/README: every loss of the fair tables, beside the depth it was reached at."""
-    queue = shipped
-    records = read_records(ROOT / "experiments" / "records")
-    known = {
-        each.changes[-1].partition("=")[2] + each.recipe + ("" if len(each.changes) == 1 else " unscaled"): result(
-            record
-        )
-        for each in queue.of_claim("lr")
-        if (record := record_of(each, records, queue.main))
-    }
-    kinds = {"vanilla, embedding scale 1": "mini/vanilla unscaled", "vanilla": "mini/vanilla", "Loop": "mini/loop"}
-    kinds |= {
-        f"PonderLM, K = {k}": recipe for k, recipe in ((2, "mini/ponder-k2"), (3, "mini/ponder-k3"), (4, "mini/ponder"))
-    }
-    kinds |= {"AdaPonder": "mini/adaponder"}
-
-    def cells(text, start):
-        for row in re.findall(r"^\| (.*) \|$", text[text.index(start) :].split("\n\n", 3)[2], re.M)[1:]:
-            yield [cell.strip() for cell in row.replace("*", "").split("|")]
-
-    shown = 0
-    text = (ROOT / "experiments" / "README.md").read_text()
-    for name, *losses in cells(text, "## Learning rate and embedding scale"):
-        kind = next(recipe for word, recipe in kinds.items() if name.startswith(word))
-        for lr, cell in zip((0.001, 0.002, 0.004, 0.008), losses, strict=True):
-            if not cell:
-                assert f"{lr}{kind}" not in known, "a run with a record is in the table"
-                continue
-            loss, _, depth = cell.partition(" (")
-            assert loss == f"{known[f'{lr}{kind}']['validation_loss']:.4f}", (name, lr)
-            assert not depth or depth == f"{known[f'{lr}{kind}']['validation_depth']:.2f})", (name, lr)
-            shown += 1
-    for name, depth, loss, _, rate in cells((ROOT / "README.md").read_text(), "## What it learns"):
-        kind = next(recipe for word, recipe in kinds.items() if name.startswith(word))
-        tried = {key: each for key, each in known.items() if key.endswith(kind)}
-        best = min(tried, key=lambda key: tried[key]["validation_loss"])
-        assert float(rate.split()[0].rstrip(",")) == float(best.removesuffix(kind)), name
-        assert (loss, depth) == tuple(
-            f"{tried[best][f'validation_{key}']:.{n}f}" for key, n in (("loss", 4), ("depth", 2))
-        )
-        shown += 1
-    assert shown >= 24
-
-
-def test_seeds_that_the_readmes_speak_of_have_records():
-    records = read_records(ROOT / "experiments" / "records")
-    losses = {
-        (each["recipe"]["name"], each["seed"]): f"{result(each)['validation_loss']:.4f}"
-        for each in records
-        if each["recipe"]["train"]["lr"] == 0.004 and each["embedding_scale"] == 16
-    }
-    spoken = [losses[f"mini/{name}", seed] for name in ("vanilla", "ponder-k2") for seed in (1, 2)]
-    spoken += [losses["mini/ponder-k3", 1]]
-    for file in ("README.md", "experiments/README.md"):
-        text = (ROOT / file).read_text()
-        assert all(loss in text for loss in spoken), file
 
 
 def test_the_command_line_shows_a_claim_with_any_seeds(tmp_path):
@@ -359,6 +299,24 @@ def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, dat
     monkeypatch.setattr(command, "_start", start)
     command.run(ReproduceOptions(following=True, jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc"))
     assert started == ["tiny-seed-0"]
+
+
+def test_runs_that_time_the_device_do_not_share_it(tmp_path, monkeypatch, capsys, data):
+    tiny = str(written(tmp_path).parent / "tiny.yaml")
+    runs = [{"claim": "lr", "recipe": tiny}, {"claim": "table1", "recipe": tiny, "measure": ["speed"], "seeds": [1]}]
+    started = []
+
+    def start(experiment, where, *, beside):
+        started.append((experiment.seed, beside))
+        return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
+
+    monkeypatch.setattr(command, "_start", start)
+    place = place_of(tmp_path, data, written(tmp_path, runs=runs))
+    command.run(ReproduceOptions(following=True, jobs=2, **place))
+    assert started == [(0, 1)]
+    assert "start them with --jobs 1" in " ".join(capsys.readouterr().out.split())
+    command.run(ReproduceOptions(following=True, **place))
+    assert started[1:] == [(0, 0), (1, 0)]
 
 
 class _Ended:

@@ -120,7 +120,7 @@ class DemoOptions(Json):
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions(Device, Json):
-    """``adaponder reproduce``: one of ``claim``, ``following``, ``listed`` and ``one``."""
+    """``adaponder reproduce``: one of ``claim``, ``following``, ``listed``, ``one`` and ``results``."""
 
     claim: Annotated[
         str | None, Option(argument=True, metavar="CLAIM", help="Which runs; --list shows the claims.")
@@ -130,6 +130,10 @@ class ReproduceOptions(Device, Json):
     )
     listed: Annotated[bool, Option(flags=("--list",), help="Show runs, states and results; do nothing.")] = False
     one: Annotated[str | None, Option(flags=("--run",), metavar="LABEL", help="One run, in this process.")] = None
+    results: Annotated[
+        bool,
+        Option(flags=("--results",), help="Write docs/results.md, its figures and README's table from the records."),
+    ] = False
     seeds: Annotated[
         Sequence[int],
         Option(metavar="0,1,…", help="These seeds instead of the queue's.", read=values.numbers(least=0)),

@@ -1,0 +1,158 @@
+"""Figures of the results page, drawn from points of records alone: loss by learning rate, loss against iterations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, house, new_figure, series
+
+# Where a PNG says which points it shows.
+_POINTS = "Description"
+
+
+class Curve(NamedTuple):
+    """One line of a figure: values by place on the x axis and seed."""
+
+    name: str
+    points: Mapping[float, Mapping[int, float]]
+
+    def means(self) -> tuple[list[float], list[float]]:
+        xs = sorted(x for x, values in self.points.items() if values)
+        return xs, [sum(self.points[x].values()) / len(self.points[x]) for x in xs]
+
+
+class Spot(NamedTuple):
+    """One run: its place on the two x axes, and its loss minus the plain model's of the same seed."""
+
+    seed: int
+    depth: float
+    ratio: float
+    gain: float
+
+
+class Group(NamedTuple):
+    """Runs of one setting, seed by seed."""
+
+    name: str
+    spots: Sequence[Spot]
+
+
+def learning_rates(curves: Sequence[Curve], *, dark: bool = False) -> Figure:
+    """Loss against the learning rate, one line per setting, with its best rate ringed; on the right the lower part.
+
+    Settings whose names begin alike (up to the first comma) share a colour, and have markers and lines of their own.
+    """
+    with house(dark=dark) as theme:
+        figure = new_figure(width=PAGE, height=3.6)
+        panels = figure.subplots(1, 2)
+        families = list(dict.fromkeys(_family(curve) for curve in curves))
+        colours = [theme.ink, *PALETTE]
+        for axes in panels:
+            for index, curve in enumerate(curves):
+                look: dict[str, Any] = {"color": colours[families.index(_family(curve)) % len(colours)]}
+                before = [_family(other) for other in curves[:index]].count(_family(curve))
+                look |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[before % len(LINES)]}
+                xs, ys = curve.means()
+                axes.plot(xs, ys, **look, label=curve.name)
+                best = min(range(len(ys)), key=ys.__getitem__)
+                if len(xs) > 1:
+                    axes.plot(xs[best], ys[best], "o", markersize=9, fillstyle="none", color=look["color"])
+            _rate_axis(axes, sorted({x for curve in curves for x in curve.points}))
+        lowest = sorted(min(curve.means()[1]) for curve in curves)
+        panels[1].set_ylim(lowest[0] - 0.004, lowest[0] + 0.056)
+        panels[1].set_title("the lower part", loc="left", color=theme.muted)
+        panels[0].set_ylabel("validation loss (nats)")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _family(curve: Curve) -> str:
+    return curve.name.partition(",")[0]
+
+
+def _rate_axis(axes: Axes, rates: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(rates))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.set_xlabel("learning rate")
+
+
+def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Group], *, dark: bool = False) -> Figure:
+    """Loss, less the plain model's of the same seed, against mean iterations and against true FLOPs.
+
+    Separately trained depths are joined by a line of their means; everything else is points, one per seed. ``dials``
+    are one checkpoint turned to several depths.
+    """
+    with house(dark=dark) as theme:
+        figure = new_figure(width=PAGE, height=3.5)
+        panels = figure.subplots(1, 2, sharey=True)
+        labels = ("mean iterations per token", "FLOPs per token, x the plain model")
+        for axes, field, label in zip(panels, ("depth", "ratio"), labels, strict=True):
+            _draw_curve(axes, curve, field, theme)
+            for index, group in enumerate(others):
+                _draw_spots(axes, group, field, index, theme)
+            for index, group in enumerate(dials):
+                ordered = sorted(group.spots, key=lambda spot: getattr(spot, field))
+                xs, ys = [getattr(spot, field) for spot in ordered], [spot.gain for spot in ordered]
+                colour = PALETTE[index % len(PALETTE)]
+                axes.plot(xs, ys, linewidth=0.9, linestyle=":", color=colour, label=group.name)
+            axes.axhline(0.0, color=theme.muted, linewidth=0.7)
+            axes.set_xlabel(label)
+            axes.margins(x=0.08, y=0.12)
+        panels[0].set_ylabel("loss minus the plain model's, same seed (nats)")
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -> None:
+    """The line through the means over seeds, and a faint point per seed."""
+    means: list[tuple[float, float]] = []
+    for group in groups:
+        every = [(getattr(spot, field), spot.gain) for spot in group.spots]
+        axes.scatter(*zip(*every, strict=True), s=14, color=theme.muted, alpha=0.7, linewidths=0, zorder=2)
+        mean = sum(x for x, _ in every) / len(every), sum(y for _, y in every) / len(every)
+        name = group.name.rpartition(", ")[2]
+        # Where the line does not come from: above the first point and where it rises, else below.
+        below = bool(means) and mean[1] <= means[-1][1]
+        place: dict[str, Any] = {"xytext": (-5, -11) if below else (-5 if means else 6, 5)}
+        place |= {"ha": "right" if means else "left", "textcoords": "offset points", "fontsize": 7}
+        axes.annotate(name, mean, **place, zorder=5)
+        means.append(mean)
+    look: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 4, "linewidth": 1.0, "zorder": 3}
+    axes.plot(*zip(*means, strict=True), **look, label="separately trained: mean, and grey every seed")
+
+
+def _draw_spots(axes: Axes, group: Group, field: str, index: int, theme: Theme) -> None:
+    look = dict(series(index + 1)) | {"color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
+    xs, ys = [getattr(spot, field) for spot in group.spots], [spot.gain for spot in group.spots]
+    axes.plot(xs, ys, **look, markeredgecolor=theme.ink, markeredgewidth=0.4, label=group.name, zorder=4)
+
+
+def fingerprint(points: Any) -> str:
+    """A hash of what a figure shows."""
+    return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save(figure: Figure, path: Path, points: Any) -> None:
+    """Writes a PNG that names the points it shows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with house():
+        figure.savefig(path, dpi=150, metadata={"Software": None, _POINTS: fingerprint(points)})
+
+
+def shown_by(path: Path) -> str | None:
+    """The fingerprint of the points that a PNG shows."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.info.get(_POINTS)

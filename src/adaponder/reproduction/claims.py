@@ -1,0 +1,337 @@
+"""What the paper says and which runs test it (``experiments/claims.yaml``), judged by the records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adaponder.errors import InputError
+from adaponder.files import read_yaml
+from adaponder.reproduction import statistics
+from adaponder.reproduction.evidence import Evidence
+from adaponder.reproduction.statistics import Estimate, estimate, paired
+
+Test = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One table, figure or sentence of the paper.
+
+    Attributes:
+        claim: the claim of the queue whose runs test it.
+        where: in the paper.
+        says: what the paper says.
+        paper: its numbers.
+        tests: what must hold, all of it.
+    """
+
+    claim: str
+    where: str
+    says: str
+    paper: str
+    tests: Sequence[Test]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to the paper: answered by tests, by what is shown (a name), or by a sentence about the paper."""
+
+    asks: str
+    answer: str = ""
+    tests: Sequence[Test] = ()
+    show: str | None = None
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The content of the file.
+
+    Attributes:
+        runs: the label, without seed, of a run of the queue by its alias.
+        titles: what tables call a recipe.
+        rows: lists of aliases by the name of the table that shows them.
+        paper: the paper's own rows, by the name of its table.
+    """
+
+    runs: Mapping[str, str]
+    titles: Mapping[str, str]
+    rows: Mapping[str, Sequence[str]]
+    statements: Sequence[Statement]
+    paper: Mapping[str, Sequence[Sequence[Any]]]
+    questions: Sequence[Question] = field(default_factory=list)
+
+
+_PAPER = ("table1", "table3")
+_ROWS = ("table1", "equal-flops", "readme", "curve", "frontier", "savings", "true-cost", "seeds")
+
+
+def read_claims(path: Path) -> Claims:
+    """The claims in a YAML file; every test in it names a kind that there is, and runs by their aliases."""
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file; a checkout has experiments/claims.yaml")
+    raw = read_yaml(path, InputError)
+    try:
+        claims = Claims(
+            runs=raw["runs"],
+            titles=raw["titles"],
+            rows={name: raw[name] for name in _ROWS},
+            paper={name: raw[f"paper-{name}"] for name in _PAPER},
+            statements=[Statement(**each) for each in raw["statements"]],
+            questions=[Question(**each) for each in raw.get("questions", [])],
+        )
+        for each in (*claims.statements, *claims.questions):
+            for test in each.tests:
+                _kind(test)
+        unknown = {alias for rows in claims.rows.values() for alias in rows} - set(claims.runs)
+        if unknown:
+            raise ValueError(f"{sorted(unknown)[0]}: no such alias under runs")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: {type(error).__name__} {error}; see experiments/claims.yaml") from None
+    return claims
+
+
+class Finding(NamedTuple):
+    """What a test found: its verdict, and the numbers in words."""
+
+    verdict: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Tests claims by evidence."""
+
+    claims: Claims
+    evidence: Evidence
+
+    def verdict(self, tests: Sequence[Test]) -> tuple[str, list[Finding]]:
+        """The verdict on all tests together, and what each found."""
+        findings = [self.find(test) for test in tests]
+        return statistics.all_of([each.verdict for each in findings]), findings
+
+    def find(self, test: Test) -> Finding:
+        """What one test found."""
+        return KINDS[_kind(test)](self, test)
+
+    def title(self, alias: str) -> str:
+        return title_of(self.claims, self.evidence, alias)
+
+    def values(self, alias: str, of: str = "loss") -> dict[int, float]:
+        return self.evidence.values(self.claims.runs[alias], of)
+
+    def measured(self, alias: str, name: str) -> dict[int, Mapping[str, Any]]:
+        return self.evidence.measured(self.claims.runs[alias], name)
+
+
+def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
+    """What tables call a run: its recipe's title and what is changed in it, the learning rate excepted."""
+    setting = claims.runs.get(alias, alias)
+    experiment = evidence.settings[setting]
+    words = [claims.titles.get(experiment.recipe, experiment.recipe)]
+    for change in experiment.changes:
+        name, _, value = change.replace('"', "").partition("=")
+        if name != "train.lr":
+            words.append(_CHANGES.get(name, "{name} {value}").format(name=name.partition(".")[2], value=value))
+    if experiment.source is not None:
+        return f"{words[0]}, continued from {claims.titles.get(experiment.source.recipe, experiment.source.recipe)}"
+    return ", ".join(words)
+
+
+_CHANGES = {
+    "model.embedding_scale": "embedding scale {value}",
+    "train.k_max": "k = {value}",
+    "train.ponder_weight": "lambda = {value}",
+    "model.backbone.num_hidden_layers": "{value} layers",
+    "train.steps": "{value} steps",
+    "model.tau": "tau = {value}",
+    "model.gate_bias": "gate bias {value}",
+    "train.gate_start": "gates learn from step {value}",
+    "train.halt_before_ponder": "halting from the first step",
+    "model.ponder_pool": "pool = {value}",
+}
+
+
+def shown(value: Estimate | None, *, digits: int = 4, percent: bool = False) -> str:
+    """A difference, its interval and its seeds, as a table shows them."""
+    if value is None:
+        return "–"
+
+    def number(x: float) -> str:
+        return f"{100 * x:+.1f} %" if percent else f"{x:+.{digits}f}"
+
+    seeds = ", ".join(map(str, value.values))
+    if math.isinf(value.low):
+        return f"{number(value.mean)} (seed {seeds} alone)"
+    return f"{number(value.mean)} [{number(value.low)}, {number(value.high)}] (seeds {seeds})"
+
+
+# --- kinds of tests -------------------------------------------------------------------------------------------------
+
+
+def _lower(judge: Judge, test: Test) -> Finding:
+    first, second = test["lower"]
+    of = test.get("of", "loss")
+    difference = paired(judge.values(first, of), judge.values(second, of))
+    what = "" if of == "loss" else f" in {_NAMES[of]}"
+    return Finding(statistics.lower(difference), f"{_versus(judge, first, second)}{what}: {shown(difference)}")
+
+
+def _equal(judge: Judge, test: Test) -> Finding:
+    first, second = test["equal"]
+    difference = paired(judge.values(first), judge.values(second))
+    return Finding(statistics.equal(difference), f"{_versus(judge, first, second)}: {shown(difference)}")
+
+
+def _saved(judge: Judge, test: Test) -> Finding:
+    first, second = test["saved"]
+    of = test.get("of", "depth")
+    less, more = judge.values(first, of), judge.values(second, of)
+    saved = estimate({seed: 1 - less[seed] / more[seed] for seed in sorted(less.keys() & more.keys())})
+    verdict = statistics.within(saved, test["low"], test["high"])
+    return Finding(verdict, f"{_NAMES[of]} saved: {shown(saved, percent=True)}")
+
+
+def _below_curve(judge: Judge, test: Test) -> Finding:
+    alias, of = test["below_curve"], test.get("of", "depth")
+    curve = [judge.claims.runs[each] for each in judge.claims.rows["curve"]]
+    over = estimate(judge.evidence.over_curve(judge.claims.runs[alias], curve, of))
+    words = f"{judge.title(alias)} minus the curve at equal {_NAMES[of]}: {shown(over)}"
+    return Finding(statistics.lower(over), words)
+
+
+def _collapse(judge: Judge, test: Test) -> Finding:
+    alias = test["collapse"]
+    points = judge.evidence.points(judge.claims.runs[alias])
+    cases = {seed: point.collapsed for seed, point in sorted(points.items())}
+    depths = ", ".join(f"{points[seed].depth:.2f}" for seed in cases)
+    words = (
+        f"{judge.title(alias)}: {sum(cases.values())} of {len(cases)} seeds (mean depths {depths})" if cases else "–"
+    )
+    return Finding(statistics.often(cases), words)
+
+
+def _policy(judge: Judge, test: Test) -> Finding:
+    first, second = test["policy"]
+    found = {
+        seed: [made["compared"].get(name, {}).get("loss") for name in (first, second)]
+        for seed, made in judge.measured(test["run"], "policies").items()
+    }
+    known = {seed: a - b for seed, (a, b) in sorted(found.items()) if a is not None and b is not None}
+    difference = estimate(known)
+    return Finding(statistics.lower(difference), f"{first} minus {second}: {shown(difference)}")
+
+
+def _check_mark(judge: Judge, test: Test) -> Finding:
+    alias = test["check_mark"]
+    by_seed = {seed: made["nll"] for seed, made in sorted(judge.measured(alias, "steps").items())}
+    if not by_seed:
+        return Finding(statistics.NOT_RUN, "–")
+    cases = {}
+    for seed, losses in by_seed.items():
+        present = [loss for loss in losses if loss is not None]
+        whole = len(present) == len(losses)
+        cases[seed] = whole and min(present) == losses[1] and max(present) == losses[-1]
+    listed = "; ".join(
+        f"seed {seed}: " + ", ".join("none" if loss is None else f"{loss:.2f}" for loss in losses)
+        for seed, losses in by_seed.items()
+    )
+    return Finding(statistics.often(cases), f"loss by step, {listed}")
+
+
+def _easier(judge: Judge, test: Test) -> Finding:
+    alias, at = test["easier"], test["at"]
+    known = {}
+    for seed, made in sorted(judge.measured(alias, "steps").items()):
+        groups = list(zip(made["tokens"], made[at], strict=True))
+        early = [(count, loss) for count, loss in groups[:-1] if loss is not None]
+        if early and groups[-1][1] is not None:
+            known[seed] = sum(count * loss for count, loss in early) / sum(count for count, _ in early) - groups[-1][1]
+    difference = estimate(known)
+    return Finding(
+        statistics.lower(difference), f"halted early minus the rest, {_AT[at]}: {shown(difference, digits=2)}"
+    )
+
+
+def _gap(judge: Judge, test: Test) -> Finding:
+    alias = test["gap"]
+    gaps = estimate({seed: made["gap"] for seed, made in sorted(judge.measured(alias, "reuse").items())})
+    verdict = statistics.lower(None if gaps is None else estimate({k: -v for k, v in gaps.values.items()}))
+    return Finding(verdict, f"{judge.title(alias)}, skipping minus as trained: {shown(gaps)}")
+
+
+def _faster(judge: Judge, test: Test) -> Finding:
+    """Measured only where a run had the device for itself."""
+    (first, second), at = test["faster"], test["at"]
+    speeds = [
+        {seed: made[at]["tokens_per_second"] for seed, made in judge.measured(alias, "speed").items()}
+        for alias in (first, second)
+    ]
+    slower = estimate({seed: speeds[1][seed] / speeds[0][seed] - 1 for seed in sorted(speeds[0].keys() & speeds[1])})
+    words = f"{at}, time of {judge.title(first)} over {judge.title(second)}, less one: {shown(slower, percent=True)}"
+    return Finding(statistics.lower(slower), words)
+
+
+def _above_chance(judge: Judge, test: Test) -> Finding:
+    alias = test["above_chance"]
+    made = judge.measured(alias, "tasks")
+    if not made:
+        runs = judge.evidence.runs(judge.claims.runs[alias])
+        tried = [point.record.get("measured", {}).get("tasks") for points in runs.values() for point in points]
+        why = next((each["missing"] for each in tried if each is not None), None)
+        return Finding(statistics.NOT_RUN if why is None else statistics.UNTESTABLE, why or "–")
+    scores = {seed: _downstream(each) for seed, each in sorted(made.items())}
+    over = estimate({seed: score - chance for seed, (score, chance) in scores.items()})
+    verdict = statistics.lower(None if over is None else estimate({k: -v for k, v in over.values.items()}))
+    words = f"{judge.title(alias)}, mean accuracy minus guessing: {shown(over, percent=True)}"
+    return Finding(statistics.UNTESTABLE if verdict == statistics.FAILS else verdict, words)
+
+
+# What guessing reaches: one of four answers; a last word out of the whole vocabulary.
+_CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "sciq": 0.25, "lambada_openai": 0.0}
+
+
+def _downstream(measured: Mapping[str, Any]) -> tuple[float, float]:
+    """(mean accuracy, mean of what guessing reaches) over the sets."""
+    scores = {each["task"]: each["metrics"]["acc"]["value"] for each in measured["tasks"]}
+    return sum(scores.values()) / len(scores), sum(_CHANCE[name] for name in scores) / len(scores)
+
+
+def _untestable(judge: Judge, test: Test) -> Finding:
+    return Finding(statistics.UNTESTABLE, test["untestable"])
+
+
+KINDS: Mapping[str, Callable[[Judge, Test], Finding]] = {
+    "lower": _lower,
+    "equal": _equal,
+    "saved": _saved,
+    "below_curve": _below_curve,
+    "collapse": _collapse,
+    "policy": _policy,
+    "check_mark": _check_mark,
+    "easier": _easier,
+    "gap": _gap,
+    "faster": _faster,
+    "above_chance": _above_chance,
+    "untestable": _untestable,
+}
+_NAMES = {"depth": "iterations", "mflops": "inference FLOPs", "training": "training FLOPs", "ratio": "FLOPs"}
+_AT = {
+    "nll": "as it came out",
+    "nll_at_depth_1": "every token at depth 1",
+    "nll_at_full_depth": "every token at full depth",
+}
+
+
+def _kind(test: Test) -> str:
+    kinds = [kind for kind in KINDS if kind in test]
+    if len(kinds) != 1:
+        raise ValueError(f"{dict(test)}: a test has one of {', '.join(KINDS)}")
+    return kinds[0]
+
+
+def _versus(judge: Judge, first: str, second: str) -> str:
+    return f"{judge.title(first)} minus {judge.title(second)}"

@@ -1,0 +1,232 @@
+"""What the records say about runs that are compared: losses, depths and costs by setting and seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from adaponder.backbones.shape import Shape, shape_of
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import InputError
+from adaponder.methods.cost import Parameters, cost_of, parameters_of
+from adaponder.recipes import Recipe, load_recipe
+from adaponder.reproduction.queue import Experiment, Queue
+from adaponder.reproduction.records import record_of, records_of, result
+from adaponder.reproduction.statistics import at_depth
+from adaponder.training.build import config_of
+
+# A pass forward and one backward, of two products each, for every product of a forward.
+_FORWARD_AND_BACKWARD = 3
+
+
+class Point(NamedTuple):
+    """One run as its record has it.
+
+    Attributes:
+        shares: of validation tokens by depth, 1 … K.
+        mflops: of one token at inference, halted tokens skipped.
+        ratio: the same relative to the plain decoder of the same shape.
+        training: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
+    """
+
+    seed: int
+    loss: float
+    depth: float
+    shares: tuple[float, ...]
+    mflops: float
+    ratio: float
+    training: float
+    record: Mapping[str, Any]
+
+    @property
+    def halted(self) -> float:
+        """Share of tokens of less than full depth."""
+        return 1.0 - self.shares[-1]
+
+    @property
+    def gates_closed(self) -> float:
+        """Share of (token, gate) pairs that the token did not pass."""
+        gates = len(self.shares) - 1
+        return sum(share * (gates - i) for i, share in enumerate(self.shares)) / gates if gates else 0.0
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether practically all tokens (99 %) have one depth."""
+        return max(self.shares) > 0.99
+
+
+class Cost(NamedTuple):
+    """FLOPs of a token at inference, in millions and relative to the plain decoder; of all training, in PFLOP."""
+
+    mflops: float
+    ratio: float
+    training: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All records, by the setting and the seed of the queue's runs."""
+
+    queue: Queue
+    records: Sequence[Mapping[str, Any]]
+
+    @cached_property
+    def settings(self) -> dict[str, Experiment]:
+        """One run of every setting of the queue, by the setting's name."""
+        return {each.setting: each for each in reversed(self.queue.experiments)}
+
+    def points(self, setting: str) -> dict[int, Point]:
+        """The first run of each seed of a setting, on the data of its corpus."""
+        return {seed: runs[0] for seed, runs in self.runs(setting).items()}
+
+    def runs(self, setting: str) -> dict[int, list[Point]]:
+        """All runs of each seed of a setting: more than one where a seed was trained again."""
+        return self._runs[setting] if setting in self._runs else self._unknown(setting)
+
+    def _unknown(self, setting: str) -> dict[int, list[Point]]:
+        raise InputError(f"{setting}: no run of the queue is called so; adaponder reproduce --list shows them")
+
+    @cached_property
+    def _runs(self) -> dict[str, dict[int, list[Point]]]:
+        seeds = {setting: sorted({each.seed for each in self.queue.experiments}) for setting in self.settings}
+        found: dict[str, dict[int, list[Point]]] = {}
+        for setting, experiment in self.settings.items():
+            corpus = self.queue.corpora[experiment.corpus]
+            plain = replace(experiment, measures=(), again=0)
+            by_seed = {seed: records_of(plain.with_seed(seed), self.records, corpus) for seed in seeds[setting]}
+            found[setting] = {
+                seed: [point_of(experiment, record) for record in records]
+                for seed, records in by_seed.items()
+                if records
+            }
+        return found
+
+    def point(self, experiment: Experiment) -> Point | None:
+        """The run of a claim, if its record has all that the claim measures."""
+        record = record_of(experiment, self.records, self.queue.corpora[experiment.corpus])
+        return None if record is None else point_of(experiment, record)
+
+    @cached_property
+    def used(self) -> set[str]:
+        """Files of the records that belong to a run of the queue."""
+        return {point.record["file"] for seeds in self._runs.values() for points in seeds.values() for point in points}
+
+    def values(self, setting: str, of: str = "loss") -> dict[int, float]:
+        """One number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
+        return {seed: getattr(point, of) for seed, point in self.points(setting).items()}
+
+    def measured(self, setting: str, name: str) -> dict[int, Mapping[str, Any]]:
+        """A measurement by seed, where it was made."""
+        found = {}
+        for seed, runs in self.runs(setting).items():
+            made = [point.record.get("measured", {}).get(name) for point in runs]
+            whole = [each for each in made if each is not None and "missing" not in each]
+            if whole:
+                found[seed] = whole[0]
+        return found
+
+    def over_curve(self, setting: str, curve: Sequence[str], of: str = "depth") -> dict[int, float]:
+        """Loss minus that of the lines between separately trained models, at equal ``depth`` or ``mflops``, by seed.
+
+        Only where the curve's models on both sides have that seed.
+        """
+        found = {}
+        every = [self.points(each) for each in curve]
+        ends = sorted({getattr(point, of) for points in every for point in points.values()})
+        for seed, point in self.points(setting).items():
+            x = getattr(point, of)
+            around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
+            line = [(getattr(p, of), p.loss) for points in every if (p := points.get(seed))]
+            known = {end for end, _ in line}
+            if around and set(around) <= known and (value := at_depth(line, x)) is not None:
+                found[seed] = point.loss - value
+        return found
+
+
+def point_of(experiment: Experiment, record: Mapping[str, Any]) -> Point:
+    """The run of a record."""
+    last = result(record)
+    halted = [0.0, *last["validation_halted"], 1.0]
+    shares = tuple(after - before for before, after in pairwise(halted))
+    recipe = _with_a_shape(experiment)
+    cost = costs(recipe, shares)
+    return Point(
+        seed=record["seed"],
+        loss=last["validation_loss"],
+        depth=last["validation_depth"],
+        shares=shares,
+        mflops=cost.mflops,
+        ratio=cost.ratio,
+        training=cost.training,
+        record=record,
+    )
+
+
+def _with_a_shape(experiment: Experiment) -> Recipe:
+    """The run's recipe with the backbone's shape, also where it continues another run."""
+    return load_recipe(experiment.recipe, [*experiment.changes, f"train.seed={experiment.seed}"])
+
+
+def model_parameters(experiment: Experiment) -> Parameters:
+    config = _config(_model_key(_with_a_shape(experiment)))
+    return parameters_of(config, shape=_shape(config.backbone_config.to_json_string()))
+
+
+def costs(recipe: Recipe, shares: Sequence[float]) -> Cost:
+    """What a model costs whose tokens have these depths, over one window of the recipe."""
+    train, length = recipe.train, recipe.data.sequence
+    rounded = tuple(round(share, 4) for share in shares)
+    mflops, ratio, dense = _window_costs(_model_key(recipe), rounded, length)
+    tokens = train.steps * train.global_batch * length
+    return Cost(mflops, ratio, _FORWARD_AND_BACKWARD * dense * tokens / 1e9)
+
+
+def _model_key(recipe: Recipe) -> str:
+    """What decides a model's shape, as text: the recipe's section ``model`` and the length of its windows."""
+    values = recipe.as_dict()
+    return json.dumps({"model": values["model"], "sequence": recipe.data.sequence}, sort_keys=True)
+
+
+@cache
+def _config(key: str) -> AdaPonderConfig:
+    values = json.loads(key)
+    base = load_recipe(
+        "mini/vanilla", [f"data.sequence={values['sequence']}", f"train.eval_tokens={values['sequence']}"]
+    )
+    model = replace(base.model, **{name: _tuple(value) for name, value in values["model"].items()})
+    config = config_of(replace(base, model=model))
+    assert config is not None  # a backbone by its shape, not by the name of a checkpoint
+    return config
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _shape(backbone: str) -> Shape:
+    """The shape of a backbone, by its config as text; the same whatever recurrence is around it."""
+    return shape_of(AdaPonderConfig(backbone_config=json.loads(backbone)))
+
+
+@cache
+def _window_costs(key: str, shares: tuple[float, ...], length: int) -> tuple[float, float, float]:
+    """(MFLOP per token, ratio to the plain decoder, MFLOP per token when nothing is skipped)."""
+    config = _config(key)
+    depths = torch.ones(length, dtype=torch.long)
+    # Depths in these shares, spread evenly over the window: a multiple of the golden ratio visits all parts alike.
+    place = torch.arange(length, dtype=torch.float64) * 0.6180339887498949 % 1.0
+    halted = 0.0
+    for share in shares[:-1]:
+        halted += share
+        depths += (place >= halted).long()
+    shape = _shape(config.backbone_config.to_json_string())
+    skipping = cost_of(depths[None], config, shape=shape)
+    dense = cost_of(torch.full((1, length), config.iterations), config, shape=shape, every_gate=True)
+    return skipping.flops / length / 1e6, skipping.ratio, dense.flops / length / 1e6

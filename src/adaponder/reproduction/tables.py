@@ -1,0 +1,207 @@
+"""The tables of the results page, as lines of Markdown made from the records."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from adaponder.reproduction.claims import Judge, shown, title_of
+from adaponder.reproduction.evidence import Point, model_parameters
+from adaponder.reproduction.queue import Experiment
+from adaponder.reproduction.statistics import estimate, paired, t_quantile
+
+NONE = "–"
+_WIDTH = 120
+_RATE = "train.lr="
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table; a bar inside a cell is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+
+
+def prose(*sentences: str) -> list[str]:
+    """A paragraph of running text, wrapped."""
+    return textwrap.wrap(" ".join(sentences), _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def learning_rates(judge: Judge) -> tuple[list[float], dict[str, dict[float, dict[int, Point]]]]:
+    """The rates that were tried, and by setting without its rate the points of each rate by seed."""
+    found: dict[str, dict[float, dict[int, Point]]] = {}
+    for each in judge.evidence.queue.of_claim("lr"):
+        rate = rate_of(each)
+        if rate is None:
+            continue
+        title = title_of(judge.claims, judge.evidence, each.setting)
+        found.setdefault(title, {})[rate] = judge.evidence.points(each.setting)
+    return sorted({rate for rates in found.values() for rate in rates}), found
+
+
+def rate_of(experiment: Experiment) -> float | None:
+    """The learning rate that a run sets, if it sets one."""
+    given = [change.removeprefix(_RATE) for change in experiment.changes if change.startswith(_RATE)]
+    return float(json.loads(given[0])) if given else None
+
+
+def lr_table(judge: Judge) -> list[str]:
+    """Loss of seed 0 by learning rate; the best of each row is bold, and mean depths stand beside where tokens halt."""
+    rates, found = learning_rates(judge)
+    rows = []
+    for title, tried in found.items():
+        first = {rate: points[0] for rate, points in tried.items() if 0 in points}
+        best = min(first, key=lambda rate: first[rate].loss) if first else None
+        cells = []
+        for rate in rates:
+            if rate not in first:
+                cells.append("" if rate in tried else NONE)
+                continue
+            point = first[rate]
+            loss = f"**{point.loss:.4f}**" if rate == best and len(first) > 1 else f"{point.loss:.4f}"
+            cells.append(loss + (f" ({point.depth:.2f})" if point.halted > 0 else ""))
+        rows.append([title, *cells])
+    return markdown(["", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def _seeds(judge: Judge, aliases: Sequence[str]) -> list[int]:
+    return sorted({seed for alias in aliases for seed in judge.values(alias)})
+
+
+def main_table(judge: Judge, aliases: Sequence[str]) -> list[str]:
+    """Losses by seed, the paired difference to the first row, perplexity, iterations, costs and parameters."""
+    base = aliases[0]
+    seeds = _seeds(judge, aliases)
+    head = ["", *(f"loss, seed {seed}" for seed in seeds), f"minus {judge.title(base)}", "PPL", "iterations"]
+    head += ["inference MFLOP/token", "x plain", "training PFLOP", "parameters", "of them gates", "tokens/s"]
+    rows = []
+    for alias in aliases:
+        points = judge.evidence.points(judge.claims.runs[alias])
+        parameters = model_parameters(judge.evidence.settings[judge.claims.runs[alias]])
+        size = [f"{parameters.total / 1e6:.2f}M", f"{parameters.added:,}" if parameters.added else NONE]
+        losses = [f"{points[seed].loss:.4f}" if seed in points else "" for seed in seeds]
+        if not points:
+            rows.append([judge.title(alias), *losses, "not run yet", *[NONE] * 5, *size, NONE])
+            continue
+        difference = NONE if alias == base else shown(paired(judge.values(alias), judge.values(base)))
+        mean = {name: statistics.fmean(getattr(p, name) for p in points.values()) for name in _MEANS}
+        cells = [f"{math.exp(mean['loss']):.2f}", f"{mean['depth']:.2f}", f"{mean['mflops']:.1f}"]
+        cells += [f"{mean['ratio']:.2f}", f"{mean['training']:.1f}"]
+        rows.append([judge.title(alias), *losses, difference, *cells, *size, speed(points.values())])
+    return markdown(head, rows)
+
+
+_MEANS = ("loss", "depth", "mflops", "ratio", "training")
+
+
+def speed(points: Iterable[Point]) -> str:
+    """Training tokens per second, of runs that had the device for themselves."""
+    alone = [p.record["tokens_per_second"] for p in points if not p.record["shared_device_with"]]
+    return f"{statistics.median(alone):,.0f}" if alone else "shared"
+
+
+def frontier_table(judge: Judge) -> list[str]:
+    """Every model on or against the curve: iterations, FLOPs, losses, and how far from the curve it lies."""
+    curve = [judge.claims.runs[alias] for alias in judge.claims.rows["curve"]]
+    aliases = [*judge.claims.rows["curve"], *judge.claims.rows["frontier"]]
+    rows = []
+    for alias in aliases:
+        setting = judge.claims.runs[alias]
+        points = judge.evidence.points(setting)
+        if not points:
+            rows.append([judge.title(alias), NONE, NONE, "not run yet", NONE, NONE])
+            continue
+        over = ["on the curve"] * 2
+        if setting not in curve:
+            over = [shown(estimate(judge.evidence.over_curve(setting, curve, of))) for of in ("depth", "mflops")]
+        losses = ", ".join(f"{points[seed].loss:.4f}" for seed in sorted(points))
+        depth, ratio = (statistics.fmean(getattr(p, of) for p in points.values()) for of in ("depth", "ratio"))
+        rows.append([judge.title(alias), f"{depth:.2f}", f"{ratio:.2f}", losses, *over])
+    head = ["", "iterations", "FLOPs, x plain", "loss by seed", "minus the curve at equal iterations", "at equal FLOPs"]
+    return markdown(head, rows)
+
+
+def claim_table(judge: Judge, claim: str) -> list[str]:
+    """Every setting of a claim that has a record with all that the claim measures; empty if none has.
+
+    Losses, depths and where tokens halted.
+    """
+    rows = []
+    for each in dict.fromkeys(judge.evidence.queue.of_claim(claim)):
+        point = judge.evidence.point(each)
+        if point is None:
+            continue
+        rate, title = rate_of(each), title_of(judge.claims, judge.evidence, each.setting)
+        cells = [title, NONE if rate is None else f"{rate:g}", str(each.seed)]
+        cells += [f"{point.loss:.4f}", f"{point.depth:.2f}"]
+        shares = " / ".join(f"{100 * share:.1f}" for share in point.shares)
+        rows.append((*cells, shares if len(point.shares) > 1 else NONE))
+    unique = list(dict.fromkeys(rows))
+    return markdown(["", "lr", "seed", "loss", "iterations", "% of tokens by depth 1 … K"], unique) if rows else []
+
+
+def four_numbers(judge: Judge, aliases: Sequence[str], base: str) -> list[str]:
+    """Tokens halted early, gates closed, iterations and FLOPs saved: four different numbers."""
+    rows = []
+    for alias in aliases:
+        points = judge.evidence.points(judge.claims.runs[alias])
+        full = judge.evidence.points(judge.claims.runs[base])
+        if not points:
+            continue
+        deep, flops = (
+            statistics.fmean(getattr(p, of) for p in full.values()) if full else math.nan for of in ("depth", "mflops")
+        )
+        values = [
+            statistics.fmean(p.halted for p in points.values()),
+            statistics.fmean(p.gates_closed for p in points.values()),
+            1 - statistics.fmean(p.depth for p in points.values()) / deep,
+            1 - statistics.fmean(p.mflops for p in points.values()) / flops,
+        ]
+        cells = [NONE if math.isnan(value) else f"{100 * value:.1f} %" for value in values]
+        rows.append([judge.title(alias), ", ".join(map(str, sorted(points))), *cells])
+    head = ["", "seeds", "tokens halted early", "gates closed", "iterations saved", "FLOPs saved"]
+    return markdown(head, rows) if rows else []
+
+
+def spread_of_seeds(judge: Judge, aliases: Sequence[str]) -> tuple[list[str], float]:
+    """The standard deviation of losses and of paired differences over seeds, and what three seeds can tell apart.
+
+    Returns the table and the smallest difference in it that three seeds can tell from 0.
+    """
+    rows, least = [], math.inf
+    for before, after in pairwise(aliases):
+        difference = paired(judge.values(after), judge.values(before))
+        if difference is None or len(difference.values) < 2:
+            continue
+        deviation = statistics.stdev(difference.values.values())
+        smallest = t_quantile(2) * deviation / math.sqrt(3)
+        least = min(least, smallest)
+        losses = [judge.values(after)[seed] for seed in difference.values]
+        cells = [f"{statistics.stdev(losses):.4f}", f"{deviation:.4f}", f"{smallest:.4f}"]
+        rows.append([f"{judge.title(after)} minus {judge.title(before)}", str(len(difference.values)), *cells])
+    head = ["", "seeds", "deviation of a loss", "of a paired difference", "told apart from 0 by three seeds"]
+    return (markdown(head, rows) if rows else []), least
+
+
+def twice(judge: Judge) -> list[str]:
+    """Runs of one recipe and seed that were trained more than once, and by how much they differ."""
+    rows = []
+    for setting in judge.evidence.settings:
+        for seed, points in sorted(judge.evidence.runs(setting).items()):
+            if len(points) > 1:
+                losses = [point.loss for point in points]
+                listed = ", ".join(f"{loss:.4f}" for loss in losses)
+                title = title_of(judge.claims, judge.evidence, setting)
+                rows.append([title, str(seed), listed, f"{max(losses) - min(losses):.4f}"])
+    return markdown(["", "seed", "losses", "largest difference"], rows) if rows else []
+
+
+def apart(records: Mapping[str, str]) -> list[str]:
+    """Records that nothing on the page is compared with, and why."""
+    return markdown(["record", "why"], [[f"`{name}`", why] for name, why in sorted(records.items())]) if records else []

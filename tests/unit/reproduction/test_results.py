@@ -1,0 +1,196 @@
+"""The results page: what is committed is what the records say, and what the records say is computed right."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from adaponder.analysis import results_figures
+from adaponder.commands import results
+from adaponder.errors import InputError
+from adaponder.reproduction.claims import KINDS, Judge, read_claims, shown
+from adaponder.reproduction.evidence import Evidence
+from adaponder.reproduction.page import BEGIN, END
+from adaponder.reproduction.queue import identity, read_queue
+from adaponder.reproduction.records import read_records
+from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, UNTESTABLE, Estimate
+from adaponder.reproduction.tables import learning_rates, speed
+
+ROOT = Path(__file__).parents[3]
+EXPERIMENTS = ROOT / "experiments"
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    queue = read_queue(EXPERIMENTS / "queue.yaml")
+    return results.judge_of(queue, read_records(EXPERIMENTS / "records"), EXPERIMENTS)
+
+
+def edited(judge: Judge, changes: dict[str, dict], *, copies: dict[str, tuple[str, int]] | None = None) -> Judge:
+    """Judges other records: ``copies`` makes records of further seeds, ``changes`` what they say."""
+    records = copy.deepcopy(list(judge.evidence.records))
+    by_name = {record["file"]: record for record in records}
+    for name, (source, seed) in (copies or {}).items():
+        found = next(record for file, record in by_name.items() if file.startswith(source))
+        record = copy.deepcopy(found) | {"file": name, "seed": seed}
+        record["recipe"]["train"]["seed"] = seed
+        by_name[name] = record | {"identity": identity(record["recipe"])}
+    for start, what in changes.items():
+        for file, record in by_name.items():
+            if file.startswith(start):
+                record["validation"][-1] |= {k: v for k, v in what.items() if k.startswith("validation")}
+                record |= {k: v for k, v in what.items() if not k.startswith("validation")}
+    return Judge(judge.claims, Evidence(judge.evidence.queue, list(by_name.values())))
+
+
+def test_the_page_the_readme_and_the_figures_are_what_the_records_make(judge):
+    """`adaponder reproduce --results` writes them again."""
+    assert (ROOT / "docs" / "results.md").read_text() == results.page_of(judge, EXPERIMENTS)
+    readme = (ROOT / "README.md").read_text()
+    assert readme == results.readme_of(judge, readme)
+    for name, points in results.figure_points(judge).items():
+        path = ROOT / "docs" / "figures" / f"{name}.png"
+        assert results_figures.shown_by(path) == results_figures.fingerprint(points), name
+
+
+def test_a_tuned_plain_model_stands_in_the_readme(judge):
+    part = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    first = part.strip().splitlines()[2]
+    plain = judge.values("vanilla")
+    assert first.startswith("| vanilla | 1.00 | 1.00x | " + ", ".join(f"{plain[seed]:.4f}" for seed in sorted(plain)))
+    rates = {rate: points[0].loss for rate, points in _tried(judge, "vanilla").items()}
+    assert min(rates, key=rates.__getitem__) == 0.004
+
+
+def _tried(judge, title):
+    return learning_rates(judge)[1][title]
+
+
+def test_a_changed_loss_changes_the_page_and_the_figures(judge):
+    other = edited(judge, {"mini-ponder-k2-lr-0.004-seed-1": {"validation_loss": 3.4}})
+    assert results.page_of(other, EXPERIMENTS) != results.page_of(judge, EXPERIMENTS)
+    before, after = results.figure_points(judge), results.figure_points(other)
+    assert results_figures.fingerprint(before[results.FRONTIER]) != results_figures.fingerprint(after[results.FRONTIER])
+
+
+def test_every_run_that_a_claim_names_is_in_the_queue_and_every_statement_has_a_test(judge):
+    for alias, setting in judge.claims.runs.items():
+        assert setting in judge.evidence.settings, alias
+    for each in judge.claims.statements:
+        assert each.tests, each.says
+        assert each.claim in judge.evidence.queue.claims
+        assert judge.evidence.queue.of_claim(each.claim)
+    assert {"Table 1", "Table 2", "Table 3", "Figure 3", "Figure 4", "Figure 5", "Figure 6"} <= {
+        each.where.partition(",")[0] for each in judge.claims.statements
+    }
+    kinds = {kind for each in judge.claims.statements for test in each.tests for kind in test if kind in KINDS}
+    assert kinds | {"below_curve"} == set(KINDS)
+
+
+def test_only_runs_on_the_same_data_are_compared(judge):
+    assert {0, 1, 2} <= judge.values("k2").keys()
+    other = edited(judge, {"mini-ponder-k2-lr-0.004-seed-1": {"data": "0123456789abcdef"}})
+    assert 1 not in other.values("k2")
+    words = other.find({"lower": ["k2", "vanilla"]}).words
+    assert "seeds 0, 2" in words
+    folder = EXPERIMENTS / "records"
+    apart = results._apart(other, folder)
+    assert any(name.startswith("mini-ponder-k2-lr-0.004-seed-1") and "other data" in apart[name] for name in apart)
+
+
+def test_equality_and_difference_follow_the_pairs(judge):
+    third = {"mini-ponder-lr-0.004-seed-1.json": ("mini-ponder-lr-0.004-seed-0", 1)}
+    third |= {"mini-ponder-lr-0.004-seed-2.json": ("mini-ponder-lr-0.004-seed-0", 2)}
+    third |= {f"mini-adaponder-lr-0.004-seed-{s}.json": ("mini-adaponder-lr-0.004-seed-0", s) for s in (1, 2)}
+    base = {f"mini-ponder-lr-0.004-seed-{s}": {"validation_loss": 3.5 + 0.02 * s} for s in range(3)}
+
+    def with_gaps(*gaps: float) -> Judge:
+        ours = {
+            f"mini-adaponder-lr-0.004-seed-{s}": {"validation_loss": 3.5 + 0.02 * s + gap} for s, gap in enumerate(gaps)
+        }
+        return edited(judge, base | ours, copies=third)
+
+    near, far, unsure = with_gaps(0.001, 0.0, 0.001), with_gaps(0.02, 0.021, 0.022), with_gaps(-0.01, 0.0, 0.01)
+    test = {"equal": ["ada", "k4"]}
+    assert [each.find(test).verdict for each in (near, far, unsure)] == [HOLDS, FAILS, UNRESOLVED]
+    assert far.find({"lower": ["k4", "ada"]}).verdict == HOLDS
+    assert far.find({"lower": ["ada", "k4"]}).verdict == FAILS
+    assert far.find({"lower": ["ada", "k4"], "of": "depth"}).verdict == HOLDS
+    assert far.find({"saved": ["ada", "k4"], "of": "depth", "low": 0.04, "high": 0.06}).verdict == HOLDS
+    assert far.find({"saved": ["ada", "k4"], "of": "depth", "low": 0.06, "high": 0.1}).verdict == FAILS
+    assert far.find({"collapse": "ada"}).verdict == FAILS
+    one_depth = {f"mini-adaponder-lr-0.004-seed-{s}": {"validation_halted": [0.0, 0.995, 0.999]} for s in range(2)}
+    assert edited(far, one_depth).find({"collapse": "ada"}).verdict == HOLDS
+
+
+def test_a_model_is_held_against_the_lines_between_depths_of_its_own_seed(judge):
+    curve = [judge.claims.runs[alias] for alias in judge.claims.rows["curve"]]
+    setting = judge.claims.runs["ada"]
+    point = judge.evidence.points(setting)[0]
+    three, four = judge.values("k3")[0], judge.values("k4")[0]
+    expected = point.loss - (three + (point.depth - 3) * (four - three))
+    assert judge.evidence.over_curve(setting, curve)[0] == pytest.approx(expected)
+    other = edited(judge, {}, copies={"mini-adaponder-lr-0.004-seed-9.json": ("mini-adaponder-lr-0.004-seed-0", 9)})
+    assert 9 not in other.evidence.over_curve(setting, curve), "no seed 9 on the curve"
+
+
+def test_measurements_decide_the_analysis_claims(judge):
+    steps = {"tokens": [10, 20, 30, 40], "nll": [2.0, 1.0, 1.5, 2.5], "nll_at_full_depth": [2.0, 1.0, 1.5, 2.5]}
+    compared = {name: {"loss": loss} for name, loss in (("learned gate", 3.0), ("geometric, ranked", 3.1))}
+    measured = {"steps": steps, "policies": {"compared": compared}, "tasks": {"missing": "no sets"}}
+    name = "mini-adaponder-lr-0.004-seed-0"
+    found = edited(judge, {name: {"measured": measured}})
+    assert "2.00, 1.00, 1.50, 2.50" in found.find({"check_mark": "ada"}).words
+    assert found.find({"check_mark": "ada"}).verdict == UNRESOLVED, "one seed"
+    assert "-0.1000" in found.find({"policy": ["learned gate", "geometric, ranked"], "run": "ada"}).words
+    early = (10 * 2.0 + 20 * 1.0 + 30 * 1.5) / 60
+    assert f"{early - 2.5:+.2f}" in found.find({"easier": "ada", "at": "nll"}).words
+    assert found.find({"above_chance": "ada"}) == (UNTESTABLE, "no sets")
+    assert judge.find({"gap": "no-reuse"}).verdict == NOT_RUN
+
+
+def test_costs_are_those_of_the_depths_and_speed_is_of_runs_alone(judge):
+    full, halting = (
+        judge.evidence.points(judge.claims.runs["k4"])[0],
+        judge.evidence.points(judge.claims.runs["ada"])[0],
+    )
+    assert full.ratio == pytest.approx(5.2, abs=0.01)
+    assert halting.mflops < full.mflops
+    assert halting.training > full.training, "training is dense, and gates cost too"
+    assert halting.halted == pytest.approx(1 - halting.shares[3])
+    assert halting.gates_closed == pytest.approx((4 - halting.depth) / 3, abs=1e-6)
+    assert speed([full]) == "shared"
+    alone = full._replace(record={"tokens_per_second": 1000.0, "shared_device_with": 0})
+    assert speed([alone]) == "1,000"
+
+
+def test_numbers_are_shown_with_their_seeds():
+    assert shown(Estimate(-0.01, -0.02, 0.0, {0: 1.0, 2: 1.0})) == "-0.0100 [-0.0200, +0.0000] (seeds 0, 2)"
+    assert shown(Estimate(0.05, -float("inf"), float("inf"), {1: 0.05}), percent=True) == "+5.0 % (seed 1 alone)"
+    assert shown(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table1": ["nobody"]}, "nobody: no such alias"),
+        ({"statements": [{"claim": "lr"}]}, "missing"),
+        (
+            {"statements": [dict.fromkeys(("claim", "where", "says", "paper"), "x") | {"tests": [{"higher": "x"}]}]},
+            "a test has one of",
+        ),
+    ],
+)
+def test_claims_that_are_wrong_say_where(tmp_path, change, message):
+    raw = yaml.safe_load((EXPERIMENTS / "claims.yaml").read_text())
+    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(raw | change))
+    with pytest.raises(InputError, match=message):
+        read_claims(tmp_path / "claims.yaml")
+
+
+def test_a_readme_without_its_marks_is_refused(judge):
+    with pytest.raises(InputError, match="mark where its table goes"):
+        results.readme_of(judge, "nothing")
