@@ -133,7 +133,7 @@ def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -
 
 
 def _draw_spots(axes: Axes, group: Group, field: str, index: int, theme: Theme) -> None:
-    look = dict(series(index + 1)) | {"color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
+    look: dict[str, Any] = dict(series(index + 1)) | {"color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
     xs, ys = [getattr(spot, field) for spot in group.spots], [spot.gain for spot in group.spots]
     axes.plot(xs, ys, **look, markeredgecolor=theme.ink, markeredgewidth=0.4, label=group.name, zorder=4)
 
