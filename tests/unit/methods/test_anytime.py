@@ -210,6 +210,17 @@ def test_the_backbone_trains_to_the_same_bits_whatever_its_gates_learn(shards, t
     assert not alike(learning, trained(shards, tmp_path / "c"), "backbone")
 
 
+def test_gates_alone_learn_to_foresee_on_a_backbone_that_stays(shards, tmp_path):
+    ponder = small(shards, "train.ponder_weight=0", "train.save_every=0", method="ponder")
+    train(ponder, out=tmp_path / "ponder", quiet=True)
+    before = AdaPonderForCausalLM.from_pretrained(tmp_path / "ponder" / "final")
+    changes = [f"model.backbone={tmp_path / 'ponder' / 'final'}", "train.freeze_backbone_steps=8"]
+    after = trained(shards, tmp_path / "gates", *changes)
+    for (name, one), other in zip(before.backbone.named_parameters(), after.backbone.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert all(bool(parameter.any()) for parameter in after.method.parameters()), "weights that began at 0 have learned"
+
+
 def test_a_run_halts_other_tokens_at_every_step_and_logs_every_depth(shards, tmp_path):
     trained(shards, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -190,3 +190,12 @@ def test_other_methods_that_halt_follow_their_schedules_too(method, tmp_path):
         assert depths[0] == 3 > depths[2] > depths[4]
     else:
         assert set(depths) == {3.0}
+
+
+def test_a_method_that_halts_by_chance_draws_anew_at_every_step(tmp_path):
+    model = tiny("anytime", dtype=torch.float32)
+    depths = []
+    model.register_forward_hook(lambda module, args, output: depths.append(output.depth))
+    trainer(model, tmp_path, steps=4, callbacks=[PonderCallback(ponder_start=0, ponder_full=0)]).train()
+    assert len({tuple(depth[0].tolist()) for depth in depths}) > 2
+    assert model.training_seed == 0
