@@ -112,21 +112,17 @@ def _frontier_points(judge: Judge) -> Any:
 
     curve = [found for alias in rows["curve"] if (found := group(alias))]
     others = [found for alias in rows["frontier"] if (found := group(alias))]
-    dials = [found for alias in rows["frontier"] for found in _dials(judge, alias, plain)]
+    dials = [found for alias in rows["dials"] for found in _dials(judge, alias, plain)]
     return curve, others, dials
 
 
 def _dials(judge: Judge, alias: str, plain: Mapping[int, float]) -> list[Any]:
-    """One checkpoint turned to several depths, as far from its own validation loss as on the text it was turned on."""
+    """Checkpoints turned to several depths by the dial."""
     from adaponder.analysis.results_figures import Group, Spot
 
     found = []
-    points = judge.evidence.points(judge.claims.runs[alias])
-    for seed, made in sorted(judge.measured(alias, "dial").items()):
-        if seed not in plain:
-            continue
-        own = points[seed].loss - made["own"]["loss"] - plain[seed]
-        turned = [row for row in made["rows"] if row["budget"] is not None]
-        spots = [Spot(seed, row["depth"], row["flops_ratio"], row["loss"] + own) for row in turned]
-        found.append(Group(f"{judge.title(alias)}, one checkpoint turned by the dial, seed {seed}", spots))
+    for seed, turned in judge.evidence.dialled(judge.claims.runs[alias]).items():
+        if seed in plain:
+            spots = [Spot(seed, depth, ratio, loss - plain[seed]) for depth, ratio, loss in turned]
+            found.append(Group(f"{judge.title(alias)}, dial, seed {seed}", spots))
     return found

@@ -66,7 +66,7 @@ class Claims:
 
 
 _PAPER = ("table1", "table3")
-_ROWS = ("table1", "equal-flops", "readme", "curve", "frontier", "savings", "true-cost", "seeds")
+_ROWS = ("table1", "equal-flops", "readme", "curve", "frontier", "dials", "savings", "true-cost", "seeds")
 
 
 def read_claims(path: Path) -> Claims:
@@ -203,6 +203,15 @@ def _below_curve(judge: Judge, test: Test) -> Finding:
     return Finding(statistics.lower(over), words)
 
 
+def _dial_below_curve(judge: Judge, test: Test) -> Finding:
+    alias, of, depth, by = test["dial_below_curve"], test.get("of", "depth"), test["depth"], test.get("by", 0.0)
+    curve = [judge.claims.runs[each] for each in judge.claims.rows["curve"]]
+    over = estimate(judge.evidence.dial_over_curve(judge.claims.runs[alias], curve, depth, of))
+    aimed = None if over is None else estimate({seed: value + by for seed, value in over.values.items()})
+    words = f"{judge.title(alias)} at {depth:g} minus the curve at equal {_NAMES[of]}: {shown(over)}"
+    return Finding(statistics.lower(aimed), words)
+
+
 def _collapse(judge: Judge, test: Test) -> Finding:
     alias = test["collapse"]
     points = judge.evidence.points(judge.claims.runs[alias])
@@ -309,6 +318,7 @@ KINDS: Mapping[str, Callable[[Judge, Test], Finding]] = {
     "equal": _equal,
     "saved": _saved,
     "below_curve": _below_curve,
+    "dial_below_curve": _dial_below_curve,
     "collapse": _collapse,
     "policy": _policy,
     "check_mark": _check_mark,

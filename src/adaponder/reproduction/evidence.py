@@ -137,15 +137,45 @@ class Evidence:
         Only where the curve's models on both sides have that seed.
         """
         found = {}
+        for seed, point in self.points(setting).items():
+            if (value := self._on_curve(curve, seed, getattr(point, of), of)) is not None:
+                found[seed] = point.loss - value
+        return found
+
+    def _on_curve(self, curve: Sequence[str], seed: int, x: float, of: str) -> float | None:
+        """The loss at ``x`` on the lines between the curve's models of this seed, if both neighbours have it."""
         every = [self.points(each) for each in curve]
         ends = sorted({getattr(point, of) for points in every for point in points.values()})
-        for seed, point in self.points(setting).items():
-            x = getattr(point, of)
-            around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
-            line = [(getattr(p, of), p.loss) for points in every if (p := points.get(seed))]
-            known = {end for end, _ in line}
-            if around and set(around) <= known and (value := at_depth(line, x)) is not None:
-                found[seed] = point.loss - value
+        around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
+        line = [(getattr(p, of), p.loss) for points in every if (p := points.get(seed))]
+        return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
+
+    def dialled(self, setting: str) -> dict[int, list[tuple[float, float, float]]]:
+        """By seed (mean depth, FLOPs relative to the plain decoder, loss) of one checkpoint turned by the dial.
+
+        The dial is turned on other text than the validation's; losses are the validation loss plus how far the dial is
+        from the model's own depths there.
+        """
+        found = {}
+        points = self.points(setting)
+        for seed, made in sorted(self.measured(setting, "dial").items()):
+            shift = points[seed].loss - made["own"]["loss"]
+            turned = [row for row in made["rows"] if row["budget"] is not None]
+            found[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in turned]
+        return found
+
+    def dial_over_curve(self, setting: str, curve: Sequence[str], depth: float, of: str = "depth") -> dict[int, float]:
+        """Loss at that mean depth of checkpoints turned by the dial, minus the curve's at equal ``depth`` or ``ratio``.
+
+        Paired by seed.
+        """
+        found = {}
+        for seed, turned in self.dialled(setting).items():
+            loss = at_depth([(at, value) for at, _, value in turned], depth)
+            x = depth if of == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
+            value = None if x is None else self._on_curve(curve, seed, x, of)
+            if loss is not None and value is not None:
+                found[seed] = loss - value
         return found
 
 

@@ -14,11 +14,13 @@ from adaponder.reproduction.tables import (
     NONE,
     apart,
     claim_table,
+    dial_table,
     frontier_table,
     learning_rates,
     lr_table,
     main_table,
     markdown,
+    measured_tables,
     prose,
     twice,
 )
@@ -176,6 +178,7 @@ def _table1(judge: Judge) -> list[str]:
 
 
 def _frontier(judge: Judge, figures: Mapping[str, str]) -> list[str]:
+    dials = [*table, ""] if (table := dial_table(judge)) else []
     return [
         "## The frontier: AdaPonder against separately trained depths",
         "",
@@ -188,6 +191,7 @@ def _frontier(judge: Judge, figures: Mapping[str, str]) -> list[str]:
         "",
         *frontier_table(judge),
         "",
+        *dials,
         *_figure(figures, "loss-against-iterations"),
     ]
 
@@ -204,6 +208,7 @@ def _claims(judge: Judge) -> list[str]:
             waiting.append(f"`{claim}` ({count} runs)" if count else f"`{claim}` (no runs declared)")
             continue
         lines += ["", f"### {claim}", "", f"{says} `{command(claim)}`", "", *table]
+        lines += measured_tables(judge, claim)
     if waiting:
         lines += ["", f"Not run yet: {', '.join(waiting)}."]
     return lines

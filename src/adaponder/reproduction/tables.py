@@ -6,8 +6,9 @@ import json
 import math
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from adaponder.reproduction.claims import Judge, shown, title_of
 from adaponder.reproduction.evidence import Point, model_parameters
@@ -125,6 +126,97 @@ def frontier_table(judge: Judge) -> list[str]:
         rows.append([judge.title(alias), f"{depth:.2f}", f"{ratio:.2f}", losses, *over])
     head = ["", "iterations", "FLOPs, x plain", "loss by seed", "minus the curve at equal iterations", "at equal FLOPs"]
     return markdown(head, rows)
+
+
+def dial_table(judge: Judge, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5)) -> list[str]:
+    """Checkpoints turned by the dial, minus the curve, at equal iterations and at equal FLOPs; empty if none was."""
+    curve = [judge.claims.runs[alias] for alias in judge.claims.rows["curve"]]
+    rows = []
+    for alias in judge.claims.rows["dials"]:
+        for depth in depths:
+            over = [
+                estimate(judge.evidence.dial_over_curve(judge.claims.runs[alias], curve, depth, of))
+                for of in ("depth", "ratio")
+            ]
+            if any(over):
+                rows.append([judge.title(alias), f"{depth:g}", *map(shown, over)])
+    head = ["turned by the dial", "to iterations", "minus the curve at equal iterations", "at equal FLOPs"]
+    return markdown(head, rows) if rows else []
+
+
+def measured_tables(judge: Judge, claim: str) -> list[str]:
+    """Tables of what a claim measured on its models: a row per setting and seed."""
+    lines: list[str] = []
+    experiments = judge.evidence.queue.of_claim(claim)
+    for name in dict.fromkeys(name for each in experiments for name in each.measures):
+        rows: list[list[str]] = []
+        head: Sequence[str] = ()
+        for setting in dict.fromkeys(each.setting for each in experiments):
+            title = title_of(judge.claims, judge.evidence, setting)
+            for seed, made in sorted(judge.evidence.measured(setting, name).items()):
+                if name in _MEASURED:
+                    head, cells = _MEASURED[name](made)
+                    rows += [[title, str(seed), *each] for each in cells]
+        if rows:
+            lines += ["", *markdown(["", "seed", *head], rows)]
+    return lines
+
+
+Cells = tuple[Sequence[str], list[list[str]]]
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def _steps(made: Mapping[str, Any]) -> Cells:
+    head = ["halted at step", "tokens", "loss", "at forced depth 1", "at full depth"]
+    columns = zip(made["tokens"], made["nll"], made["nll_at_depth_1"], made["nll_at_full_depth"], strict=True)
+    return head, [
+        [str(step), f"{tokens:,}", *(_number(loss, 3) for loss in losses)]
+        for step, (tokens, *losses) in enumerate(columns, 1)
+    ]
+
+
+def _policies(made: Mapping[str, Any]) -> Cells:
+    learned = made["compared"]["learned gate"]["loss"]
+    rows = []
+    for name, each in sorted(made["compared"].items(), key=lambda pair: pair[1]["loss"] or math.inf):
+        gap = None if each["loss"] is None or learned is None else each["loss"] - learned
+        rows.append([name, "yes" if each["causal"] else "no", f"{made['depth']:.3f}", _number(each["loss"])])
+        rows[-1].append(NONE if gap is None else f"{gap:+.4f}")
+    return ["policy", "causal", "iterations", "loss", "minus learned gate"], rows
+
+
+def _reuse(made: Mapping[str, Any]) -> Cells:
+    losses = [_number(made["as"][rule]["loss"]) for rule in ("state", "kv", "none")]
+    head = ["trained with reuse of", "loss, state reused (skipping)", "keys and values alone", "nothing", "gap"]
+    return head, [[made["trained"], *losses, f"{made['gap']:+.4f}"]]
+
+
+def _speed(made: Mapping[str, Any]) -> Cells:
+    parts = [made["prefill"], made["decode"]]
+    cells = [text for part in parts for text in (_number(part["tokens_per_second"], 0), f"{part['depth']:.2f}")]
+    return [
+        "prefill tokens/s",
+        "its iterations",
+        f"decode tokens/s, {made['decode']['lanes']} lanes",
+        "its iterations",
+    ], [cells]
+
+
+def _tasks(made: Mapping[str, Any]) -> Cells:
+    rows = [[each["task"], f"{each['items']:,}", _number(each["metrics"]["acc"]["value"], 3)] for each in made["tasks"]]
+    return ["set", "items", "accuracy"], rows
+
+
+_MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Cells]] = {
+    "steps": _steps,
+    "policies": _policies,
+    "reuse": _reuse,
+    "speed": _speed,
+    "tasks": _tasks,
+}
 
 
 def claim_table(judge: Judge, claim: str) -> list[str]:

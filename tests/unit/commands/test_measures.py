@@ -12,7 +12,7 @@ from lab_support import K, opinionated, saved, written
 def measured(tmp_path, *names: str, method: str = "adaponder") -> dict:
     measure = measuring(names, device="cpu")
     assert measure is not None
-    return measure(saved(tmp_path / "model", opinionated(method)), written(tmp_path / "text.jsonl"))
+    return measure(saved(tmp_path / "model", opinionated(method)), written(tmp_path / "text.jsonl", documents=12))
 
 
 def test_an_unknown_measurement_is_refused_and_one_that_cannot_be_made_says_why(tmp_path):
@@ -37,6 +37,11 @@ def test_policies_are_compared_at_one_realised_depth_and_the_dial_reaches_from_o
     rows = made["dial"]["rows"]
     assert (min(row["depth"] for row in rows), max(row["depth"] for row in rows)) == (1, K)
     assert 1 < made["dial"]["own"]["depth"] < K
+
+
+def test_gates_that_learned_apart_are_turned_by_the_dial_too(tmp_path):
+    rows = measured(tmp_path, "dial", method="anytime")["dial"]["rows"]
+    assert (min(row["depth"] for row in rows), max(row["depth"] for row in rows)) == (1, K)
 
 
 def test_steps_and_reuse_describe_one_scoring_each(tmp_path):

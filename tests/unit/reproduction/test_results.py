@@ -152,6 +152,69 @@ def test_measurements_decide_the_analysis_claims(judge):
     assert judge.find({"gap": "no-reuse"}).verdict == NOT_RUN
 
 
+def dial(*, own: float, losses: dict[float, float]) -> dict:
+    rows = [{"budget": d, "depth": d, "flops_ratio": 1 + 1.4 * (d - 1), "loss": loss} for d, loss in losses.items()]
+    fixed = [{"budget": None, "depth": 1.0, "flops_ratio": 1.0, "loss": 9.0}]
+    return {"rows": [*rows, *fixed], "own": {"loss": own}}
+
+
+def test_a_dialled_checkpoint_is_moved_to_its_validation_loss_and_held_against_its_seed_s_curve(judge):
+    name, alias = "mini-adaponder-lr-0.004-seed-0", "ada"
+    made = dial(own=3.0, losses={1.0: 3.2, 2.0: 3.1, 3.0: 3.02})
+    found = edited(judge, {name: {"measured": {"dial": made}}})
+    plain, second = judge.values("vanilla")[0], judge.values("k2")[0]
+    loss = judge.values(alias)[0] + 0.15  # half way between 3.2 and 3.1, and 3.0 is where the model is by itself
+    expected = loss - (plain + second) / 2
+    setting, curve = judge.claims.runs[alias], [judge.claims.runs[each] for each in judge.claims.rows["curve"]]
+    assert found.evidence.dial_over_curve(setting, curve, 1.5) == {0: pytest.approx(expected)}
+    assert found.evidence.dial_over_curve(setting, curve, 1.5, "ratio") == {0: pytest.approx(expected, abs=1e-3)}
+    assert found.evidence.dial_over_curve(setting, curve, 3.5) == {}, "the dial was not turned so far"
+    finding = found.find({"dial_below_curve": alias, "depth": 1.5, "by": 0.01})
+    assert f"{expected:+.4f}" in finding.words
+    assert f"| 1.5 | {expected:+.4f} (seed 0 alone) |" in results.page_of(found, EXPERIMENTS)
+    assert len(results.figure_points(found)[results.FRONTIER][2]) == 1
+
+
+def test_an_aim_is_reached_if_the_whole_interval_lies_beyond_it(judge):
+    near = {1.0: 3.0, 2.0: 2.9}
+    copies = {f"mini-adaponder-lr-0.004-seed-{s}.json": ("mini-adaponder-lr-0.004-seed-0", s) for s in (1, 2)}
+    changes = {
+        f"mini-adaponder-lr-0.004-seed-{s}": {
+            "validation_loss": judge.values("k2")[s] - 0.02 - 0.001 * s,
+            "measured": {"dial": dial(own=2.9, losses=near)},
+        }
+        for s in range(3)
+    }
+    found = edited(judge, changes, copies=copies)
+    verdicts = [found.find({"dial_below_curve": "ada", "depth": 2.0, "by": by}).verdict for by in (0.0, 0.01, 0.03)]
+    assert verdicts == [HOLDS, HOLDS, FAILS]
+
+
+def test_measurements_are_shown_where_their_claim_is(judge):
+    compared = {
+        name: {"loss": loss, "causal": True} for name, loss in (("learned gate", 3.0), ("random", 3.1), ("kl", None))
+    }
+    steps = {key: [2.0, None, 1.5, 2.5] for key in ("nll", "nll_at_depth_1", "nll_at_full_depth")}
+    kept = {rule: {"loss": loss} for rule, loss in (("state", 3.51), ("kv", 3.5), ("none", 3.4))}
+    measured = {
+        "steps": {"tokens": [10, 0, 30, 40]} | steps,
+        "policies": {"depth": 3.8, "compared": compared},
+        "reuse": {"trained": "none", "as": kept, "gap": 0.11},
+        "speed": {
+            "prefill": {"tokens_per_second": 1e6, "depth": 3.8},
+            "decode": {"tokens_per_second": 2e4, "depth": 3.7, "lanes": 64},
+        },
+    }
+    page = results.page_of(edited(judge, {"mini-adaponder-lr-0.004-seed-0": {"measured": measured}}), EXPERIMENTS)
+    for row in (
+        "| AdaPonder, K = 4 | 0 | 2 | 0 | – | – | – |",
+        "| AdaPonder, K = 4 | 0 | random | yes | 3.800 | 3.1000 | +0.1000 |",
+        "| AdaPonder, K = 4 | 0 | kl | yes | 3.800 | – | – |",
+        "| AdaPonder, K = 4 | 0 | none | 3.5100 | 3.5000 | 3.4000 | +0.1100 |",
+    ):
+        assert row in page, row
+
+
 def test_costs_are_those_of_the_depths_and_speed_is_of_runs_alone(judge):
     full, halting = (
         judge.evidence.points(judge.claims.runs["k4"])[0],
