@@ -201,6 +201,13 @@ def test_the_tables_of_decoding_are_what_the_records_say():
         spread, limit, idle = ("–" if share is None else percent(share) for share in shares)
         expected = [f"{row['tokens_per_second']:,.0f}", spread, limit, f"{row['resident_lanes']:.0f}", idle]
         assert shown == expected, name
+    drafting = {(row["side"], row["lanes"]): row for row in _rows_of("decode-checkpoint-h200")}
+    for lanes, *shown in table_after("`records/decode-checkpoint-h200.json`"):
+        plain, row = drafting["engine", int(lanes)], drafting["drafting", int(lanes)]
+        speeds = plain["tokens_per_second"], row["tokens_per_second"]
+        shares = [percent(row[name]) for name in ("accepted_share", "idle_share")]
+        expected = [*(f"{speed:,.0f}" for speed in speeds), percent(row["spread"]), f"{speeds[1] / speeds[0]:.2f}"]
+        assert shown == expected + shares, lanes
     served = table_after("`records/decode-ouro-h200.json`")
     for (_, *shown), row in zip(served, _rows_of("decode-ouro-h200"), strict=True):
         seconds = row["first_token_seconds"]["p50"], row["between_tokens_seconds"]["p50"]
