@@ -89,22 +89,19 @@ def _rate_axis(axes: Axes, rates: Sequence[float]) -> None:
 def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Group], *, dark: bool = False) -> Figure:
     """Loss, less the plain model's of the same seed, against mean iterations and against true FLOPs.
 
-    Separately trained depths are joined by a line of their means; everything else is points, one per seed. ``dials``
-    are one checkpoint turned to several depths.
+    Separately trained depths are joined by a line of their means; ``others`` are points, one per seed. ``dials`` are
+    checkpoints turned to the same depths, one group per seed: a dotted line of their means in the colour of the points
+    of the same name.
     """
     with house(dark=dark) as theme:
-        figure = new_figure(width=PAGE, height=3.5)
+        figure = new_figure(width=PAGE, height=3.4 + 0.08 * (len(others) + len({group.name for group in dials})))
         panels = figure.subplots(1, 2, sharey=True)
         labels = ("mean iterations per token", "FLOPs per token, x the plain model")
         for axes, field, label in zip(panels, ("depth", "ratio"), labels, strict=True):
             _draw_curve(axes, curve, field, theme)
             for index, group in enumerate(others):
                 _draw_spots(axes, group, field, index, theme)
-            for index, group in enumerate(dials):
-                ordered = sorted(group.spots, key=lambda spot: getattr(spot, field))
-                xs, ys = [getattr(spot, field) for spot in ordered], [spot.gain for spot in ordered]
-                colour = PALETTE[index % len(PALETTE)]
-                axes.plot(xs, ys, linewidth=0.9, linestyle=":", color=colour, label=group.name)
+            _draw_dials(axes, dials, field, [group.name for group in others])
             axes.axhline(0.0, color=theme.muted, linewidth=0.7)
             axes.set_xlabel(label)
             axes.margins(x=0.08, y=0.12)
@@ -126,16 +123,65 @@ def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -
         below = bool(means) and mean[1] <= means[-1][1]
         place: dict[str, Any] = {"xytext": (-5, -11) if below else (-5 if means else 6, 5)}
         place |= {"ha": "right" if means else "left", "textcoords": "offset points", "fontsize": 7}
-        axes.annotate(name, mean, **place, zorder=5)
+        place |= {"bbox": {"facecolor": theme.paper, "edgecolor": "none", "alpha": 0.7, "pad": 0.5}}
+        axes.annotate(name, mean, **place, zorder=2.5)
         means.append(mean)
     look: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 4, "linewidth": 1.0, "zorder": 3}
     axes.plot(*zip(*means, strict=True), **look, label="separately trained: mean, and grey every seed")
+
+
+def _draw_dials(axes: Axes, dials: Sequence[Group], field: str, names: Sequence[str]) -> None:
+    for name in dict.fromkeys(group.name for group in dials):
+        seeds = [sorted(group.spots, key=lambda spot: spot.depth) for group in dials if group.name == name]
+        steps = [each for each in zip(*seeds, strict=False) if each]
+        means = [[sum(getattr(spot, of) for spot in step) / len(step) for step in steps] for of in (field, "gain")]
+        colour = PALETTE[names.index(name) % len(PALETTE)] if name in names else None
+        axes.plot(*means, linewidth=1.1, linestyle=":", color=colour, label=f"{name}, dial", zorder=2)
 
 
 def _draw_spots(axes: Axes, group: Group, field: str, index: int, theme: Theme) -> None:
     look: dict[str, Any] = dict(series(index + 1)) | {"color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
     xs, ys = [getattr(spot, field) for spot in group.spots], [spot.gain for spot in group.spots]
     axes.plot(xs, ys, **look, markeredgecolor=theme.ink, markeredgewidth=0.4, label=group.name, zorder=4)
+
+
+def steps(lines: Sequence[Curve], shares: Mapping[int, float], *, dark: bool = False) -> Figure:
+    """Mean loss by the step that tokens halted at, one line per way to measure it, a point per seed.
+
+    ``shares`` of tokens by step stand below.
+    """
+    with house(dark=dark) as theme:
+        figure = new_figure(width=PAGE, height=3.0)
+        axes = figure.subplots()
+        for index, line in enumerate(lines):
+            look: dict[str, Any] = dict(series(index))
+            xs, ys = line.means()
+            axes.plot(xs, ys, **look, label=line.name)
+            every = [(x, y) for x, values in line.points.items() for y in values.values()]
+            axes.scatter(*zip(*every, strict=True), s=9, color=look["color"], alpha=0.5, linewidths=0)
+        names = [f"{step}\n{100 * share:.1f} %" for step, share in sorted(shares.items())]
+        axes.set_xticks(sorted(shares), names)
+        axes.set_xlim(min(shares) - 0.3, max(shares) + 0.3)
+        axes.set_xlabel("halted at step, and share of the tokens", color=theme.ink)
+        axes.set_ylabel("mean loss (nats)")
+        axes.legend(loc="best")
+    return figure
+
+
+def policies(gaps: Mapping[str, Mapping[int, float]], *, dark: bool = False) -> Figure:
+    """Loss of each policy minus the learned gate's at equal realised depth: a point per seed, and a bar at the mean."""
+    with house(dark=dark) as theme:
+        ordered = sorted(gaps, key=lambda name: -sum(gaps[name].values()) / len(gaps[name]))
+        figure = new_figure(width=PAGE, height=0.9 + 0.22 * len(ordered))
+        axes = figure.subplots()
+        for place, name in enumerate(ordered):
+            values = list(gaps[name].values())
+            axes.plot(values, [place] * len(values), "o", color=PALETTE[0], markersize=3.5)
+            axes.plot([sum(values) / len(values)], [place], "|", color=theme.ink, markersize=11, markeredgewidth=1.4)
+        axes.axvline(0.0, color=theme.muted, linewidth=0.8)
+        axes.set_yticks(range(len(ordered)), ordered)
+        axes.set_xlabel("loss minus the learned gate's at equal mean depth (nats)")
+    return figure
 
 
 def fingerprint(points: Any) -> str:

@@ -16,10 +16,15 @@ from adaponder.reproduction.tables import learning_rates
 from adaponder.terminal import console, line
 
 LEARNING_RATE, FRONTIER = "loss-by-learning-rate", "loss-against-iterations"
+STEPS, POLICIES = "loss-by-halting-step", "policies-at-equal-depth"
 CAPTIONS = {
     LEARNING_RATE: "Validation loss by learning rate, seed 0; the best rate of each method is ringed.",
     FRONTIER: "Loss minus the plain model's of the same seed, against mean iterations and against true FLOPs: "
-    "separately trained depths (line), and AdaPonder.",
+    "separately trained depths (line, grey every seed), models that halt, and their checkpoints turned by the dial.",
+    STEPS: "Mean loss by the step that AdaPonder's tokens halted at: as it came out, and of the same tokens with every "
+    "token at depth 1 and at full depth.",
+    POLICIES: "Loss of each policy minus the learned gate's, on AdaPonder's checkpoints, at equal realised depth: a "
+    "point per seed, a bar at the mean.",
 }
 
 
@@ -31,13 +36,13 @@ def run(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -
     judge = judge_of(queue, records, experiments)
     page, readme = page_of(judge, experiments), readme_of(judge, (root / "README.md").read_text())
     points = figure_points(judge)
-    drawings = {LEARNING_RATE: figures.learning_rates(points[LEARNING_RATE])}
-    drawings[FRONTIER] = figures.frontier(*points[FRONTIER])
-    for name, figure in drawings.items():
-        figures.save(figure, root / "docs" / "figures" / f"{name}.png", points[name])
+    draw = {LEARNING_RATE: figures.learning_rates, FRONTIER: figures.frontier}
+    draw |= {STEPS: figures.steps, POLICIES: figures.policies}
+    for name, shown in points.items():
+        figures.save(draw[name](*shown), root / "docs" / "figures" / f"{name}.png", shown)
     write_whole(root / "docs" / "results.md", page.encode())
     write_whole(root / "README.md", readme.encode())
-    console.print(line("→ ", (root / "docs" / "results.md", "bold"), f", {len(drawings)} figures, and README's table"))
+    console.print(line("→ ", (root / "docs" / "results.md", "bold"), f", {len(points)} figures, and README's table"))
     return 0
 
 
@@ -48,7 +53,8 @@ def judge_of(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Pa
 
 def page_of(judge: Judge, experiments: Path) -> str:
     """The text of ``docs/results.md``."""
-    return results_page(judge, figures=CAPTIONS, others=_apart(judge, experiments / "records"))
+    figures = {name: CAPTIONS[name] for name in figure_points(judge)}
+    return results_page(judge, figures=figures, others=_apart(judge, experiments / "records"))
 
 
 def readme_of(judge: Judge, readme: str) -> str:
@@ -82,8 +88,43 @@ def _apart(judge: Judge, folder: Path) -> dict[str, str]:
 
 
 def figure_points(judge: Judge) -> dict[str, Any]:
-    """What each figure shows, by its name."""
-    return {LEARNING_RATE: _learning_rate_points(judge), FRONTIER: _frontier_points(judge)}
+    """What each figure shows, by its name; one for which nothing was measured is absent."""
+    points = {LEARNING_RATE: (_learning_rate_points(judge),), FRONTIER: _frontier_points(judge)}
+    points |= {STEPS: _step_points(judge)} if judge.measured(_ANALYSED, "steps") else {}
+    return points | ({POLICIES: (gaps,)} if (gaps := _policy_points(judge)) else {})
+
+
+# The run whose traces and policies are drawn.
+_ANALYSED = "ada"
+_WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
+
+
+def _step_points(judge: Judge) -> Any:
+    from adaponder.analysis.results_figures import Curve
+
+    by_seed = judge.measured(_ANALYSED, "steps")
+    count = len(next(iter(by_seed.values()))["tokens"])
+    lines = []
+    for way, name in _WAYS.items():
+        at = {
+            i + 1: {seed: made[way][i] for seed, made in by_seed.items() if made[way][i] is not None}
+            for i in range(count)
+        }
+        lines.append(Curve(name, {step: values for step, values in at.items() if values}))
+    total = sum(sum(made["tokens"]) for made in by_seed.values())
+    shares = {i + 1: sum(made["tokens"][i] for made in by_seed.values()) / total for i in range(count)}
+    return lines, shares
+
+
+def _policy_points(judge: Judge) -> dict[str, dict[int, float]]:
+    """Gaps to the learned gate by policy and seed."""
+    gaps: dict[str, dict[int, float]] = {}
+    for seed, made in sorted(judge.measured(_ANALYSED, "policies").items()):
+        learned = made["compared"]["learned gate"]["loss"]
+        for name, each in made["compared"].items():
+            if each["loss"] is not None and learned is not None and name != "learned gate" and "oracle" not in name:
+                gaps.setdefault(name, {})[seed] = each["loss"] - learned
+    return gaps
 
 
 def _learning_rate_points(judge: Judge) -> Any:
@@ -117,12 +158,12 @@ def _frontier_points(judge: Judge) -> Any:
 
 
 def _dials(judge: Judge, alias: str, plain: Mapping[int, float]) -> list[Any]:
-    """Checkpoints turned to several depths by the dial."""
+    """Checkpoints turned to several depths by the dial, one group per seed."""
     from adaponder.analysis.results_figures import Group, Spot
 
     found = []
     for seed, turned in judge.evidence.dialled(judge.claims.runs[alias]).items():
         if seed in plain:
             spots = [Spot(seed, depth, ratio, loss - plain[seed]) for depth, ratio, loss in turned]
-            found.append(Group(f"{judge.title(alias)}, dial, seed {seed}", spots))
+            found.append(Group(judge.title(alias), spots))
     return found

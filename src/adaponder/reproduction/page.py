@@ -29,12 +29,14 @@ COMMAND = "adaponder reproduce --results"
 BEGIN, END = f"<!-- made by {COMMAND} -->", "<!-- end -->"
 # Claims that have a section of their own.
 _OWN_SECTION = ("lr", "table1", "frontier")
+# Figures of other claims.
+_DRAWN = {"nll-by-step": "loss-by-halting-step", "policies": "policies-at-equal-depth"}
 
 
 def results_page(judge: Judge, *, figures: Mapping[str, str], others: Mapping[str, str]) -> str:
     """The whole page. ``figures`` are captions by file, ``others`` records that are not compared and why."""
     parts = [_opening(judge), _statements(judge), _lr(judge, figures), _table1(judge), _frontier(judge, figures)]
-    parts += [_claims(judge), _table3(judge), answers(judge), _noise(judge), _rerun(judge), _apart(others)]
+    parts += [_claims(judge, figures), _table3(judge), answers(judge), _noise(judge), _rerun(judge), _apart(others)]
     parts += [_pile()]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -196,7 +198,7 @@ def _frontier(judge: Judge, figures: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _claims(judge: Judge) -> list[str]:
+def _claims(judge: Judge, figures: Mapping[str, str]) -> list[str]:
     lines = ["## Every other run"]
     waiting = []
     for claim, says in judge.evidence.queue.claims.items():
@@ -209,6 +211,8 @@ def _claims(judge: Judge) -> list[str]:
             continue
         lines += ["", f"### {claim}", "", f"{says} `{command(claim)}`", "", *table]
         lines += measured_tables(judge, claim)
+        if drawn := _figure(figures, _DRAWN.get(claim, "")):
+            lines += ["", *drawn]
     if waiting:
         lines += ["", f"Not run yet: {', '.join(waiting)}."]
     return lines

@@ -56,6 +56,14 @@ def test_the_page_the_readme_and_the_figures_are_what_the_records_make(judge):
         assert results_figures.shown_by(path) == results_figures.fingerprint(points), name
 
 
+def test_every_row_of_a_table_has_as_many_cells_as_its_heading(judge):
+    width = None
+    for line in results.page_of(judge, EXPERIMENTS).splitlines():
+        cells = len(line.replace("\\|", "").split("|")) if line.startswith("|") else None
+        assert None in (width, cells) or cells == width, line
+        width = cells
+
+
 def test_a_tuned_plain_model_stands_in_the_readme(judge):
     part = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0]
     first = part.strip().splitlines()[2]
@@ -205,7 +213,17 @@ def test_measurements_are_shown_where_their_claim_is(judge):
             "decode": {"tokens_per_second": 2e4, "depth": 3.7, "lanes": 64},
         },
     }
-    page = results.page_of(edited(judge, {"mini-adaponder-lr-0.004-seed-0": {"measured": measured}}), EXPERIMENTS)
+    other = edited(judge, {"mini-adaponder-lr-0.004-seed-0": {"measured": measured}})
+    page, points = results.page_of(other, EXPERIMENTS), results.figure_points(other)
+    assert points[results.POLICIES] == ({"random": {0: pytest.approx(0.1)}},)
+    lines, shares = points[results.STEPS]
+    assert shares == {1: 0.125, 2: 0.0, 3: 0.375, 4: 0.5}
+    assert lines[0].points == {1: {0: 2.0}, 3: {0: 1.5}, 4: {0: 2.5}}
+    for name in (results.STEPS, results.POLICIES):
+        assert f"(figures/{name}.png)" in page
+        assert f"{name}.png" not in results.page_of(judge, EXPERIMENTS) or (ROOT / f"docs/figures/{name}.png").exists()
+    results_figures.steps(lines, shares)
+    results_figures.policies(*points[results.POLICIES])
     for row in (
         "| AdaPonder, K = 4 | 0 | 2 | 0 | – | – | – |",
         "| AdaPonder, K = 4 | 0 | random | yes | 3.800 | 3.1000 | +0.1000 |",
