@@ -38,6 +38,7 @@ class Generated:
         finish_reason: ``stop``, ``length`` or ``cancelled``.
         prefill: what reading the prompt cost.
         decode: what reading the tokens after it cost; its seconds are those of the whole generation.
+        dropped_rows: rows of drafts that did not follow, which no cost counts.
     """
 
     pieces: list[str]
@@ -47,6 +48,7 @@ class Generated:
     finish_reason: str
     prefill: Spent
     decode: Spent
+    dropped_rows: int = 0
 
     @property
     def mean_depth(self) -> float:
@@ -64,6 +66,7 @@ class Generated:
             "finish_reason": self.finish_reason,
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
+            "dropped_rows": self.dropped_rows,
         }
 
 
@@ -89,6 +92,7 @@ def run(options: GenerateOptions) -> list[Generated]:
         settings=settings,
         stops=options.stop,
         lanes=options.lanes,
+        drafts=options.drafts,
         live=LiveText(_deepest(model, settings), colours=options.depth_colours) if streams else None,
     )
     show(done, colours=options.depth_colours, text=not streams)
@@ -111,6 +115,7 @@ def generate(
     settings: dict[str, Any],
     stops: Sequence[str] = (),
     lanes: int = 64,
+    drafts: int | None = None,
     live: LiveText | None = None,
 ) -> list[Generated]:
     """The prompts as continued by the engine, each with as many samples as ``settings``, fields of a request, say.
@@ -118,7 +123,7 @@ def generate(
     ``live`` shows the one text while it grows.
     """
     ids = [_ids(tokenizer, prompt) for prompt in prompts]
-    engine = TextEngine(_engine(model, ids, settings, lanes), tokenizer)
+    engine = TextEngine(_engine(model, ids, settings, lanes, drafts), tokenizer)
     writings = [writing for one in ids for writing in engine.submit(one, stops=stops, **settings)]
     began, seconds = time.perf_counter(), {}
 
@@ -173,6 +178,7 @@ def as_generated(
         finish_reason=writing.finish_reason or "cancelled",
         prefill=prefill,
         decode=replace(decode, seconds=seconds),
+        dropped_rows=writing.dropped_rows,
     )
 
 
@@ -191,7 +197,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def _engine(
-    model: AdaPonderForCausalLM, prompts: Sequence[Sequence[int]], settings: dict[str, Any], lanes: int
+    model: AdaPonderForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    lanes: int,
+    drafts: int | None,
 ) -> Engine:
     """An engine with room for these prompts and no more than they need."""
     longest = max(map(len, prompts)) + settings["max_new_tokens"]
@@ -202,6 +212,7 @@ def _engine(
         lanes=min(lanes, samples),
         tokens=longest if positions is None else min(longest, positions),
         max_iterations=settings.get("max_iterations"),
+        drafts=drafts,
     )
 
 
@@ -249,6 +260,13 @@ def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None
     prefill, decode = _together([one.prefill for one in done]), _together([one.decode for one in done])
     spent = [("the prompt" if len(done) == 1 else "the prompts", *prefill.cells())]
     console.print(table("\nWhat it cost", ("", *COLUMNS), [*spent, ("each token after it", *decode.cells())]))
+    if dropped := sum(one.dropped_rows for one in done):
+        read = sum(depth for one in done for depth in one.depths[one.prompt :])
+        console.print(
+            f"Beside this, {dropped} rows of drafts that did not follow ({dropped / max(1, read):.0%} of those of the "
+            "tokens after the prompt); --drafts 0 computes none",
+            soft_wrap=True,
+        )
 
 
 def _together(costs: Sequence[Spent]) -> Spent:

@@ -71,7 +71,7 @@ class Conversation:
     ):
         self.model, self.tokenizer, self.folder = model, tokenizer, folder
         self.options, self.policy = options, policy
-        self.engine = TextEngine(Engine(model, lanes=1), tokenizer)
+        self.engine = TextEngine(Engine(model, lanes=1, drafts=options.drafts), tokenizer)
 
     def run(self) -> None:
         """Asks for prompts until there is no more input, or ``/quit``."""

@@ -179,7 +179,7 @@ def speed(subject: Subject, data: Path) -> dict[str, Any]:
     ids, new = text.stream.tolist(), min(_NEW, windows.length // 2)
     starts = range(0, min(len(ids) - new, _LANES * new), new)
     requests = [Request(prompt=ids[i : i + new], max_new_tokens=new, ignore_eos=True) for i in starts]
-    engine = Engine(model, lanes=min(_LANES, len(requests)))
+    engine = Engine(model, lanes=min(_LANES, len(requests)), drafts=0)
     decoded: dict[str, Any] = {}
     for attempt in ("warm up", "timed"):
         began, tokens, depths = time.perf_counter(), 0, 0

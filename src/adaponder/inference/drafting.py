@@ -145,6 +145,7 @@ class Drafting:
                 assert one.token is not None
                 self.accepted += one.drafted
                 sequence.rows.used += self.passes
+                sequence.dropped_rows -= one.token.depth
                 sequence.reading = one.token.depth
                 if receiver.settle(sequence, one.token, events):
                     return
@@ -162,6 +163,7 @@ class Drafting:
     ) -> None:
         sequence.reading, sequence.gates, sequence.iteration_top = iteration, one.gates, one.tops
         receiver.rows += 1
+        sequence.dropped_rows += 1
         receiver.listen(sequence, extras, tick, column)
         one.token = receiver.token(sequence, said, extras, tick, column)
 

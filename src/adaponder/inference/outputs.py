@@ -67,6 +67,7 @@ class Completion:
             goes on.
         stop_id: the token id that stopped it.
         error: what went wrong, in one line.
+        dropped_rows: rows that were computed of drafts that did not follow; no depth counts them.
     """
 
     request: Request
@@ -78,6 +79,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop_id: int | None = None
     error: str | None = None
+    dropped_rows: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -109,4 +111,5 @@ class Completion:
             "finish_reason": self.finish_reason,
             "stop_id": self.stop_id,
             "error": self.error,
+            "dropped_rows": self.dropped_rows,
         }

@@ -192,6 +192,7 @@ class Receiver:
             reason,
             stop_id,
             error,
+            sequence.dropped_rows,
         )
         return Event(sequence.request_number, sequence.sample, None, completion)
 

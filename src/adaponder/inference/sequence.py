@@ -68,6 +68,7 @@ class Sequence:
         begun: how many tokens of the sequence have been given to chunks, shared ones included.
         reading: how many iterations of the token now being read are known.
         depths: of each token, how often it was read; 0 while that is not known.
+        dropped_rows: rows of its window that are known, less those of the tokens that were accepted.
         forced: depth by slot of the tokens whose depth its request forces.
         forced_depth: their mean, where that is every token.
     """
@@ -104,6 +105,7 @@ class Sequence:
     stop_id: int | None = None
     error: str | None = None
     preemptions: int = 0
+    dropped_rows: int = 0
 
     def __post_init__(self) -> None:
         wanted, top = self.request.iteration_top, self.request.log_probabilities

@@ -32,6 +32,7 @@ class Writing:
         prompt_depths: depths of the prompt's tokens; empty before they are known.
         finish_reason: ``stop`` at a stop string or id; ``None`` while it goes on.
         error: what went wrong, in one line.
+        dropped_rows: see :class:`Completion`.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Writing:
     prompt_depths: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    dropped_rows: int = 0
 
     @property
     def text(self) -> str:
@@ -146,6 +148,7 @@ class TextEngine:
         writing.finish_reason = "stop" if stopped else completion.finish_reason or "error"
         writing.error = None if stopped else completion.error
         writing.prompt_depths = list(completion.prompt_depths)
+        writing.dropped_rows = completion.dropped_rows
         writings = self._writings[writing.number]
         if all(one.finish_reason is not None for one in writings):
             del self._writings[writing.number]

@@ -236,3 +236,14 @@ def test_few_lanes_draft_where_nothing_else_is_said(lanes, method, options, size
     model = tiny(method, iterations=1 if method == "vanilla" else 3).eval()
     drafts = Engine(model, lanes=lanes, tokens=20, **options).runner.drafts
     assert (drafts.size if drafts else 0) == size
+
+
+def test_rows_of_drafts_that_did_not_follow_are_counted():
+    """Every row that was computed is one of a token's depth or a dropped one's."""
+    model = tiny("adaponder", iterations=K, seed=1).eval()
+    engine = Engine(model, lanes=1, tokens=40, drafts=3, late=False)
+    (done,) = engine.generate([greedy(4, 12)])[0]
+    (plain,) = Engine(model, lanes=1, tokens=40, drafts=0).generate([greedy(4, 12)])[0]
+    assert done.depths == plain.depths
+    assert plain.dropped_rows == 0 < done.dropped_rows
+    assert engine.statistics["rows"] == sum(done.depths) + done.dropped_rows

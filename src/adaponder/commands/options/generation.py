@@ -79,4 +79,13 @@ class GenerateOptions(SamplingOptions, DepthOptions, _Showing, OpenedModel):
     ] = None
     samples: Annotated[int, Option(metavar="N", min=1, help="Continuations of each prompt.")] = 1
     lanes: Annotated[int, Option(metavar="N", min=1, help="Sequences that are computed at a time.")] = 64
+    drafts: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=0,
+            help="Tokens of a text, at most, that are begun before it is certain that they follow: the same text, "
+            "sooner, for more computation. By default none with more than four sequences at a time.",
+        ),
+    ] = None
     tokenizer: Annotated[str | None, TOKENIZER] = None
