@@ -264,7 +264,7 @@ def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None
         read = sum(depth for one in done for depth in one.depths[one.prompt :])
         console.print(
             f"Beside this, {dropped} rows of drafts that did not follow ({dropped / max(1, read):.0%} of those of the "
-            "tokens after the prompt); --drafts 0 computes none",
+            f"tokens after the prompt), and room for {deepest} rows of each of these; --drafts 0 spends neither",
             soft_wrap=True,
         )
 
