@@ -30,8 +30,11 @@ def judge() -> Judge:
 
 
 def edited(judge: Judge, changes: dict[str, dict], *, copies: dict[str, tuple[str, int]] | None = None) -> Judge:
-    """Judges other records: ``copies`` makes records of further seeds, ``changes`` what they say."""
-    records = copy.deepcopy(list(judge.evidence.records))
+    """Judges other records: ``copies`` makes records of further seeds, ``changes`` what they say.
+
+    Nothing is measured in them unless ``changes`` says so.
+    """
+    records = [record | {"measured": {}} for record in copy.deepcopy(list(judge.evidence.records))]
     by_name = {record["file"]: record for record in records}
     for name, (source, seed) in (copies or {}).items():
         found = next(record for file, record in by_name.items() if file.startswith(source))
@@ -116,8 +119,10 @@ def test_equality_and_difference_follow_the_pairs(judge):
     base = {f"mini-ponder-lr-0.004-seed-{s}": {"validation_loss": 3.5 + 0.02 * s} for s in range(3)}
 
     def with_gaps(*gaps: float) -> Judge:
+        halting = {"validation_depth": 3.79 + 0.001 * len(gaps), "validation_halted": [0.0, 0.0, 0.21]}
         ours = {
-            f"mini-adaponder-lr-0.004-seed-{s}": {"validation_loss": 3.5 + 0.02 * s + gap} for s, gap in enumerate(gaps)
+            f"mini-adaponder-lr-0.004-seed-{s}": halting | {"validation_loss": 3.5 + 0.02 * s + gap}
+            for s, gap in enumerate(gaps)
         }
         return edited(judge, base | ours, copies=third)
 
@@ -141,6 +146,8 @@ def test_a_model_is_held_against_the_lines_between_depths_of_its_own_seed(judge)
     three, four = judge.values("k3")[0], judge.values("k4")[0]
     expected = point.loss - (three + (point.depth - 3) * (four - three))
     assert judge.evidence.over_curve(setting, curve)[0] == pytest.approx(expected)
+    gone = edited(judge, {"mini-ponder-k3-lr-0.004-seed-0": {"data": "0123456789abcdef"}})
+    assert 0 not in gone.evidence.over_curve(setting, curve), "no line from K = 2 to 4 where K = 3 lies between"
     other = edited(judge, {}, copies={"mini-adaponder-lr-0.004-seed-9.json": ("mini-adaponder-lr-0.004-seed-0", 9)})
     assert 9 not in other.evidence.over_curve(setting, curve), "no seed 9 on the curve"
 
@@ -157,7 +164,7 @@ def test_measurements_decide_the_analysis_claims(judge):
     early = (10 * 2.0 + 20 * 1.0 + 30 * 1.5) / 60
     assert f"{early - 2.5:+.2f}" in found.find({"easier": "ada", "at": "nll"}).words
     assert found.find({"above_chance": "ada"}) == (UNTESTABLE, "no sets")
-    assert judge.find({"gap": "no-reuse"}).verdict == NOT_RUN
+    assert edited(judge, {}).find({"gap": "no-reuse"}).verdict == NOT_RUN
 
 
 def dial(*, own: float, losses: dict[float, float]) -> dict:
