@@ -43,8 +43,7 @@ class Anytime(AdaPonder):
 
     def objective(self, values: Objective) -> LossFunction:
         prior = self.config.loss_prior or [1.0 / self.config.iterations] * self.config.iterations
-        weights = tuple(share / self.by_chance.reaching(i) for i, share in enumerate(prior))
-        return LookaheadLoss(EveryDepthLoss(weights), delta=self.config.lookahead_delta, share=values.share)
+        return LookaheadLoss(EveryDepthLoss(tuple(prior)), delta=self.config.lookahead_delta, share=values.share)
 
     # --- facts --------------------------------------------------------------------------------------------------
 
@@ -53,7 +52,8 @@ class Anytime(AdaPonder):
     gate_meaning = "foreseen: a later iteration helps"
 
     def training_policy(self, progress: float) -> Policy:
-        return self.by_chance
+        """Halts become as frequent as ``halt_prior`` says: at the beginning almost every token is read to the end."""
+        return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.by_chance
 
     @classmethod
     def states_scored(cls, iterations: int) -> int:

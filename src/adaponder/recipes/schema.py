@@ -119,7 +119,8 @@ class TrainRecipe:
         target_depth: from ponder_full on, steer ponder_weight and k towards this mean depth (``None``: do not).
         target_gain, target_every: how strongly, and after how many steps each time; see training/controller.py.
         freeze_backbone_steps: the first steps, in which the method's own parameters train alone.
-        capacity_warmup: for mor, steps over which capacity shrinks from 1.
+        capacity_warmup: for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become
+            as frequent as ``model.halt_prior`` says.
         exit_stage: for ouro, its training stage.
         exit_entropy: for ouro, beta at the beginning and at the end (``None``: ``model.exit_entropy_weight`` always).
         exit_entropy_steps: the steps between which beta changes linearly; equal ones are a jump (``None``: all steps).

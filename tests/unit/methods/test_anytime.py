@@ -37,14 +37,15 @@ def scored(model: AdaPonderForCausalLM, execution: str, **options):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize(("halt_prior", "loss_prior"), [(1.0, None), (3.0, [0.5, 0.2, 0.2, 0.1])])
-def test_each_depth_weighs_its_prior_over_the_chance_to_reach_it(execution, halt_prior, loss_prior):
-    model = tiny("anytime", iterations=K, halt_prior=halt_prior, loss_prior=loss_prior).train()
-    output, losses, _ = scored(model, execution)
-    depth, total = DEPTHS[:, :-1], 0.0
+@pytest.mark.parametrize("loss_prior", [None, [0.5, 0.2, 0.2, 0.1]])
+@pytest.mark.parametrize("policy", [ForcedDepths(DEPTHS), RandomRates(3.0)], ids=["given", "by chance"])
+def test_each_depth_weighs_its_prior_over_the_chance_to_reach_it(execution, loss_prior, policy):
+    model = tiny("anytime", iterations=K, loss_prior=loss_prior).train()
+    output, losses, _ = scored(model, execution, policy=policy, seed=torch.arange(3))
+    depth, total = output.depth[:, :-1], 0.0
     for i, share in enumerate(loss_prior or [0.25] * K):
         reached = depth > i
-        chance = halt_prior / (halt_prior + i)
+        chance = 3.0 / (3.0 + i) if isinstance(policy, RandomRates) else 1.0
         total = total + share / chance * losses[i][reached].sum() / 18
         torch.testing.assert_close(output.terms[f"depth_{i + 1}"], losses[i][reached].mean())
     torch.testing.assert_close(output.terms["every_depth"], total, rtol=1e-12, atol=0)
@@ -316,12 +317,15 @@ def test_a_prior_that_is_none_is_refused(prior, says):
 
 def test_training_halts_by_chance_and_evaluation_by_the_gates():
     model = tiny("anytime", iterations=K, halt_prior=2.0)
-    assert model.method.default_policy(training=True) == model.method.training_policy(0.0) == RandomRates(2.0)
+    assert model.method.default_policy(training=True) == model.method.training_policy(1.0) == RandomRates(2.0)
+    assert model.method.training_policy(1.7) == RandomRates(2.0)
+    assert model.method.training_policy(0.25) == RandomRates(8.0), "halts become more frequent"
+    assert model.method.training_policy(0.0).reaching(K) > 0.999, "and are rare in the beginning"
     depth = model(ids()).depth
     expected = 1 + (model(ids(), policy=FixedDepth(K)).gates[..., 0] >= 0.5)
     assert torch.equal(depth.clamp_max(2), expected)
     assert isinstance(model.method.objective(Objective()), LookaheadLoss)
-    assert model.method.objective(Objective()).depths == EveryDepthLoss((0.25, 0.375, 0.5, 0.625))
+    assert model.method.objective(Objective()).depths == EveryDepthLoss((0.25, 0.25, 0.25, 0.25))
 
 
 @pytest.mark.parametrize("method", ["anytime", "ouro", "ponder"])

@@ -10,20 +10,21 @@ from torch import Tensor
 
 from adaponder.execution.base import Execution
 from adaponder.methods.objectives.base import Losses, Scorer, Trajectory
+from adaponder.policies import RandomRates
 
 
 @dataclass
 class EveryDepthLoss:
-    """``sum_i weights[i] * loss_i`` over the iterations ``i`` that each token took part in, averaged over all targets.
+    """``sum_i prior[i] / r_i * loss_i`` over the iterations ``i`` that each token took part in, the mean over targets.
 
-    Where tokens halt by chance, and ``weights[i]`` is the prior of depth ``i + 1`` over the probability of reaching it,
-    this is ``sum_i prior_i * E[loss_i]``, estimated from every row that was computed. The weights are constants, not
-    shares of a batch, so any partition into micro-steps has the same sum.
+    ``r_i`` is the share of tokens that the policy lets reach iteration ``i``, where it halts them by chance, else 1.
+    So this is ``sum_i prior[i] * E[loss_i]``, estimated from every row that was computed. The factors are constants,
+    not shares of a batch, so any partition into micro-steps has the same sum.
     """
 
     needs_states: ClassVar[bool] = True
 
-    weights: tuple[float, ...]
+    prior: tuple[float, ...]
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         return self.of(losses_by_depth(trajectory, score), score, execution)
@@ -32,9 +33,11 @@ class EveryDepthLoss:
         """From the losses of each token after each iteration, ``[iterations, batch, time]``."""
         terms = {"cross_entropy": score.mean(losses[-1])}  # of each token's last state, at its own depth
         total = torch.zeros_like(terms["cross_entropy"])
-        for i, (loss, weight) in enumerate(zip(losses, self.weights, strict=False)):
+        policy = execution.control.policy
+        for i, (loss, share) in enumerate(zip(losses, self.prior, strict=False)):
             reached = execution.depth > i
-            total = total + weight * score.mean(loss * reached)
+            chance = policy.reaching(i) if isinstance(policy, RandomRates) else 1.0
+            total = total + share / chance * score.mean(loss * reached)
             terms[f"depth_{i + 1}"] = _mean_of(loss.detach(), reached, score)
         return Losses(total, terms | {"every_depth": total})
 
