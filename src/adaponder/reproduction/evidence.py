@@ -14,15 +14,12 @@ import torch
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
-from adaponder.methods.cost import Parameters, cost_of, parameters_of
+from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_flops
 from adaponder.recipes import Recipe, load_recipe
 from adaponder.reproduction.queue import Experiment, Queue
 from adaponder.reproduction.records import record_of, records_of, result
 from adaponder.reproduction.statistics import at_depth
 from adaponder.training.build import config_of
-
-# A pass forward and one backward, of two products each, for every product of a forward.
-_FORWARD_AND_BACKWARD = 3
 
 
 class Point(NamedTuple):
@@ -212,9 +209,9 @@ def costs(recipe: Recipe, shares: Sequence[float]) -> Cost:
     """What a model costs whose tokens have these depths, over one window of the recipe."""
     train, length = recipe.train, recipe.data.sequence
     rounded = tuple(round(share, 4) for share in shares)
-    mflops, ratio, dense = _window_costs(_model_key(recipe), rounded, length)
+    mflops, ratio, training = _window_costs(_model_key(recipe), rounded, length)
     tokens = train.steps * train.global_batch * length
-    return Cost(mflops, ratio, _FORWARD_AND_BACKWARD * dense * tokens / 1e9)
+    return Cost(mflops, ratio, training * tokens / 1e9)
 
 
 def _model_key(recipe: Recipe) -> str:
@@ -247,7 +244,7 @@ def _shape(backbone: str) -> Shape:
 
 @cache
 def _window_costs(key: str, shares: tuple[float, ...], length: int) -> tuple[float, float, float]:
-    """(MFLOP per token, ratio to the plain decoder, MFLOP per token when nothing is skipped)."""
+    """(MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
     config = _config(key)
     depths = torch.ones(length, dtype=torch.long)
     # Depths in these shares, spread evenly over the window: a multiple of the golden ratio visits all parts alike.
@@ -258,5 +255,5 @@ def _window_costs(key: str, shares: tuple[float, ...], length: int) -> tuple[flo
         depths += (place >= halted).long()
     shape = _shape(config.backbone_config.to_json_string())
     skipping = cost_of(depths[None], config, shape=shape)
-    dense = cost_of(torch.full((1, length), config.iterations), config, shape=shape, every_gate=True)
-    return skipping.flops / length / 1e6, skipping.ratio, dense.flops / length / 1e6
+    training = training_flops(config, sequence=length, shape=shape)
+    return skipping.flops / length / 1e6, skipping.ratio, training / 1e6
