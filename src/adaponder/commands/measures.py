@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from adaponder.analysis.demand import measure_demand
 from adaponder.analysis.trace import make_trace
 from adaponder.commands.options import EvalOptions
 from adaponder.commands.options.shared import CheckpointOptions, WindowOptions
@@ -168,6 +169,12 @@ def rules(subject: Subject, data: Path) -> dict[str, Any]:
     return found
 
 
+def demand(subject: Subject, data: Path) -> dict[str, Any]:
+    """Accuracy and depth on puzzles, by the depth that each question needs; see :mod:`adaponder.analysis.demand`."""
+    found = measure_demand(subject.model, _text(subject, data), batch_size=_BATCH)
+    return found.as_dict() | {"least_depth": found.least_depth()}
+
+
 def speed(subject: Subject, data: Path) -> dict[str, Any]:
     """Tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
     text, windows = _text(subject, data), subject.windows(WindowOptions())
@@ -216,6 +223,7 @@ MEASURES: Mapping[str, Callable[[Subject, Path], dict[str, Any]]] = {
     "dial": dial,
     "reuse": reuse,
     "rules": rules,
+    "demand": demand,
     "tasks": tasks,
     "speed": speed,
 }

@@ -19,9 +19,11 @@ from tokenizers import Tokenizer
 from adaponder.checkpoints.manifest import sealed
 from adaponder.data import sources
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
+from adaponder.data.generated import is_generated
 from adaponder.data.journal import Journal, claimed, finished, owned
 from adaponder.data.manifest import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
 from adaponder.data.sources import Counts, Document, InputPart
+from adaponder.data.symbols import SYMBOLS
 from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
@@ -46,7 +48,7 @@ def prepare(
     inputs: Sequence[str],
     *,
     out: Path,
-    tokenizer: str,
+    tokenizer: str | None = None,
     end_token: str | None = None,
     validation: float = 0.01,
     workers: int = 1,
@@ -57,7 +59,9 @@ def prepare(
 
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, lies below ``validation``: the same text always lands on the same side. A finished ``out`` is left as it is.
+    Puzzles need no ``tokenizer`` named: theirs is ``symbols``.
     """
+    tokenizer = tokenizer or _tokenizer_of(inputs)
     _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
     counts = Counts()
     parts = sources.find(inputs, counts)
@@ -246,6 +250,14 @@ def _training_texts(parts: Iterable[InputPart], validation: float, progress: Cal
         progress(counts.read)
         if content_hash(document.text) / 2**64 >= validation:
             yield document.text
+
+
+def _tokenizer_of(inputs: Sequence[str]) -> str:
+    """The tokenizer of inputs that are all puzzles; any other has none of its own."""
+    for argument in inputs:
+        if not is_generated(argument):
+            raise InputError(f"--tokenizer is missing: {argument} has none of its own; name one, or {TRAIN}N")
+    return SYMBOLS
 
 
 def _file_hash(spec: str) -> str | None:

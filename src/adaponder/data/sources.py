@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaponder.data import formats
+from adaponder.data import formats, generated
 from adaponder.data.formats import Counts, Document, InputPart, Pretokenised
 from adaponder.data.manifest import DataError
 from adaponder.data.megatron import megatron
@@ -42,11 +42,11 @@ __all__ = ["Counts", "Document", "InputPart", "Pretokenised", "describe", "docum
 
 
 def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document]:
-    """The documents of ``inputs``, in order; an input is a file, a folder, ``stdlib`` or ``hf:NAME[:CONFIG][:SPLIT]``.
+    """The documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles or ``hf:NAME[:CONFIG][:SPLIT]``.
 
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and perhaps ``source``; any other file is one document. Text
     and records may be packed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one that
-    ``datasets`` saved is read as that dataset.
+    ``datasets`` saved is read as that dataset. Puzzles are named in :mod:`adaponder.data.generated`.
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):
@@ -77,6 +77,9 @@ def find(inputs: Sequence[str], counts: Counts) -> list[InputPart]:
         path = Path(argument)
         if argument == STDLIB:
             parts += _stdlib()
+        elif generated.is_generated(argument):
+            generated.settings_of(argument)  # wrong ones are refused before anything is read
+            parts.append(InputPart(argument, argument, path, 0, generated.read))
         elif argument.startswith(HUB):
             parts.append(InputPart(argument, argument, path, 0, formats.hub))
         elif (kind := _kind(argument)) == "folder":
@@ -116,7 +119,9 @@ def describe(parts: Sequence[InputPart], advance: Callable[[int], None] = lambda
 
 
 def _contents(part: InputPart, sums: dict[Path, str]) -> list[str]:
-    return [part.name, *(sums[path] for path in part.files)] if part.files else [part.name, formats.hub_version(part)]
+    if part.files:
+        return [part.name, *(sums[path] for path in part.files)]
+    return [part.name, generated.version(part) if part.reader is generated.read else formats.hub_version(part)]
 
 
 def stdlib_root() -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from adaponder.data.symbols import SYMBOLS, symbol_tokenizer
 from adaponder.errors import InputError
 from adaponder.files import read_bytes, read_json
 
@@ -31,8 +32,9 @@ def load_tokenizer(
 ) -> tuple[Tokenizer, int]:
     """(tokenizer, id of the end token) of ``spec``.
 
-    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, or ``train-bpe:N``: a
-    byte-level BPE of at most ``N`` entries, trained on ``documents`` (a small corpus has fewer pairs to merge).
+    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, ``symbols`` (the
+    words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained on ``documents``
+    (a small corpus has fewer pairs to merge).
     ``end_token`` is, unless given, what ``tokenizer_config.json`` calls ``eos_token``, else ``<|endoftext|>``.
 
     The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
@@ -42,6 +44,10 @@ def load_tokenizer(
         raise InputError(f"--end-token {end_token!a}: not text, it holds bytes that are no UTF-8")
     if spec.startswith(TRAIN):
         tokenizer = train_bpe(_entries(spec), documents, end_token=end_token or END)
+    elif spec == SYMBOLS:
+        if end_token not in (None, END):
+            raise InputError(f"--end-token {end_token}: the tokenizer {SYMBOLS} has {END} alone; leave it out")
+        tokenizer = symbol_tokenizer(END)
     else:
         path = _file_of(spec)
         tokenizer = _read(path)

@@ -20,10 +20,13 @@ class PrepareOptions(Json):
             argument=True,
             several=True,
             metavar="INPUT…",
-            help="Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib.",
+            help="Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib, hops, mano.",
         ),
     ]
-    tokenizer: Annotated[str, Option(metavar="NAME", help="Folder or hub name, a tokenizer.json, or train-bpe:N.")]
+    tokenizer: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Folder or hub name, a tokenizer.json, train-bpe:N; hops and mano need none."),
+    ] = None
     out: Annotated[
         Path,
         Option(metavar="DIR", help="Where the shards go; the same command again continues.", check=values.folder),

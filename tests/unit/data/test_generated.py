@@ -1,0 +1,285 @@
+"""Puzzles: the same bytes for a seed, right answers, and needed depths that the text alone gives back."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from adaponder import cli
+from adaponder.data import Shards, hops, mano, sources
+from adaponder.data.generated import documents, needed, questions, settings_of
+from adaponder.data.prepare import prepare
+from adaponder.data.symbols import END_ID, UNKNOWN, WORDS, ids_of, words_of
+from adaponder.data.tokenizers import END, load_tokenizer, vocabulary_size
+from adaponder.errors import InputError
+
+SMALL = {
+    "hops": "hops:seed=3,documents=60",
+    "mano": "mano:seed=3,documents=60",
+    "long hops": "hops:documents=10,nodes=16,most=6,length=257,questions=32",
+    "odd hops": "hops:documents=30,nodes=3,most=1,length=20,questions=2",
+    "tall mano": "mano:documents=10,modulus=23,most=6,length=300",
+    "low mano": "mano:documents=30,modulus=2,most=1,length=8",
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def answers(text: str) -> list[tuple[int, int, str]]:
+    return [tuple(question) for question in questions(text.split())]
+
+
+# Worked out by hand: from the last a (place 3) to c (4), from the c before it (0) to a (1), and no a is earlier.
+CHAINS = {"A": "CA", "B": "AB", "C": "BAB"}
+
+
+@pytest.mark.parametrize("letter", CHAINS)
+def test_hops_of_a_context_worked_out_by_hand(letter):
+    met = CHAINS[letter]
+    for p, wanted in enumerate(met, 1):
+        assert answers(f"c a b a c b | {p} {letter} A") == [(9, p, wanted)]
+    assert answers(f"c a b a c b | {len(met) + 1} {letter} A") == []
+    assert hops.chains([2, 0, 1, 0, 2, 1], 9)[ord(letter) - 65] == [ord(one) - 65 for one in met]
+
+
+def test_a_chain_is_cut_at_the_most_hops():
+    assert hops.chains([2, 0, 1, 0, 2, 1], 2)[2] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("tree", "height", "value"),
+    [
+        ("+ 3 5", 1, 1),
+        ("- 1 2", 1, 6),
+        ("+ 3 * 4 5", 2, 2),  # 4 * 5 = 6, 3 + 6 = 2
+        ("- * 2 6 + 1 1", 2, 3),  # 12 = 5, 5 - 2
+        ("* + 1 - 0 2 3", 3, 4),  # 0 - 2 = 5, 1 + 5 = 6, 6 * 3 = 4
+        ("- + * 1 + 5 2 6 2", 4, 4),  # 5 + 2 = 0, 0, 6, 4
+    ],
+)
+def test_trees_worked_out_by_hand(tree, height, value):
+    before = "7 * 1 1 = 1"
+    wanted = [(5, 1, "1"), (6 + len(tree.split()) + 1, height, str(value))]
+    assert answers(f"{before} {tree} = 0 . .") == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "| 1 A", "7 + 1 = 2", "7 + 1 2", "7 5 = 5", "1 + 0 0 = 0", "+ 1 1 = 2", "7 ="]
+)
+def test_what_is_no_question_asks_nothing(text):
+    assert answers(text) == []
+
+
+@pytest.mark.parametrize("text", ["+ " * 5000, "7 " + "+ " * 5000 + "1", "a b " * 99, "a b a | 0 A B", "a b a | A A B"])
+def test_garbage_asks_nothing(text):
+    assert answers(text) == []
+
+
+def test_the_needed_depth_stands_at_the_answer_and_nowhere_else():
+    words = ["c", "a", "b", "a", "c", "b", "|", "2", "C", "A", "1", "A", "C"]
+    trees = ["7", "+", "3", "*", "4", "5", "=", "2", "-", "1", "2", "=", "6", "."]
+    ids = np.concatenate([ids_of(words), [END_ID], ids_of(trees), [END_ID]])
+    wanted = [*[0] * 9, 2, 0, 0, 1, 0, *[0] * 7, 2, *[0] * 4, 1, 0, 0]
+    assert needed(ids).tolist() == wanted
+    assert needed(ids[:-1]).tolist() == wanted[:-1]  # an end is not needed after the last
+    assert needed(ids[:0]).tolist() == []
+
+
+def test_the_needed_depth_does_not_depend_on_the_answer_given():
+    ids = ids_of(["c", "a", "b", "a", "c", "b", "|", "2", "C", "A", "1", "A", "C"])
+    wrong = ids.copy()
+    wrong[[9, 12]] = ids_of(["B", "B"])
+    assert (needed(wrong) == needed(ids)).all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_plain_interpretation_answers_every_question(name):
+    settings = settings_of(SMALL[name])
+    asked = 0
+    for words in documents(settings):
+        assert len(words) == settings.length - 1
+        found = list(questions(words))
+        assert [words[question.place] for question in found] == [question.answer for question in found]
+        assert all(1 <= question.needed <= settings.most for question in found)
+        places = np.flatnonzero(needed(ids_of(words)))
+        assert places.tolist() == [question.place for question in found]
+        # Nothing is left unread: all words are context, questions or filling.
+        if isinstance(settings, hops.Hops):
+            assert len(found) == settings.questions
+            assert words.index("|") == settings.context
+        else:
+            assert set(words[found[-1].place + 1 :]) <= {"."}
+        asked += len(found)
+    assert asked >= settings.documents
+
+
+def test_one_wrong_answer_is_seen():
+    for name in ("hops", "mano"):
+        words = next(documents(settings_of(SMALL[name])))
+        place = list(questions(words))[2].place
+        for other in {"A", "B"} if name == "hops" else {"0", "1"}:
+            changed = [*words[:place], other, *words[place + 1 :]]
+            right = [changed[question.place] == question.answer for question in questions(changed)]
+            assert right.count(False) == (other != words[place])
+
+
+def test_hops_ask_every_p_alike_and_nothing_twice():
+    for words in documents(settings_of(SMALL["hops"])):
+        asked = [(question.needed, words[question.place - 1]) for question in questions(words)]
+        assert len(set(asked)) == 24
+        assert [sum(p == need for p, _ in asked) for need in (1, 2, 3, 4)] == [6] * 4
+        context = words[: words.index("|")]
+        assert all(a != b for a, b in itertools.pairwise(context))
+
+
+def test_heights_are_mixed_within_a_document():
+    heights = [[question.needed for question in questions(words)] for words in documents(settings_of(SMALL["mano"]))]
+    counts = np.bincount(np.concatenate(heights), minlength=5)[1:]
+    assert counts.min() > 0.6 * counts.max()
+    assert np.mean([len(set(each)) for each in heights]) > 2.5
+
+
+def test_fewer_hops_do_not_answer_deeper_questions():
+    """What one learns from p - 1 hops alone is little: of 8 letters, the last is right about as often as chance."""
+    right, asked = 0, 0
+    for words in documents(settings_of("hops:documents=200")):
+        chain = hops.chains([ord(word) - 97 for word in words[: words.index("|")]], 4)
+        for question in questions(words):
+            if question.needed > 1:
+                shallow = chain[ord(words[question.place - 1]) - 65][question.needed - 2]
+                right, asked = right + (shallow == ord(question.answer) - 65), asked + 1
+    assert right / asked < 0.2
+
+
+def test_more_documents_begin_with_the_same_ones_and_another_seed_with_others():
+    for name in ("hops", "mano"):
+        first, more, other = (
+            [tuple(words) for words in documents(settings_of(f"{name}:documents={count},seed={seed}"))]
+            for count, seed in ((20, 1), (40, 1), (40, 2))
+        )
+        assert more[:20] == first
+        assert len(set(more) | set(other)) == 80
+
+
+# Of the text itself: a change of what a seed gives must change the version that prepared folders are known by.
+FIRST = {
+    "hops:nodes=4,most=2,questions=2,length=24": "d a c b c b d a b a b a c a c a | 2 C C 1 B A",
+    "mano:most=2,length=24": "7 * 2 6 = 5 - 6 + 4 3 = 6 * 3 0 = 0 . . . . .",
+}
+
+
+def test_a_seed_gives_these_words():
+    for argument, text in FIRST.items():
+        assert " ".join(next(documents(settings_of(argument)))) == text
+
+
+@pytest.fixture(scope="module", params=["hops", "mano"])
+def folder(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp("puzzles") / request.param
+    arguments = ["prepare", SMALL[request.param], "--validation", "0.2", "--workers", "1", "--out", str(out)]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_prepared_twice_the_bytes_are_the_same(folder, tmp_path):
+    prepare([SMALL[folder.name]], out=tmp_path, validation=0.2, shard_tokens=2**25)
+    assert contents(tmp_path) == contents(folder)
+    other = prepare([SMALL[folder.name].replace("seed=3", "seed=4")], out=tmp_path / "other", validation=0.2)
+    assert (
+        other.splits["train"][0].tokens_sha256 != Shards.open(folder, "train").manifest.splits["train"][0].tokens_sha256
+    )
+
+
+def test_a_folder_of_other_settings_is_not_continued(folder):
+    with pytest.raises(InputError):
+        prepare([SMALL[folder.name].replace("seed=3", "seed=4")], out=folder, validation=0.2)
+
+
+def test_train_and_validation_share_no_document_and_every_one_asks(folder):
+    rows = {}
+    for split in ("train", "validation"):
+        shards = Shards.open(folder, split)
+        tokens = shards.read(0, shards.tokens).reshape(-1, 129)
+        assert (tokens[:, -1] == END_ID).all()
+        assert (tokens[:, :-1] < END_ID).all()
+        table = pq.read_table(folder / split / shards.manifest.splits[split][0].docs_name)
+        assert set(table.column("source").to_pylist()) == {folder.name}
+        rows[split] = {row.tobytes() for row in tokens}
+        assert len(rows[split]) == len(tokens)
+        whole = needed(tokens.flatten()).reshape(tokens.shape)
+        assert ((whole > 0).sum(axis=1) >= 4).all()
+    assert len(rows["train"]) + len(rows["validation"]) == 60
+    assert rows["validation"]
+    assert not rows["train"] & rows["validation"]
+
+
+def test_text_becomes_tokens_and_text_again(folder):
+    tokenizer, end = load_tokenizer(str(folder / "tokenizer.json"))
+    assert (end, vocabulary_size(tokenizer)) == (END_ID, len(WORDS) + 1) == (95, 96)
+    for document in list(sources.documents([SMALL[folder.name]]))[:3]:
+        ids = tokenizer.encode(document.text, add_special_tokens=False).ids
+        assert ids == ids_of(document.text.split()).tolist()
+        assert tokenizer.decode(ids) == document.text == " ".join(words_of(np.array(ids)))
+
+
+def test_a_text_cannot_forge_its_end_nor_leave_the_vocabulary():
+    tokenizer, _ = load_tokenizer("symbols")
+    assert tokenizer.encode(f"a {END} word", add_special_tokens=False).tokens == ["a", UNKNOWN, UNKNOWN]
+    with pytest.raises(InputError, match="--end-token"):
+        load_tokenizer("symbols", end_token="a")
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("hops:sead=1", "sead"),
+        ("hops:seed=1,seed=2", "each once"),
+        ("hops:seed=-1", "whole number"),
+        ("hops:seed=", "whole number"),
+        ("hops:", None),
+        ("hops:documents=0", "at least one"),
+        ("hops:nodes=2", "nodes=2"),
+        ("hops:nodes=25", "nodes=25"),
+        ("hops:most=0", "most=0"),
+        ("hops:questions=33", "nodes \\* most"),
+        ("hops:length=80", "larger length"),
+        ("hops:modulus=5", "modulus"),
+        ("mano:modulus=1", "modulus=1"),
+        ("mano:modulus=40", "modulus=40"),
+        ("mano:most=0", "most=0"),
+        ("mano:length=34", "35"),
+        ("mano:length=35", None),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(argument, said):
+    if said is None:
+        assert settings_of(argument)
+        return
+    with pytest.raises(InputError, match=said):
+        sources.find([argument], sources.Counts())
+
+
+def test_chains_that_hardly_exist_end_with_the_cure():
+    with pytest.raises(InputError, match="larger length"):
+        next(documents(settings_of("hops:nodes=8,most=16,questions=128,length=410")))
+
+
+def test_only_puzzles_have_a_tokenizer_of_their_own(tmp_path):
+    with pytest.raises(InputError, match="--tokenizer is missing: stdlib"):
+        prepare(["hops:documents=2", "stdlib"], out=tmp_path)
+    mixed = prepare(["hops:documents=2", "mano:documents=2"], out=tmp_path / "both", validation=0)
+    assert mixed.total("train", "documents") == 4
+    assert mixed.vocab_size == 96
+
+
+def test_the_tallest_tree_fits_the_shortest_document():
+    settings = mano.Mano(length=11, most=2)
+    settings.check()
+    assert len(settings.document(lambda: 0.999)) == 10
+    assert answers(" ".join(settings.document(lambda: 0.999))) == [(9, 2, "1")]  # * * 6 6 * 6 6
