@@ -62,4 +62,4 @@ def test_speed_is_of_every_token_asked_for(tmp_path):
     decode = measured(tmp_path, "speed", method="ponder")["speed"]["decode"]
     assert decode["depth"] == K
     assert decode["tokens_per_second"] > 0
-    assert set(MEASURES) == {"steps", "policies", "dial", "reuse", "rules", "speed", "tasks"}
+    assert set(MEASURES) == {"steps", "policies", "dial", "reuse", "rules", "demand", "speed", "tasks"}

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaponder import cli
-from adaponder.data import Shards, hops, mano, sources
+from adaponder.data import Shards, generated, hops, mano, sources
 from adaponder.data.generated import documents, needed, questions, settings_of
 from adaponder.data.prepare import prepare
 from adaponder.data.symbols import END_ID, UNKNOWN, WORDS, ids_of, words_of
@@ -283,3 +283,16 @@ def test_the_tallest_tree_fits_the_shortest_document():
     settings.check()
     assert len(settings.document(lambda: 0.999)) == 10
     assert answers(" ".join(settings.document(lambda: 0.999))) == [(9, 2, "1")]  # * * 6 6 * 6 6
+
+
+def test_a_folder_is_known_by_the_version_and_by_the_defaults_behind_its_name(monkeypatch):
+    def described() -> str:
+        return sources.describe(sources.find(["hops"], sources.Counts()))[0]["contents"]
+
+    before = described()
+    assert described() == before
+    monkeypatch.setattr(generated, "_VERSION", 0)
+    assert described() != before
+    monkeypatch.undo()
+    monkeypatch.setitem(generated.PUZZLES, "hops", hops.Hops(nodes=9))
+    assert described() != before
