@@ -97,7 +97,8 @@ class Engine:
         if drafts is None:
             drafts = usual_drafts(lanes, width=width, passes=passes, batching=batching)
         window = window_of(drafts, method=self.config.method, width=width, passes=passes, batching=batching)
-        built = body_of(model, body, lanes=bucket_of(lanes) * window, positions=self.tokens, width=width)
+        rows_alone = bucket_of(bucket_of(lanes) * window * width)
+        built = body_of(model, body, rows=rows_alone, positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
         # Beyond what the lanes need: what a launch may use before its answer is known, as `_check` counts it.
         most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
