@@ -168,7 +168,7 @@ class Drafting:
         one.token = receiver.token(sequence, said, extras, tick, column)
 
 
-# Drafting was 2.4 times as fast for one lane and for four, and slower for 16 (benchmarks/README.md, "Decoding").
+# Drafting was 2.3 times as fast for one lane, 2.0 times for four, and slower for 16 (benchmarks/README.md, "Decoding").
 FEW_LANES = 4
 
 
