@@ -7,7 +7,7 @@ JOBS ?= 2
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test test-faults test-engine test-floor mutants check format clean
+.PHONY: help setup demo test test-faults test-engine test-compiler test-floor mutants check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -32,6 +32,9 @@ test-faults: setup  ## two hundred random kills of a training run
 
 test-engine: setup  ## two thousand mixed requests and random engines: each says what it says alone
 	$(PYTEST) $(BIN)/python tests/laws/engine_soak.py --record
+
+test-compiler: setup  ## what torch's compiler changes, in every variant
+	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m compiler
 
 $(FLOOR)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FLOOR)

@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_they_compute_what_they_do_eagerly(case, backend):
     if backend == "inductor" and shutil.which("g++") is None:

@@ -107,6 +107,7 @@ def test_compiled_graphs_are_kept_on_disk_under_this_files_name():
     assert op.JoinInPlace().uuid() == op.JoinInPlace().uuid() is not None
 
 
+@pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
 def test_under_the_compiler_it_changes_no_bit(monkeypatch):
     model, joins = tiny(dtype=torch.float32, iterations=2).train(), []
