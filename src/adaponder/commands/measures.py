@@ -19,7 +19,7 @@ from adaponder.analysis.trace import make_trace
 from adaponder.commands.options import EvalOptions
 from adaponder.commands.options.shared import CheckpointOptions, WindowOptions
 from adaponder.commands.subject import Subject, open_subject
-from adaponder.errors import AdaPonderError, InputError, in_one_line
+from adaponder.errors import InputError, in_one_line
 from adaponder.evaluation.halves import halve
 from adaponder.evaluation.lab.calibration import budgets_between
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
@@ -61,7 +61,7 @@ def measuring(names: Sequence[str], *, device: str) -> Measure | None:
             began = time.perf_counter()
             try:
                 made[name] = MEASURES[name](subject, data)
-            except (AdaPonderError, RuntimeError, ValueError) as error:
+            except Exception as error:  # whatever it is, the others are made
                 made[name] = {"missing": in_one_line(error)}
             made[name]["seconds"] = round(time.perf_counter() - began, 1)
         return made

@@ -74,25 +74,31 @@ def carry_out(
     """Trains one run from its first step to its last and writes its record; a folder left by an earlier try is removed.
 
     The run that it continues is trained first if ``runs`` does not hold its final model. ``measure`` is called with the
-    final model's folder and the prepared data, and returns measurements by name. ``beside`` is how many other runs
-    share the device; tokens per second are those of this run alone.
+    final model's folder and the prepared data, and returns measurements by name; the record is there before that.
+    ``beside`` is how many other runs share the device; tokens per second are those of this run alone.
     """
     if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
         _trained(experiment.source, data=data, runs=runs, device=device)
     trainer, final = _trained(experiment, data=data, runs=runs, device=device)
     record = _record(experiment, trainer, final.parent, device=device, commit=commit, beside=beside)
     record |= {"corpus": corpus.name, "measured": {}}
-    if measure is not None:
-        record["measured"] = measure(final, trainer.sampler.shards.folder)
     name = identity(record["recipe"])[:8]
     known = read_records(records) if records.is_dir() else []
     earlier = [each["again"] for each in map(_counted, known) if each["identity"][:8] == name and corpus.trained(each)]
     record["again"] = max(earlier, default=-1) + 1
     again = f"-again-{record['again']}" if record["again"] else ""
     path = records / f"{experiment.setting}-seed-{experiment.seed}-{name}{again}.json"
-    records.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+    _write(path, record)
+    if measure is not None:
+        # A run that is cut while it is measured keeps the record of its training.
+        record["measured"] = measure(final, trainer.sampler.shards.folder)
+        _write(path, record)
     return path
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def _counted(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -287,6 +287,22 @@ def test_a_record_counts_for_a_claim_if_it_measured_what_the_claim_wants(tmp_pat
     assert (record_of(twice, read_records(tmp_path / "records"), here) or {})["again"] == 1
 
 
+def test_a_run_that_is_cut_while_it_is_measured_keeps_the_record_of_its_training(tmp_path, monkeypatch, data):
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    tiny = str(written(tmp_path).parent / "tiny.yaml")
+    path = written(tmp_path, runs=[{"claim": "table1", "recipe": tiny, "measure": ["steps", "reuse"]}])
+    (experiment,) = read_queue(path).experiments
+    place = place_of(tmp_path, data, path)
+    monkeypatch.setitem(MEASURES, "reuse", cut)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(ReproduceOptions(one=experiment.label, **place))
+    (record,) = read_records(tmp_path / "records")
+    assert record["measured"] == {}
+    assert record["validation"][-1]["validation_loss"] > 0
+
+
 def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, data):
     tiny = str(tmp_path / "tiny.yaml")
     path = written(tmp_path, runs=[{"claim": claim, "recipe": tiny} for claim in ("lr", "table1")])
