@@ -108,7 +108,7 @@ def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, 
     """The collection that the ponder loss ranks: every real token (``None``: all are) times K-1 gates.
 
     ``logits`` is ``[batch, time, K-1]``. Gate i of a token of depth D was still open to decide while ``i < D``; later
-    gates read its frozen hidden state (``pool="all"``) or count as constant 0 (``pool="closed"``).
+    gates read its frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).
     """
     values = gate_probability(logits) if on == "probabilities" else logits
     if pool == "closed":

@@ -230,8 +230,10 @@ class Recurrence:
     ponder_on: PonderOn = setting(
         "probabilities", "the ponder loss acts on gate probabilities or logits", elsewhere="train.ponder_on"
     )
-    ponder_pool: Literal["all", "closed"] = setting(
-        "all", "later gates of a halted token count as they are (all) or as constant 0 (closed)"
+    ponder_pool: Literal["all", "closed", "each"] = setting(
+        "all",
+        "which gates the ponder loss ranks. all: those of every iteration together; closed: the same, later gates of a "
+        "halted token counted as constant 0; each: those of each iteration by themselves, so that some halt at each",
     )
     pause_token_id: int | None = setting(
         None,

@@ -143,6 +143,25 @@ def test_the_ponder_term_of_a_model_is_the_bottom_k_mean_of_its_gates():
     assert output.loss.item() == pytest.approx(total.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_with_each_gate_ranked_by_itself_the_ponder_term_is_the_mean_of_their_bottom_k_means(padded):
+    model, ids = support.tiny(ponder_pool="each"), support.ids()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0 if padded else 1
+    output = model(ids, attention_mask=mask, labels=ids, objective=Objective(ponder_weight=2.0, ponder_fraction=0.4))
+    gates = output.gates[mask.bool()]
+    lowest = gates.sort(dim=0).values[: int(0.4 * len(gates))]
+    assert output.terms["ponder"].item() == pytest.approx(lowest.mean().item(), rel=1e-12)
+    together = gates.flatten().sort().values[: int(0.4 * gates.numel())]
+    assert lowest.mean().item() != pytest.approx(together.mean().item(), rel=1e-3)
+
+
+def test_with_each_gate_ranked_by_itself_one_iteration_has_no_gate_to_rank():
+    model, ids = support.tiny(ponder_pool="each", iterations=1), support.ids()
+    output = model(ids, labels=ids, objective=Objective(ponder_weight=2.0, ponder_fraction=0.4))
+    assert output.loss.item() == output.terms["cross_entropy"].item()
+
+
 @pytest.mark.parametrize("tau", [1e-4, 0.1, 0.3, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_threshold_is_compared_in_float32_whatever_the_precision(dtype, tau):

@@ -289,6 +289,7 @@ TOGETHER = {
     "ddp": ([*PHASES, "train.parallel=ddp"], 2),
     "fsdp": ([*PHASES, "train.parallel=fsdp", "train.keep_logits=true"], 2),
     "nothing to predict in some rows": (["data.sequence=1", "train.steps=6", "train.eval_tokens=5"], 2),
+    "each gate by itself": (["model.ponder_pool=each", "train.steps=4"], 2),
     "each process for itself": (["train.ponder_scope=process"], 1),
     "mor": (["model.method=mor", "model.iterations=4", "train.capacity_warmup=4", "train.steps=4"], 2),
     "ouro": (["model.method=ouro", "train.steps=4"], 2),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from adaponder.execution.base import Execution
@@ -15,7 +16,7 @@ from adaponder.methods.objectives.base import CrossEntropy, Losses, Scorer, Traj
 
 @dataclass
 class PonderLoss:
-    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates.
+    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates, or of each iteration's.
 
     Attributes:
         weight, fraction: the paper's lambda and ``k_s``.
@@ -40,5 +41,8 @@ class PonderLoss:
         # Without padding every token counts, and the pool's size is known without asking the device.
         real = None if execution.tokens.plain else execution.tokens.real
         pool = ponder_pool(trajectory.gates, real, execution.depth, on=self.on, pool=self.pool)
-        ponder = self.bottom_k(pool, self.fraction)  # eq. 13
+        if self.pool == "each":
+            ponder = torch.stack([self.bottom_k(gate, self.fraction) for gate in pool.unbind(-1)]).mean()
+        else:
+            ponder = self.bottom_k(pool, self.fraction)  # eq. 13
         return with_term(losses, "ponder", ponder, score, weight=self.weight, share=self.share)  # eq. 12
