@@ -42,6 +42,7 @@ ORDER = [
     "evaluation",
     "training",
     "integrations",
+    "serving",
     "bench",
     "reproduction",
     "analysis",

@@ -1,7 +1,7 @@
 """From token ids to text as they come: whole characters only, and nothing beyond a stop string."""
 
 from adaponder.text.detokenizer import Detokenizer, pieces
-from adaponder.text.engine import TextEngine, TextEvent, Writing, encode
+from adaponder.text.engine import TextEngine, TextEvent, Writing, Writings, encode
 from adaponder.text.stops import StopStrings
 from adaponder.text.stream import Piece, TextStream
 
@@ -13,6 +13,7 @@ __all__ = [
     "TextEvent",
     "TextStream",
     "Writing",
+    "Writings",
     "encode",
     "pieces",
 ]

@@ -34,6 +34,11 @@ class Detokenizer:
         self._ids = self._context(list(before))
         self._returned = len(self._ids)
 
+    @property
+    def waiting(self) -> int:
+        """How many of the last tokens have no text yet: they are a part of an unfinished character."""
+        return len(self._ids) - self._returned
+
     def add(self, token: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
         self._ids.append(token)

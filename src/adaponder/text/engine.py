@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from adaponder.errors import InputError
-from adaponder.inference.outputs import Completion, FinishReason, Token
+from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token
+from adaponder.inference.receiving import Event
 from adaponder.inference.request import Request
 from adaponder.text.stops import check_stops
 from adaponder.text.stream import Piece, TextStream
@@ -30,6 +31,7 @@ class Writing:
         tokens: the tokens of the text; the last one completed the stop string, where there is one.
         pieces: the text of each token.
         prompt_depths: depths of the prompt's tokens; empty before they are known.
+        prompt_log_probabilities: of the prompt's tokens, where they were asked for; known at the end.
         finish_reason: ``stop`` at a stop string or id; ``None`` while it goes on.
         error: what went wrong, in one line.
         dropped_rows: see :class:`Completion`.
@@ -42,6 +44,7 @@ class Writing:
     tokens: list[Token] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     prompt_depths: list[int] = field(default_factory=list)
+    prompt_log_probabilities: list[PromptToken] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     dropped_rows: int = 0
@@ -78,6 +81,71 @@ class TextEvent(NamedTuple):
     done: bool = False
 
 
+class Writings:
+    """The samples of one request as text; it is told the engine's events, and knows no engine.
+
+    Args:
+        tokenizer: any tokenizer of transformers.
+        request: what was asked of the engine.
+        number: of the request.
+        stops: strings that end a sample.
+        include_stop: whether the stop string is a part of the text.
+        eos_ids: the model's end-of-text ids, which have no text where they end a sample.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        request: Request,
+        number: int = 0,
+        *,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        eos_ids: Collection[int] = (),
+    ):
+        silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
+        ids = list(request.prompt)
+        self.samples = [
+            Writing(
+                request,
+                number,
+                sample,
+                TextStream(tokenizer, ids, stops=stops, include_stop=include_stop, silent=silent),
+            )
+            for sample in range(request.samples)
+        ]
+
+    @property
+    def over(self) -> bool:
+        """Whether every sample has ended."""
+        return all(one.finish_reason is not None for one in self.samples)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no sample's text can grow: each has ended, or met a stop string, so the request can be cancelled."""
+        return all(one.stream.stop is not None or one.finish_reason is not None for one in self.samples)
+
+    def add(self, event: Event) -> TextEvent | None:
+        """The event as text; ``None`` for tokens after a stop string."""
+        writing = self.samples[event.sample]
+        if event.completion is not None:
+            return _end(writing, event.completion)
+        if event.token is None or writing.stream.stop is not None:
+            return None
+        return TextEvent(writing, writing.add(event.token))
+
+
+def _end(writing: Writing, completion: Completion) -> TextEvent:
+    pieces = writing.keep(writing.stream.finish())
+    stopped = writing.stream.stop is not None
+    writing.finish_reason = "stop" if stopped else completion.finish_reason or "error"
+    writing.error = None if stopped else completion.error
+    writing.prompt_depths = list(completion.prompt_depths)
+    writing.prompt_log_probabilities = completion.prompt_log_probabilities
+    writing.dropped_rows = completion.dropped_rows
+    return TextEvent(writing, pieces, done=True)
+
+
 class TextEngine:
     """Generates text for many prompts at once; see :class:`adaponder.inference.engine.Engine`, which it drives.
 
@@ -87,7 +155,7 @@ class TextEngine:
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.engine, self.tokenizer = engine, tokenizer
-        self._writings: dict[int, list[Writing]] = {}
+        self._writings: dict[int, Writings] = {}
 
     @property
     def busy(self) -> bool:
@@ -104,18 +172,10 @@ class TextEngine:
         stops = check_stops(stops)
         request = Request(prompt=encode(self.tokenizer, prompt), **settings)
         number = self.engine.submit(request)
-        silent = set(request.stop_ids) | (set() if request.ignore_eos else set(self.engine.eos_ids))
-        ids = list(request.prompt)
-        self._writings[number] = [
-            Writing(
-                request,
-                number,
-                sample,
-                TextStream(self.tokenizer, ids, stops=stops, include_stop=include_stop, silent=silent),
-            )
-            for sample in range(request.samples)
-        ]
-        return list(self._writings[number])
+        writings = self._writings[number] = Writings(
+            self.tokenizer, request, number, stops=stops, include_stop=include_stop, eos_ids=self.engine.eos_ids
+        )
+        return list(writings.samples)
 
     def cancel(self, number: int) -> None:
         """Ends a request; the ends of its samples are among the next step's events."""
@@ -131,28 +191,15 @@ class TextEngine:
         events = []
         for event in self.engine.step():
             writings = self._writings.get(event.request)
-            if writings is None:
+            told = None if writings is None else writings.add(event)
+            if writings is None or told is None:
                 continue
-            writing = writings[event.sample]
-            if event.completion is not None:
-                events.append(self._end(writing, event.completion))
-            elif event.token is not None and writing.stream.stop is None:
-                events.append(TextEvent(writing, writing.add(event.token)))
-                if all(one.stream.stop is not None or one.finish_reason is not None for one in writings):
-                    self.cancel(event.request)
+            events.append(told)
+            if writings.over:
+                del self._writings[event.request]
+            elif not told.done and writings.complete:
+                self.cancel(event.request)
         return events
-
-    def _end(self, writing: Writing, completion: Completion) -> TextEvent:
-        pieces = writing.keep(writing.stream.finish())
-        stopped = writing.stream.stop is not None
-        writing.finish_reason = "stop" if stopped else completion.finish_reason or "error"
-        writing.error = None if stopped else completion.error
-        writing.prompt_depths = list(completion.prompt_depths)
-        writing.dropped_rows = completion.dropped_rows
-        writings = self._writings[writing.number]
-        if all(one.finish_reason is not None for one in writings):
-            del self._writings[writing.number]
-        return TextEvent(writing, pieces, done=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:

@@ -56,6 +56,14 @@ class TextStream:
     def text(self) -> str:
         return "".join(self._returned)
 
+    @property
+    def settled(self) -> int:
+        """So many tokens, from the first on, have all the text that they will ever have."""
+        if self.stop is not None:
+            return self._tokens
+        waiting = self._tokens - self._decoder.waiting
+        return min(self._held[0].token, waiting) if self._held else waiting
+
     def add(self, token: int) -> list[Piece]:
         """The pieces that can be shown now; none after a stop string."""
         self._tokens += 1

@@ -20,6 +20,7 @@ from adaponder.commands.options.evaluation import (
 from adaponder.commands.options.generation import GenerateOptions
 from adaponder.commands.options.model import ConvertOptions, DoctorOptions, InspectOptions
 from adaponder.commands.options.option import Option
+from adaponder.commands.options.serving import ServeOptions
 from adaponder.commands.options.training import (
     DemoOptions,
     PrepareOptions,
@@ -48,6 +49,7 @@ __all__ = [
     "PrepareOptions",
     "RecipesOptions",
     "ReproduceOptions",
+    "ServeOptions",
     "SweepOptions",
     "TrainBenchOptions",
     "TrainOptions",

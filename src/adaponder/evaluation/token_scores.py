@@ -1,0 +1,285 @@
+"""A text scored token by token, and iteration by iteration; one that begins like an earlier one is read from there on.
+
+Equals one uncached forward over the whole text: depth, gates, and the loss and the likeliest tokens after each
+iteration of each row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adaponder.errors import EvaluationError, InputError
+from adaponder.execution.ledger import Ledger
+from adaponder.inference.lane_policies import shareable
+from adaponder.methods import Iteration
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import FixedDepth, Policy, PolicyInput
+
+# Bounds the float32 copy of logits: about 40 MB.
+_CHUNK = 10_000_000
+# A kept text of which less would be left is copied, not cut: somebody may go on with it.
+_SHARE_LEFT = 0.5
+_WORTH_COPYING = 32
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a text is read.
+
+    Attributes:
+        policy: who decides depth; ``None``: the method's own rule.
+        max_iterations: read each token at most this often.
+        depths: forced depth by slot; slots beyond the text are left alone.
+        top: so many likeliest tokens after each iteration.
+        seed: of policies that draw.
+        salt: texts go on from kept ones only within one salt.
+    """
+
+    policy: Policy | None = None
+    max_iterations: int | None = None
+    depths: Mapping[int, int] | None = None
+    top: int = 0
+    seed: int = 0
+    salt: str = ""
+
+    def at_full_depth(self, model: AdaPonderForCausalLM) -> Reading:
+        """The same text with every token read as often as is allowed."""
+        deepest = self.max_iterations or model.config.iterations
+        policy = FixedDepth(deepest) if model.method.halts else None
+        return Reading(policy, self.max_iterations, seed=self.seed, salt=self.salt)
+
+
+@dataclass
+class Row:
+    """What reading one token said.
+
+    Attributes:
+        gates: what the policy was given as ``gate`` after each iteration that it was asked about.
+        nll: loss of the next token after each iteration, in nats.
+        top: the likeliest next tokens after each iteration, with their log-probabilities.
+    """
+
+    gates: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """A row for each token of the text; ``cached`` of them were kept from an earlier text.
+
+    What the last row says in ``nll`` has no meaning: no token follows.
+    """
+
+    rows: list[Row]
+    cached: int
+
+    @property
+    def depths(self) -> list[int]:
+        return [row.depth for row in self.rows]
+
+    @property
+    def nll(self) -> list[float]:
+        """Loss of each token from the second on."""
+        return [row.nll[-1] for row in self.rows[:-1]]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A text that was scored: its tokens, what its rows said, and their keys and values."""
+
+    ids: list[int]
+    rows: list[Row]
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class _Forced(Policy):
+    """Depths of some slots are said; the others are left to ``rule``."""
+
+    rule: Policy
+    depths: Tensor
+    word: ClassVar[str] = ""
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        forced = self.depths.to(rows.slot.device)[rows.slot]
+        return torch.where(forced > 0, rows.iteration + 1 < forced, self.rule(rows))
+
+    def check(self, method: str, iterations: int) -> None:
+        self.rule.check(method, iterations)
+
+    def check_signal(self, signal: str, method: str, iterations: int) -> None:
+        self.rule.check_signal(signal, method, iterations)
+
+    def check_batch(self, sequences: int, slots: int) -> None:
+        self.rule.check_batch(sequences, slots)
+
+
+class TokenScorer:
+    """Scores texts with one model, and keeps the rows of the last ones; one thread at a time uses it.
+
+    Args:
+        model: in evaluation mode.
+        kept: texts whose rows are kept, at most.
+        kept_bytes: keys and values of kept texts, at most.
+    """
+
+    def __init__(self, model: AdaPonderForCausalLM, *, kept: int = 16, kept_bytes: int = 1 << 28):
+        self.model = model
+        self._most, self._most_bytes = kept, kept_bytes
+        self._kept: OrderedDict[int, tuple[Hashable, _Kept]] = OrderedDict()
+        self._numbers = 0
+
+    def forget(self) -> None:
+        """Lets all kept texts go."""
+        self._kept.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that are kept."""
+        return sum(entry.ledger.nbytes for _, entry in self._kept.values())
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], how: Reading) -> TokenScores:
+        """The scores of a text of at least one token; raises :class:`InputError` where it cannot be read so."""
+        ids = [int(one) for one in ids]
+        self._check(ids, how)
+        rule = how.policy or self.model.method.default_policy(training=False)
+        decides = shareable(rule, how.seed)
+        depths = tuple(sorted((how.depths or {}).items()))
+        key = None if decides is None else (how.salt, decides, how.max_iterations, depths, how.top)
+        number, entry, common = self._find(key, ids)
+        if entry is not None and common == len(ids):
+            self._kept.move_to_end(number)
+            return TokenScores(entry.rows[: len(ids)], len(ids))
+        entry = self._cut(number, entry, common, how.max_iterations)
+        past = len(entry.rows)
+        rows = self._read(ids, past, entry.ledger, how, rule)
+        entry.ids, entry.rows = ids, entry.rows + rows
+        if key is not None:
+            self._numbers += 1
+            self._kept[self._numbers] = (key, entry)
+            self._make_room()
+        return TokenScores(entry.rows, past)
+
+    def _check(self, ids: list[int], how: Reading) -> None:
+        config = self.model.config
+        if not ids:
+            raise InputError("prompt: it is empty; give at least one token")
+        limit = config.max_position_embeddings
+        if limit is not None and len(ids) > limit:
+            raise InputError(f"prompt: it has {len(ids)} tokens, the backbone's positions end at {limit}; shorten it")
+        if wrong := [one for one in ids if not 0 <= one < config.vocab_size]:
+            raise InputError(f"prompt: {wrong[0]} is no token id; they go from 0 to {config.vocab_size - 1}")
+        most = config.iterations
+        for slot, depth in (how.depths or {}).items():
+            if slot < 0 or not 1 <= depth <= most:
+                raise InputError(f"depths[{slot}]={depth}: from 1 to {most}")
+        if how.depths and not self.model.method.halts:
+            raise InputError("depths: this model reads every token equally often; use max_iterations to read less")
+
+    # --- kept texts ---------------------------------------------------------------------------------------------
+
+    def _find(self, key: Hashable | None, ids: list[int]) -> tuple[int, _Kept | None, int]:
+        """The kept text that begins most like this one, and how many tokens they have in common."""
+        best: tuple[int, _Kept | None, int] = (0, None, 0)
+        for number, (other, entry) in self._kept.items():
+            if other != key:
+                continue
+            common = _common(ids, entry.ids)
+            if common > best[2]:
+                best = number, entry, common
+        return best
+
+    def _cut(self, number: int, entry: _Kept | None, common: int, max_iterations: int | None) -> _Kept:
+        """What is left of a kept text to go on from: its rows whose next token is the same."""
+        past = max(0, common - 1)
+        cut = past < _SHARE_LEFT * len(entry.ids) if entry is not None else True
+        if entry is None or not past or (cut and past < _WORTH_COPYING):
+            return _Kept([], [], self.model.new_ledger(max_iterations))
+        if cut:
+            entry = _Kept(list(entry.ids), list(entry.rows), copy.deepcopy(entry.ledger))
+        else:
+            del self._kept[number]
+        entry.ledger.crop(past - entry.ledger.get_seq_length())
+        return _Kept(entry.ids[:past], entry.rows[:past], entry.ledger)
+
+    def _make_room(self) -> None:
+        while len(self._kept) > self._most or (self._kept and self.nbytes > self._most_bytes):
+            self._kept.popitem(last=False)
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _read(self, ids: list[int], past: int, ledger: Ledger, how: Reading, rule: Policy) -> list[Row]:
+        """What the tokens after the first ``past`` say."""
+        model, device = self.model, self.model.device
+        rows = [Row() for _ in ids[past:]]
+        targets = torch.tensor([*ids[past + 1 :], 0], device=device)
+        policy = how.policy
+        if how.depths:
+            forced = torch.zeros(len(ids), dtype=torch.long)
+            for slot, depth in how.depths.items():
+                if slot < len(ids):
+                    forced[slot] = depth
+            policy = _Forced(rule, forced)
+
+        def watch(iteration: Iteration) -> None:
+            active = iteration.active[0].nonzero().squeeze(1)
+            self._note(iteration, active, targets, rows, how.top)
+
+        output = model(
+            torch.tensor([ids[past:]], device=device),
+            past_key_values=ledger,
+            use_cache=True,
+            policy=policy,
+            max_iterations=how.max_iterations,
+            seed=how.seed,
+            on_iteration=watch,
+            output_logits=False,
+            output_gates=False,
+        )
+        for row, depth in zip(rows, output.depth[0].tolist(), strict=True):
+            row.depth = depth
+        return rows
+
+    def _note(self, iteration: Iteration, active: Tensor, targets: Tensor, rows: list[Row], top: int) -> None:
+        """Writes down what these rows say after an iteration."""
+        size = max(1, _CHUNK // self.model.config.vocab_size)
+        numbers = active.tolist()
+        if iteration.gate is not None:
+            for number, gate in zip(numbers, iteration.gate[0, active].tolist(), strict=True):
+                rows[number].gates.append(gate)
+        for start in range(0, len(numbers), size):
+            some = active[start : start + size]
+            logits = self.model.wrapped.logits(iteration.hidden[0, some])
+            log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+            losses = -log_p.gather(-1, targets[some, None])[:, 0]
+            if not bool(losses.isfinite().all()):
+                raise EvaluationError("prompt: the model's loss is not finite: its weights overflow in this precision")
+            for number, loss in zip(numbers[start : start + size], losses.tolist(), strict=True):
+                rows[number].nll.append(loss)
+            if top:
+                values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
+                pairs = zip(numbers[start : start + size], ids.tolist(), values.tolist(), strict=True)
+                for number, likeliest, logs in pairs:
+                    rows[number].top.append(list(zip(likeliest, logs, strict=True)))
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens, from the first on, are the same."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    low, high = 0, length  # the beginnings of length ``low`` are equal, those of ``high`` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if left[:middle] == right[:middle] else (low, middle)
+    return low

@@ -1,0 +1,46 @@
+"""A conversation as a prompt, by the tokenizer's own template in transformers' sandbox; none comes from a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from jinja2 import TemplateError
+
+from adaponder.errors import in_one_line
+from adaponder.serving.errors import ApiError
+from adaponder.serving.protocol import Message
+from adaponder.serving.requests import encoded
+from adaponder.serving.served import Served
+from adaponder.serving.settings import Limits
+
+
+async def chat_prompt(messages: Sequence[Message], served: Served, limits: Limits) -> list[int]:
+    """The token ids of a conversation that the model is to go on with as the assistant."""
+    if not served.template:
+        raise ApiError(
+            400,
+            f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    characters = sum(len(message.as_dict()["content"]) for message in messages)
+    if characters > limits.prompt_characters:
+        raise ApiError(
+            400,
+            f"messages: they have {characters:,} characters; at most {limits.prompt_characters:,} are read",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    try:
+        text = await asyncio.to_thread(_written, [message.as_dict() for message in messages], served)
+    except (TemplateError, TypeError, ValueError) as problem:
+        raise ApiError(
+            400, f"messages: the tokenizer's chat template refuses them: {in_one_line(problem)}", param="messages"
+        ) from None
+    # The template writes the special tokens itself.
+    return await encoded(text, served, limits, special=False)
+
+
+def _written(messages: list[dict[str, str]], served: Served) -> str:
+    return str(served.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

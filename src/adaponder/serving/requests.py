@@ -1,0 +1,172 @@
+"""From a body to requests of the engine: limits, defaults and prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from adaponder.errors import AdaPonderError
+from adaponder.inference.request import Request
+from adaponder.serving.depths import depth_of
+from adaponder.serving.errors import ApiError, refused
+from adaponder.serving.protocol import ChatBody, CompletionBody
+from adaponder.serving.served import Served
+from adaponder.serving.settings import Limits
+
+# Longer texts are made tokens in another thread, so that nobody waits for it.
+_AT_ONCE = 4096
+
+
+def check_model(name: str | None, served: Served) -> None:
+    """Raises 404 unless this is the model that is served."""
+    if name is not None and name != served.name:
+        raise ApiError(
+            404,
+            f"model={name[:100]!r}: this server has {served.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_limits(body: CompletionBody | ChatBody, limits: Limits) -> None:
+    """Raises 400 where a request asks for more than the server gives."""
+    wishes: list[tuple[str, int | None, int]] = [
+        ("n", body.n, limits.n),
+        ("stop", len(body.stops), limits.stops),
+        ("stop", max(map(len, body.stops), default=0), limits.stop_characters),
+        ("logit_bias", len(body.logit_bias or ()), limits.logit_bias),
+        ("adaponder.iteration_top", body.own.iteration_top, limits.logprobs),
+    ]
+    if isinstance(body, CompletionBody):
+        wishes += [("best_of", body.best_of, limits.best_of), ("logprobs", body.logprobs, limits.logprobs)]
+    else:
+        wishes += [
+            ("top_logprobs", body.top_logprobs, limits.logprobs),
+            ("messages", len(body.messages), limits.messages),
+        ]
+    for field, value, most in wishes:
+        if value is not None and value > most:
+            raise ApiError(400, f"{field}: {value} is more than this server gives, which is {most}", param=field)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: it means nothing without stream", param="stream_options")
+
+
+async def prompts_of(prompt: Any, served: Served, limits: Limits) -> list[list[int]]:
+    """The token ids of each prompt of a completion."""
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    prompts = prompt if several else [prompt]
+    if len(prompts) > limits.prompts:
+        raise ApiError(
+            400,
+            f"prompt: {len(prompts)} prompts are more than this server takes, which is {limits.prompts}",
+            param="prompt",
+        )
+    return [await encoded(one, served, limits) for one in prompts]
+
+
+async def encoded(prompt: str | list[int], served: Served, limits: Limits, *, special: bool = True) -> list[int]:
+    """The token ids of one prompt; raises 400 where it is empty, too long, or names ids that are none."""
+    if isinstance(prompt, str):
+        if len(prompt) > limits.prompt_characters:
+            raise ApiError(
+                400,
+                f"prompt: it has {len(prompt):,} characters; at most {limits.prompt_characters:,} are read",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if len(prompt) <= _AT_ONCE:
+            ids = _encode(prompt, served, special)
+        else:
+            ids = await asyncio.to_thread(_encode, prompt, served, special)
+    else:
+        ids = prompt
+    if not ids:
+        raise ApiError(400, "prompt: it is empty; give at least one token", param="prompt")
+    if len(ids) > served.tokens:
+        raise ApiError(
+            400,
+            f"prompt: it has {len(ids)} tokens, and the model's positions end at {served.tokens}; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if max(ids) >= served.vocabulary:
+        raise ApiError(
+            400, f"prompt: {max(ids)} is no token id; they go from 0 to {served.vocabulary - 1}", param="prompt"
+        )
+    return ids
+
+
+def _encode(prompt: str, served: Served, special: bool) -> list[int]:
+    return list(served.tokenizer(prompt, add_special_tokens=special, verbose=False).input_ids)
+
+
+def engine_requests(
+    body: CompletionBody | ChatBody,
+    prompts: Sequence[list[int]],
+    served: Served,
+    limits: Limits,
+    *,
+    max_tokens: int | None,
+    samples: int,
+    log_probabilities: int | None,
+    echoes: bool,
+    salt: str,
+) -> list[Request]:
+    """One request of the engine for each prompt, checked as the engine checks it.
+
+    Args:
+        body: of the HTTP request.
+        prompts: token ids of each prompt.
+        served: the model.
+        limits: of the server.
+        max_tokens: of each completion; ``None``: as many as there is room for.
+        samples: completions of each prompt.
+        log_probabilities: so many likeliest tokens beside each; ``None``: none.
+        echoes: whether the prompt's tokens get log-probabilities too.
+        salt: of the client's key.
+    """
+    own, depth = body.own, depth_of(body.own, served)
+    seed = body.seed if body.seed is not None else own.seed
+    settings: dict[str, Any] = depth.settings() | {
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_k": own.top_k,
+        "min_p": own.min_p,
+        "repetition_penalty": own.repetition_penalty,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "logit_bias": _bias(body),
+        "seed": secrets.randbits(62) if seed is None else seed,
+        "samples": samples,
+        "ignore_eos": own.ignore_eos,
+        "log_probabilities": log_probabilities,
+        "prompt_log_probabilities": log_probabilities if echoes else None,
+        "gates": own.gates,
+        "iteration_top": own.iteration_top,
+        "salt": salt,
+    }
+    made = []
+    for prompt in prompts:
+        room = served.tokens - len(prompt) + 1
+        most = min(room, limits.max_tokens or room) if max_tokens is None else max_tokens
+        if limits.max_tokens is not None and most > limits.max_tokens:
+            raise ApiError(400, f"max_tokens={most}: this server gives at most {limits.max_tokens}", param="max_tokens")
+        request = Request(prompt, max_new_tokens=max(1, most), min_new_tokens=own.min_tokens, **settings)
+        try:
+            served.check(request)
+        except AdaPonderError as problem:
+            raise refused(problem) from None
+        made.append(request)
+    return made
+
+
+def _bias(body: CompletionBody | ChatBody) -> dict[int, float]:
+    biases = {}
+    for key, value in (body.logit_bias or {}).items():
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise ApiError(400, f"logit_bias: {key!r} is no token id; a whole number is needed", param="logit_bias")
+        biases[int(key)] = value
+    return biases

@@ -1,0 +1,109 @@
+"""A server over a tiny model, on a socket of its own, for tests that speak HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from adaponder import AdaPonderForCausalLM, Engine
+from adaponder.serving.app import make_app
+from adaponder.serving.served import Served
+from adaponder.serving.server import address_of, bounded, listen
+from adaponder.serving.settings import Settings
+from adaponder.serving.worker import Worker
+from support import tiny
+from word_support import small_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }} {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
+
+
+class Running:
+    """A server that runs: its address, its worker and its engine."""
+
+    def __init__(self, address: str, worker: Worker, loop: asyncio.AbstractEventLoop, server: uvicorn.Server):
+        self.address, self.worker, self.loop, self.server = address, worker, loop, server
+        self.engine: Any = None
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.address, timeout=30, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path, **options)
+
+    def settled(self, seconds: float = 10.0) -> dict[str, int]:
+        """The engine's statistics once nothing is under way."""
+
+        async def wait() -> dict[str, int]:
+            async with asyncio.timeout(seconds):
+                while self.worker.sequences or self.worker.jobs or self.engine.busy:
+                    await asyncio.sleep(0.01)
+            return self.engine.statistics
+
+        return asyncio.run_coroutine_threadsafe(wait(), self.loop).result(seconds + 1)
+
+
+def tiny_served(model: AdaPonderForCausalLM | None = None, *, template: str | None = None, **options: Any) -> Served:
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = template
+    return Served.of(model or tiny(), tokenizer, name="tiny", **options)
+
+
+@contextmanager
+def serving(
+    served: Served | None = None,
+    settings: Settings | None = None,
+    *,
+    engine: Callable[[], Any] | None = None,
+    **options: Any,
+) -> Iterator[Running]:
+    """A server in a thread; ``options`` are the engine's."""
+    served, settings = served or tiny_served(), settings or Settings(lanes=4)
+    made: list[Any] = []
+
+    def open_engine() -> Any:
+        made.append(Engine(served.model, **({"lanes": settings.lanes} | options)) if engine is None else engine())
+        return made[0]
+
+    worker = Worker(open_engine, served)
+    listening = listen("127.0.0.1", 0)
+    config = uvicorn.Config(
+        make_app(worker, settings),
+        http=bounded(settings.limits),
+        ws="none",
+        lifespan="on",
+        log_level="critical",
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve(sockets=[listening])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    while not (server.started and worker.state != "starting"):
+        thread.join(0.01)
+    running = Running(address_of(listening), worker, loops[0], server)
+    running.engine = made[0] if made else None
+    try:
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listening.close()
