@@ -7,7 +7,7 @@ run keeps its record: its training is worth more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,16 @@ def measuring(names: Sequence[str], *, device: str) -> Measure | None:
     if not names:
         return None
 
-    def measure(final: Path, data: Path) -> dict[str, Any]:
+    def measure(final: Path, data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         subject = open_subject(CheckpointOptions(checkpoint=str(final), device=device))
-        made = {}
         for name in sorted(names, key=list(MEASURES).index):
             console.print(f"measuring {name} …")
             began = time.perf_counter()
             try:
-                made[name] = MEASURES[name](subject, data)
+                made = MEASURES[name](subject, data)
             except Exception as error:  # whatever it is, the others are made
-                made[name] = {"missing": in_one_line(error)}
-            made[name]["seconds"] = round(time.perf_counter() - began, 1)
-        return made
+                made = {"missing": in_one_line(error)}
+            yield name, made | {"seconds": round(time.perf_counter() - began, 1)}
 
     return measure
 
@@ -216,14 +214,14 @@ def tasks(subject: Subject, data: Path) -> dict[str, Any]:
     return {"tasks": command.run(options)["tasks"]}
 
 
-# In this order: speed rounds the weights.
+# In this order: the quick ones first, and speed, which rounds the weights, last.
 MEASURES: Mapping[str, Callable[[Subject, Path], dict[str, Any]]] = {
     "steps": steps,
-    "policies": policies,
-    "dial": dial,
     "reuse": reuse,
     "rules": rules,
     "demand": demand,
+    "dial": dial,
+    "policies": policies,
     "tasks": tasks,
     "speed": speed,
 }

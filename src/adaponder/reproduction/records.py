@@ -6,7 +6,7 @@ import datetime
 import json
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from adaponder.reproduction.queue import Corpus, Experiment, identity
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 
-# From the final model's folder and the prepared data to measurements by name.
-Measure = Callable[[Path, Path], dict[str, Any]]
+# From the final model's folder and the prepared data to measurements, each with its name, as they are made.
+Measure = Callable[[Path, Path], Iterator[tuple[str, dict[str, Any]]]]
 
 # Enough of a run's log for its curves.
 _LINES = 60
@@ -74,7 +74,7 @@ def carry_out(
     """Trains one run from its first step to its last and writes its record; a folder left by an earlier try is removed.
 
     The run that it continues is trained first if ``runs`` does not hold its final model. ``measure`` is called with the
-    final model's folder and the prepared data, and returns measurements by name; the record is there before that.
+    final model's folder and the prepared data; the record is written before that, and again with each measurement.
     ``beside`` is how many other runs share the device; tokens per second are those of this run alone.
     """
     if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
@@ -89,9 +89,9 @@ def carry_out(
     again = f"-again-{record['again']}" if record["again"] else ""
     path = records / f"{experiment.setting}-seed-{experiment.seed}-{name}{again}.json"
     _write(path, record)
-    if measure is not None:
-        # A run that is cut while it is measured keeps the record of its training.
-        record["measured"] = measure(final, trainer.sampler.shards.folder)
+    # A run that is cut while it is measured keeps the record of its training and of what was measured before.
+    for name, found in () if measure is None else measure(final, trainer.sampler.shards.folder):
+        record["measured"][name] = found
         _write(path, record)
     return path
 

@@ -130,7 +130,7 @@ def test_the_measure_of_reproduce_goes_into_a_record(model, data, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((data / "tokenizer.json").read_bytes())
     measure = measuring(["demand"], device="cpu")
     assert measure is not None
-    made = measure(tmp_path, data)["demand"]
+    made = dict(measure(tmp_path, data))["demand"]
     found = measure_demand(model, opened(data), batch_size=32)
     assert made["questions"] == found.questions
     assert set(made["at_depth"]) == {"1", "2", "3"}

@@ -12,7 +12,7 @@ from lab_support import K, opinionated, saved, written
 def measured(tmp_path, *names: str, method: str = "adaponder") -> dict:
     measure = measuring(names, device="cpu")
     assert measure is not None
-    return measure(saved(tmp_path / "model", opinionated(method)), written(tmp_path / "text.jsonl", documents=12))
+    return dict(measure(saved(tmp_path / "model", opinionated(method)), written(tmp_path / "text.jsonl", documents=12)))
 
 
 def test_an_unknown_measurement_is_refused_and_one_that_cannot_be_made_says_why(tmp_path):
