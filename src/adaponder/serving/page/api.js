@@ -1,0 +1,83 @@
+// The server's routes. Every failure becomes a `Failure` with a sentence to show and, where waiting may help, a delay.
+
+/** What went wrong; `again` is after how many seconds a further try makes sense, `null` where none does. */
+export class Failure extends Error {
+  constructor(message, { again = null, status = 0, gone = false } = {}) {
+    super(message);
+    Object.assign(this, { again, status, gone });
+  }
+}
+
+async function refusal(response) {
+  let message = `The server answered ${response.status}.`;
+  try {
+    const { error } = await response.json();
+    if (typeof error?.message === "string") message = error.message;
+  } catch {
+    // The sentence above says what is known.
+  }
+  const { status } = response;
+  if (status === 401 || status === 403) message = `${message} Reload the page to sign in.`;
+  const waits = Number(response.headers.get("retry-after"));
+  const busy = status === 429 || status === 503;
+  return new Failure(message, { status, again: busy ? Math.max(1, waits || 1) : null });
+}
+
+async function call(path, body, signal) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method: body === undefined ? "GET" : "POST",
+      headers: body === undefined ? {} : { "content-type": "application/json" },
+      body: body === undefined ? undefined : JSON.stringify(body),
+      credentials: "same-origin",
+      cache: "no-store",
+      signal,
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Failure("The server does not answer.", { again: 2, gone: true });
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** The served model: its name and what `adaponder` says of it. */
+export async function model() {
+  const { data } = await (await call("v1/models")).json();
+  return { name: data[0].id, ...data[0].adaponder };
+}
+
+/** Depth, loss and more of each token of a text. */
+export async function score(body, signal) {
+  return (await call("score", body, signal)).json();
+}
+
+/** Yields the chunks of a streamed completion. */
+export async function* complete(body, signal) {
+  const response = await call("v1/completions", { ...body, stream: true, stream_options: { include_usage: true } }, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let part;
+    try {
+      part = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Failure("The server went away while it was writing.", { gone: true });
+    }
+    if (part.done) return;
+    rest += part.value.replace(/\r\n?/g, "\n");
+    const events = rest.split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const lines = event.split("\n").filter((line) => line.startsWith("data:"));
+      const data = lines.map((line) => line.slice(5).trimStart()).join("\n");
+      if (!data) continue;
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Failure(chunk.error.message);
+      yield chunk;
+    }
+  }
+}

@@ -1,0 +1,92 @@
+// Tokens by iterations: a column per token, its computed iterations filled from below, the reused ones hatched.
+// It is also the list of tokens: focus it, and the arrow keys move through them.
+
+import { attribute, h } from "./dom.js";
+import { figure, spoken, visible } from "./spelling.js";
+
+const LONGEST = 12;
+
+function described(token, slot, count, deepest) {
+  const times = token.depth === 1 ? "once" : `${token.depth} times`;
+  const loss = token.nll === null || token.nll === undefined ? "" : `, surprise ${figure(token.nll)} nats`;
+  const reads = token.depth ? `, read ${times} of ${deepest}` : ", not read yet";
+  return `${spoken(token.text)}: token ${slot + 1} of ${count}${reads}${loss}`;
+}
+
+export class Grid {
+  /** `hovered(slot)`, `selected(slot)`; `name` tells the two grids of a comparison apart. */
+  constructor(element, { name, hovered, selected }) {
+    Object.assign(this, { element, name, selected, shown: [], current: null });
+    attribute(element, "role", "listbox");
+    attribute(element, "aria-orientation", "horizontal");
+    attribute(element, "tabindex", "0");
+    const slot = (event) => {
+      const column = event.target.closest?.(".column");
+      return column ? Number(column.dataset.slot) : null;
+    };
+    element.addEventListener("mouseover", (event) => hovered(slot(event)));
+    element.addEventListener("mouseleave", () => hovered(null));
+    element.addEventListener("click", (event) => slot(event) !== null && selected(slot(event)));
+    element.addEventListener("keydown", (event) => this.key(event));
+    element.addEventListener("focus", () => {
+      if (this.current === null && this.shown.length) selected(0);
+      else this.reveal();
+    });
+  }
+
+  key(event) {
+    const last = this.shown.length - 1;
+    const here = this.current ?? -1;
+    const steps = { ArrowRight: here + 1, ArrowLeft: here - 1, ArrowDown: here + 1, ArrowUp: here - 1 };
+    const jumps = { Home: 0, End: last, PageDown: here + 10, PageUp: here - 10 };
+    const to = { ...steps, ...jumps }[event.key];
+    if (to === undefined || last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    this.selected(Math.min(last, Math.max(0, to)));
+  }
+
+  /** Draws the tokens; columns that stay the same are left alone. */
+  show(tokens, deepest) {
+    const columns = this.element.children;
+    tokens.forEach((token, slot) => {
+      let column = columns[slot];
+      if (!column) {
+        column = h("div", { class: "column", role: "option", id: `${this.name}-${slot}`, "data-slot": slot });
+        column.append(h("span", { class: "well" }), h("span", { class: "label" }));
+        this.element.append(column);
+      }
+      const label = visible(token.text, LONGEST);
+      if (column.lastChild.textContent !== label) column.lastChild.textContent = label;
+      attribute(column, "data-depth", token.depth || null);
+      column.style.setProperty("--read", token.depth || 0);
+      attribute(column, "aria-label", described(token, slot, tokens.length, deepest));
+    });
+    while (columns.length > tokens.length) columns[columns.length - 1].remove();
+    this.shown = tokens;
+    this.light(this.current, "selected");
+  }
+
+  /** Lights the column of a slot up. */
+  light(slot, name) {
+    for (const column of this.element.querySelectorAll(`.${name}`)) {
+      column.classList.remove(name);
+      if (name === "selected") attribute(column, "aria-selected", "false");
+    }
+    const column = slot === null ? null : this.element.children[slot];
+    column?.classList.add(name);
+    if (name !== "selected") return;
+    this.current = column ? slot : null;
+    if (column) attribute(column, "aria-selected", "true");
+    attribute(this.element, "aria-activedescendant", column ? column.id : null);
+  }
+
+  /** Scrolls sideways, and only sideways, until the selected column is seen. */
+  reveal() {
+    const column = this.current === null ? null : this.element.children[this.current];
+    if (!column) return;
+    const frame = this.element;
+    const [left, width] = [column.offsetLeft - frame.offsetLeft, column.offsetWidth];
+    if (left < frame.scrollLeft + width) frame.scrollLeft = left - 4 * width;
+    else if (left > frame.scrollLeft + frame.clientWidth - 2 * width) frame.scrollLeft = left - frame.clientWidth + 5 * width;
+  }
+}

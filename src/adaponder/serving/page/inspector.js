@@ -1,0 +1,147 @@
+// One token, closely: its gates, what the model expected next after each iteration, and what more depth would gain.
+
+import { gateChart, lossChart } from "./charts.js";
+import { h, put } from "./dom.js";
+import { wear } from "./palette.js";
+import { thresholds } from "./rules.js";
+import { figure, percent, spoken, visible } from "./spelling.js";
+
+function heading(token, slot, count, deepest) {
+  const chip = h("span", { class: "chip" }, visible(token.text, 40));
+  wear(chip, token.depth, deepest);
+  const reads = token.depth ? `read ${token.depth}× of ${deepest}` : "not read yet";
+  return h(
+    "header",
+    {},
+    h("h2", {}, chip),
+    h("p", { class: "facts" }, `token ${slot + 1} of ${count} · id ${token.id} · `, h("strong", {}, reads)),
+  );
+}
+
+function surprise(token) {
+  if (token.nll === null || token.nll === undefined) return null;
+  const odds = `It was expected with ${percentFine(Math.exp(-token.nll))} (${figure(token.nll)} nats).`;
+  return h("p", { class: "quiet" }, odds);
+}
+
+function percentFine(share) {
+  if (share >= 0.1) return percent(share);
+  return share >= 0.001 ? `${figure(100 * share, 1)} %` : "less than 0.1 %";
+}
+
+function gatesOf(token, rule, deepest) {
+  if (!token.gates?.length || deepest < 2) return null;
+  const limits = thresholds(rule, deepest - 1);
+  let note = "This rule does not ask the gates.";
+  if (limits.length) note = "It reads on where the gate reaches τ, the dashed line.";
+  else if (rule?.startsWith("budget")) note = "The budget's thresholds decide.";
+  return h(
+    "section",
+    {},
+    h("h3", {}, "Gates against τ"),
+    gateChart(token.gates, limits, deepest),
+    h("p", { class: "quiet" }, note),
+  );
+}
+
+function guesses(token, next, replace) {
+  if (!token.iteration_top?.length) return null;
+  const rows = token.iteration_top.map((top, index) =>
+    h(
+      "li",
+      {},
+      h("span", { class: "read" }, `${index + 1}×`),
+      h(
+        "span",
+        { class: "guesses" },
+        top.slice(0, 4).map((guess) => {
+          const share = Math.exp(guess.logprob);
+          const true_ = next && guess.id === next.id;
+          return h(
+            "button",
+            {
+              type: "button",
+              class: true_ ? "guess true" : "guess",
+              "--share": share,
+              "data-id": guess.id,
+              title: true_ ? "This is what comes next" : "Write this next and go on from there",
+              "aria-label": `${spoken(guess.text)}, ${percentFine(share)}${true_ ? ", this comes next" : ""}`,
+              onclick: () => replace(guess),
+            },
+            h("span", { class: "word" }, visible(guess.text, 14)),
+            h("span", { class: "odds" }, percent(share)),
+          );
+        }),
+      ),
+    ),
+  );
+  return h(
+    "section",
+    {},
+    h("h3", {}, "What comes next? After each read"),
+    h("ol", { class: "tops" }, rows),
+    h("p", { class: "quiet" }, "Choose one to write it here and go on."),
+  );
+}
+
+function gain(token, next, deepest) {
+  const losses = next?.nll_by_iteration;
+  if (!losses?.length) return null;
+  const full = next.full_nll ?? null;
+  let verdict = null;
+  if (full !== null) {
+    const difference = next.nll - full;
+    const much = `${figure(Math.abs(difference))} nats`;
+    verdict = `Full depth, all tokens read ${deepest}×, would ${difference >= 0 ? "gain" : "lose"} ${much} here.`;
+    if (Math.abs(difference) < 0.005) verdict = `Full depth, all tokens read ${deepest}×, would change nothing here.`;
+  }
+  return h(
+    "section",
+    {},
+    h("h3", {}, "Loss of the next token, read by read"),
+    lossChart(losses, full, deepest),
+    verdict && h("p", { class: "verdict" }, verdict),
+  );
+}
+
+function actions(slot, deepest, forced, { force, goOn }) {
+  const depths = Array.from({ length: deepest }, (_, index) => index + 1);
+  const button = (depth, label) =>
+    h(
+      "button",
+      { type: "button", "aria-pressed": String((forced ?? 0) === depth), "data-force": depth, onclick: () => force(slot, depth) },
+      label,
+    );
+  return h(
+    "section",
+    { class: "actions" },
+    h("h3", { id: "force-title" }, "Read it"),
+    h("div", { class: "segments", role: "group", "aria-labelledby": "force-title" }, button(0, "as it will"), ...depths.map((depth) => button(depth, `${depth}×`))),
+    h("button", { type: "button", class: "plain", id: "go-on", onclick: () => goOn(slot) }, "Write on from here"),
+  );
+}
+
+/** Draws the inspector of one slot of a reading; `hands` are the actions `force`, `goOn` and `replace`. */
+export function inspect(element, { reading, slot, deepest, rule, forced, hands }) {
+  const token = reading?.tokens[slot];
+  if (!token) {
+    put(
+      element,
+      h("div", { class: "empty" }, h("h2", {}, "Look at a token"), h("p", {}, "Point at one, or move the caret: here you see how the model thought about it.")),
+    );
+    return;
+  }
+  const next = reading.tokens[slot + 1];
+  const focused = element.contains(document.activeElement) ? document.activeElement.dataset.force : undefined;
+  put(
+    element,
+    heading(token, slot, reading.tokens.length, deepest),
+    surprise(token),
+    guesses(token, next, (guess) => hands.replace(slot, guess)),
+    gatesOf(token, rule, deepest),
+    gain(token, next, deepest),
+    token.iteration_top ? null : h("p", { class: "quiet" }, "Predictions and full depth follow when the text rests."),
+    actions(slot, deepest, forced[slot], hands),
+  );
+  if (focused !== undefined) element.querySelector(`[data-force="${focused}"]`)?.focus();
+}

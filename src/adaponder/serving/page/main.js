@@ -1,0 +1,239 @@
+// The page: state on one side, parts on the other, and what leads from one to the other.
+
+import * as api from "./api.js";
+import { Comparison } from "./compare.js";
+import { Dial } from "./dial.js";
+import { byId, h, put } from "./dom.js";
+import { EXAMPLES } from "./examples.js";
+import { json, offer, png, svgText } from "./export.js";
+import { Grid } from "./grid.js";
+import { inspect } from "./inspector.js";
+import { paint } from "./palette.js";
+import { question, Reader } from "./reader.js";
+import { offered, runs, usual } from "./rules.js";
+import { scaled } from "./spelling.js";
+import { address, fromFragment, keepAddress, set, state, watch } from "./state.js";
+import { sentence, summarise } from "./summary.js";
+import { Editor } from "./text.js";
+import { startTheme } from "./theme.js";
+import { Desk } from "./desk.js";
+
+let model = null;
+let reading = null; // of rule A
+let hovered = null;
+
+const editor = new Editor(byId("text"), byId("mirror"), {
+  edited: (text) => set({ text, ids: null, forced: kept(text) }),
+  hovered: hover,
+  selected: (slot) => set({ selected: slot }),
+});
+const grid = new Grid(byId("grid-a"), { name: "a", hovered: hover, selected: choose });
+const dial = new Dial(byId("dial-a"), { name: "A", turnedTo: (rule) => set({ a: rule }) });
+const reader = new Reader({ shown, failed: notice });
+const comparison = new Comparison({ hovered: hover, selected: choose, notice, first: () => reading });
+const desk = new Desk({ notice, grown: showWriting, ended: endWriting, tokens: freshTokens });
+
+/** Forced depths of tokens that an edit leaves in place: those before it. */
+function kept(text) {
+  const old = editor.before;
+  let same = 0;
+  while (same < Math.min(old.length, text.length) && old[same] === text[same]) same += 1;
+  let [place, slot] = [0, 0];
+  const tokens = reading?.tokens ?? [];
+  while (slot < tokens.length && place + tokens[slot].text.length <= same) place += tokens[slot++].text.length;
+  return Object.fromEntries(Object.entries(state.forced).filter(([forced]) => Number(forced) < slot));
+}
+
+function notice(failure, wait) {
+  const line = byId("notice");
+  line.hidden = !failure;
+  line.textContent = failure ? failure.message + (wait ? ` Trying again in ${Math.ceil(wait)} s.` : "") : "";
+  line.classList.toggle("waits", Boolean(wait));
+}
+
+function hover(slot) {
+  if (slot === hovered) return;
+  hovered = slot;
+  for (const part of [editor.spans, grid, comparison]) part.light(slot, "hover");
+  drawInspector();
+}
+
+function choose(slot) {
+  set({ selected: slot });
+  editor.reveal(slot);
+  grid.reveal();
+  comparison.reveal();
+}
+
+function drawInspector() {
+  if (!model) return;
+  const slot = hovered ?? state.selected;
+  const rule = reading?.policy ?? state.a;
+  inspect(byId("inspector"), { reading, slot, deepest: model.iterations, rule, forced: state.forced, hands: { force, goOn, replace } });
+}
+
+const extra = (slot) => ({ forced: state.forced[slot], written: reading.tokens[slot].written });
+
+function draw() {
+  const deepest = model.iterations;
+  if (reading) editor.show(reading.tokens, deepest, extra);
+  grid.show(reading?.tokens ?? [], deepest);
+  grid.light(state.selected, "selected");
+  editor.spans.light(state.selected, "selected");
+  const tokens = reading?.tokens.length ?? 0;
+  byId("count").textContent = `${tokens} of ${model.positions ?? "∞"} tokens`;
+  byId("work").classList.toggle("bare", !reading);
+  drawInspector();
+}
+
+/** An answer about the text on the page. */
+function shown(answer, detailed) {
+  // What the detailed answer adds to the same tokens stays until its successor is there.
+  if (!detailed && reading?.full_loss !== undefined && answer.loss === reading.loss) answer.full_loss = reading.full_loss;
+  reading = answer;
+  draw();
+  summarise(byId("summary-a"), reading, model.iterations);
+  comparison.draw();
+  byId("spoken").textContent = sentence(reading, model.iterations);
+  document.documentElement.dataset.shown = detailed ? "detailed" : "read";
+}
+
+function showWriting(writing) {
+  reading = { ...reading, tokens: writing.tokens };
+  editor.write(writing.text);
+  draw();
+}
+
+/** The text with all that was written becomes the text; its exact tokens are kept and read again. */
+function endWriting(writing) {
+  const tokens = writing.kept;
+  reading = { ...reading, tokens };
+  editor.write(writing.text);
+  set({ text: writing.text, ids: tokens.map((token) => token.id), selected: state.selected });
+  ask();
+}
+
+/** The tokens of the text as it stands. */
+async function freshTokens() {
+  const body = question(state, state.a);
+  if (reader.answered === JSON.stringify(body) && reading) return reading.tokens;
+  reading = await api.score(body);
+  return reading.tokens;
+}
+
+function force(slot, depth) {
+  const forced = { ...state.forced };
+  if (depth) forced[slot] = depth;
+  else delete forced[slot];
+  set({ forced, selected: slot });
+}
+
+const goOn = (slot) => desk.write({ keep: slot + 1 });
+const replace = (slot, guess) => desk.write({ keep: slot + 1, add: { id: guess.id, text: guess.text, written: true } });
+
+function ask() {
+  if (!model || desk.busy) return;
+  if (state.text === "") {
+    reading = null;
+    reader.want(null);
+    notice(null);
+    draw();
+    summarise(byId("summary-a"), null, model.iterations);
+    delete document.documentElement.dataset.shown;
+  } else {
+    delete document.documentElement.dataset.shown;
+    reader.want(question(state, state.a));
+  }
+  comparison.ask();
+}
+
+function changed(names) {
+  if (!model) return;
+  if (names.has("text") || names.has("ids")) editor.write(state.text);
+  if (names.has("a")) dial.show(state.a);
+  comparison.changed(names);
+  desk.changed(names);
+  if (["text", "ids", "forced", "a"].some((name) => names.has(name))) ask();
+  else if (names.has("b")) comparison.ask();
+  if (names.has("selected")) {
+    editor.spans.light(state.selected, "selected");
+    grid.light(state.selected, "selected");
+    comparison.light(state.selected, "selected");
+    drawInspector();
+  }
+}
+
+/** Goes to what an address says; rules that this model cannot run are replaced by its own. */
+function arrive(found) {
+  desk.stop();
+  const own = usual(offered(model)[0], model);
+  set({ ...found, a: runs(found.a, model) ? found.a : own, b: runs(found.b, model) ? found.b : null });
+}
+
+function wireTools() {
+  put(
+    byId("examples"),
+    EXAMPLES.map(({ name, text }) =>
+      h("button", { type: "button", class: "example", onclick: () => desk.stop() || set({ text, ids: null, forced: {}, selected: null }) }, name),
+    ),
+  );
+  const subject = () => ({ reading, model, rule: state.a, text: state.text, compared: comparison.shown() });
+  const keep = (id, make) => {
+    byId(id).addEventListener("click", async () => {
+      byId("keep").open = false;
+      if (reading) await make();
+    });
+  };
+  keep("export-svg", () => offer("adaponder.svg", svgText(subject()), "image/svg+xml"));
+  keep("export-png", async () => offer("adaponder.png", await png(subject()), "image/png"));
+  keep("export-json", () => offer("adaponder.json", json(subject()), "application/json"));
+  keep("copy-link", async () => {
+    try {
+      await navigator.clipboard.writeText(address());
+      byId("spoken").textContent = "The link is copied.";
+    } catch {
+      notice(new api.Failure("The browser did not let the link be copied; it stands in the address bar."));
+    }
+  });
+  addEventListener("click", (event) => {
+    if (!byId("keep").contains(event.target)) byId("keep").open = false;
+  });
+}
+
+function introduce() {
+  document.title = `${model.name} – AdaPonder`;
+  put(byId("model"), h("strong", {}, model.name), ` ${scaled(model.parameters, " parameters")} · up to ${model.iterations} reads per token`);
+  for (const axis of [byId("axis"), byId("axis-b")]) {
+    put(axis, Array.from({ length: model.iterations }, (_, index) => h("span", {}, `${index + 1}×`)));
+  }
+}
+
+async function start() {
+  for (let tries = 0; ; tries += 1) {
+    try {
+      model = await api.model();
+      break;
+    } catch (failure) {
+      const wait = failure.again === null ? null : Math.min(15, (failure.again ?? 2) * 1.5 ** tries);
+      notice(failure, wait);
+      if (wait === null) return;
+      await new Promise((resolve) => setTimeout(resolve, 1000 * wait));
+    }
+  }
+  notice(null);
+  paint(model.iterations);
+  introduce();
+  dial.open(model);
+  comparison.open(model);
+  desk.open(model);
+  watch(changed);
+  keepAddress(arrive);
+  const own = usual(offered(model)[0], model);
+  arrive(fromFragment(location.hash) ?? { ...state, text: EXAMPLES[0].text, a: own });
+  draw();
+  document.documentElement.dataset.ready = "yes";
+}
+
+startTheme(byId("theme"));
+wireTools();
+start();
