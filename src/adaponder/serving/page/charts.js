@@ -46,7 +46,7 @@ export function gateChart(gates, thresholds, deepest) {
       return [
         s("line", { class: "stem", x1: across(index, count), x2: across(index, count), y1: y(10 ** floor), y2: y(gate) }),
         s("circle", { class: on ? "dot" : "dot closed", cx: across(index, count), cy: y(gate), r: 5 }),
-        s("text", { class: "value", x: across(index, count) + 9, y: y(gate) - 6 }, short(gate)),
+        s("text", { class: count > 1 && index === count - 1 ? "value left" : "value", x: across(index, count) + (count > 1 && index === count - 1 ? -9 : 9), y: y(gate) - 6 }, short(gate)),
       ];
     }),
   );

@@ -12,7 +12,7 @@ import { summarise } from "./summary.js";
 import { pieces, Spans } from "./text.js";
 
 export class Comparison {
-  constructor({ hovered, selected, notice, first }) {
+  constructor({ hovered, selected, notice, first, drawn }) {
     Object.assign(this, { notice, first, reading: null, model: null });
     this.spans = new Spans(byId("copy"));
     this.grid = new Grid(byId("grid-b"), { name: "b", hovered, selected });
@@ -20,6 +20,7 @@ export class Comparison {
       shown: (answer) => {
         this.reading = answer;
         this.draw();
+        drawn();
       },
       failed: (failure, wait) => failure && notice(failure, wait),
     });
@@ -30,6 +31,12 @@ export class Comparison {
     copy.addEventListener("click", (event) => {
       const slot = this.spans.slotAt(event.clientX, event.clientY);
       if (slot !== null) selected(slot);
+    });
+    const sheets = [...document.querySelectorAll(".sheet")];
+    sheets.forEach((sheet, index) => {
+      sheet.addEventListener("scroll", () => {
+        if (state.b) sheets[1 - index].scrollTop = sheet.scrollTop;
+      });
     });
     byId("compare").addEventListener("click", () => set({ b: state.b ? null : this.second() }));
     byId("by-depth").addEventListener("click", () => set({ difference: false }));

@@ -77,7 +77,7 @@ export class Desk {
       return;
     }
     this.last = { prompt, forced };
-    const writing = new Writing({ prompt, rule: a, forced, temperature, seed, most: Math.max(1, Math.min(most, room)), grown: () => this.follow() });
+    const writing = new Writing({ model: this.model.name, prompt, rule: a, forced, temperature, seed, most: Math.max(1, Math.min(most, room)), grown: () => this.follow() });
     this.writing = writing;
     this.notice(null);
     this.face();

@@ -29,9 +29,9 @@ export class Dial {
       h("label", { class: "sr", for: `${this.name}-rule` }, `Rule ${this.name}`),
       this.choice,
       h("label", { class: "sr", for: `${this.name}-dial` }, `Depth by rule ${this.name}`),
+      this.match && h("button", { type: "button", class: "match", id: "match", title: "Turn this dial until both have the same mean depth on this text", onclick: this.match }, "Equal budget"),
       this.ends,
       this.value,
-      this.match && h("button", { type: "button", class: "plain", id: "match", title: "Turn this dial until both have the same mean depth on this text", onclick: this.match }, "Equal budget"),
       this.sentence,
     );
   }

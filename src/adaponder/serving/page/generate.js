@@ -9,9 +9,9 @@ import { asked } from "./rules.js";
  */
 export class Writing {
   /** `prompt` are tokens `{id, text, depth?…}`; `grown(writing)` is called as tokens come. */
-  constructor({ prompt, rule, forced, temperature, seed, most, grown }) {
-    Object.assign(this, { prompt, rule, forced, temperature, seed, most, grown });
-    this.tokens = prompt.map((token) => ({ ...token, depth: forced[token.slot] ?? token.depth }));
+  constructor({ model, prompt, rule, forced, temperature, seed, most, grown }) {
+    Object.assign(this, { model, prompt, rule, forced, temperature, seed, most, grown });
+    this.tokens = prompt.map((token) => ({ ...token }));
     this.made = 0;
     this.began = 0;
     this.last = 0;
@@ -36,6 +36,7 @@ export class Writing {
   /** Runs to its end, or until it is stopped. */
   async run() {
     const body = {
+      model: this.model,
       prompt: this.prompt.map((token) => token.id),
       max_tokens: this.most,
       temperature: this.temperature,

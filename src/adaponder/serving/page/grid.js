@@ -29,6 +29,8 @@ export class Grid {
     element.addEventListener("click", (event) => slot(event) !== null && selected(slot(event)));
     element.addEventListener("keydown", (event) => this.key(event));
     element.addEventListener("focus", () => {
+      // A pointer chooses its own column.
+      if (!element.matches(":focus-visible")) return;
       if (this.current === null && this.shown.length) selected(0);
       else this.reveal();
     });

@@ -6,13 +6,14 @@ import { wear } from "./palette.js";
 import { thresholds } from "./rules.js";
 import { figure, percent, spoken, visible } from "./spelling.js";
 
-function heading(token, slot, count, deepest) {
+function heading(token, slot, count, deepest, close) {
   const chip = h("span", { class: "chip" }, visible(token.text, 40));
   wear(chip, token.depth, deepest);
   const reads = token.depth ? `read ${token.depth}× of ${deepest}` : "not read yet";
   return h(
     "header",
     {},
+    h("button", { type: "button", class: "close", "aria-label": "Close", onclick: close }, "×"),
     h("h2", {}, chip),
     h("p", { class: "facts" }, `token ${slot + 1} of ${count} · id ${token.id} · `, h("strong", {}, reads)),
   );
@@ -22,6 +23,15 @@ function surprise(token) {
   if (token.nll === null || token.nll === undefined) return null;
   const odds = `It was expected with ${percentFine(Math.exp(-token.nll))} (${figure(token.nll)} nats).`;
   return h("p", { class: "quiet" }, odds);
+}
+
+/** How the second rule of a comparison read the same token. */
+function second(other, slot, deepest) {
+  const token = other?.tokens[slot];
+  if (!token) return null;
+  const next = other.tokens[slot + 1];
+  const loss = next ? `, and then had a loss of ${figure(next.nll)} nats on the next` : "";
+  return h("p", { class: "quiet" }, `B read it ${token.depth}× of ${deepest}${loss}.`);
 }
 
 function percentFine(share) {
@@ -115,15 +125,15 @@ function actions(slot, deepest, forced, { force, goOn }) {
   return h(
     "section",
     { class: "actions" },
-    h("h3", { id: "force-title" }, "Read it"),
-    h("div", { class: "segments", role: "group", "aria-labelledby": "force-title" }, button(0, "as it will"), ...depths.map((depth) => button(depth, `${depth}×`))),
+    h("div", { class: "segments", role: "group", "aria-label": "Depth of this token" }, button(0, "Free"), ...depths.map((depth) => button(depth, `${depth}×`))),
     h("button", { type: "button", class: "plain", id: "go-on", onclick: () => goOn(slot) }, "Write on from here"),
   );
 }
 
 /** Draws the inspector of one slot of a reading; `hands` are the actions `force`, `goOn` and `replace`. */
-export function inspect(element, { reading, slot, deepest, rule, forced, hands }) {
+export function inspect(element, { reading, other, slot, deepest, rule, forced, hands }) {
   const token = reading?.tokens[slot];
+  element.classList.toggle("idle", !token);
   if (!token) {
     put(
       element,
@@ -135,13 +145,14 @@ export function inspect(element, { reading, slot, deepest, rule, forced, hands }
   const focused = element.contains(document.activeElement) ? document.activeElement.dataset.force : undefined;
   put(
     element,
-    heading(token, slot, reading.tokens.length, deepest),
+    heading(token, slot, reading.tokens.length, deepest, hands.close),
     surprise(token),
+    second(other?.tokens.length === reading.tokens.length ? other : null, slot, deepest),
+    actions(slot, deepest, forced[slot], hands),
     guesses(token, next, (guess) => hands.replace(slot, guess)),
     gatesOf(token, rule, deepest),
     gain(token, next, deepest),
-    token.iteration_top ? null : h("p", { class: "quiet" }, "Predictions and full depth follow when the text rests."),
-    actions(slot, deepest, forced[slot], hands),
+    token.iteration_top ? null : h("p", { class: "quiet later" }, "Predictions and full depth follow when the text rests."),
   );
   if (focused !== undefined) element.querySelector(`[data-force="${focused}"]`)?.focus();
 }

@@ -30,7 +30,7 @@ const editor = new Editor(byId("text"), byId("mirror"), {
 const grid = new Grid(byId("grid-a"), { name: "a", hovered: hover, selected: choose });
 const dial = new Dial(byId("dial-a"), { name: "A", turnedTo: (rule) => set({ a: rule }) });
 const reader = new Reader({ shown, failed: notice });
-const comparison = new Comparison({ hovered: hover, selected: choose, notice, first: () => reading });
+const comparison = new Comparison({ hovered: hover, selected: choose, notice, first: () => reading, drawn: drawInspector });
 const desk = new Desk({ notice, grown: showWriting, ended: endWriting, tokens: freshTokens });
 
 /** Forced depths of tokens that an edit leaves in place: those before it. */
@@ -69,7 +69,9 @@ function drawInspector() {
   if (!model) return;
   const slot = hovered ?? state.selected;
   const rule = reading?.policy ?? state.a;
-  inspect(byId("inspector"), { reading, slot, deepest: model.iterations, rule, forced: state.forced, hands: { force, goOn, replace } });
+  const other = comparison.shown()?.reading ?? null;
+  const hands = { force, goOn, replace, close: () => set({ selected: null }) };
+  inspect(byId("inspector"), { reading, other, slot, deepest: model.iterations, rule, forced: state.forced, hands });
 }
 
 const extra = (slot) => ({ forced: state.forced[slot], written: reading.tokens[slot].written });
@@ -81,7 +83,7 @@ function draw() {
   grid.light(state.selected, "selected");
   editor.spans.light(state.selected, "selected");
   const tokens = reading?.tokens.length ?? 0;
-  byId("count").textContent = `${tokens} of ${model.positions ?? "∞"} tokens`;
+  byId("count").textContent = model.positions ? `${tokens} / ${model.positions} tokens` : `${tokens} tokens`;
   byId("work").classList.toggle("bare", !reading);
   drawInspector();
 }
@@ -153,7 +155,7 @@ function changed(names) {
   if (names.has("a")) dial.show(state.a);
   comparison.changed(names);
   desk.changed(names);
-  if (["text", "ids", "forced", "a"].some((name) => names.has(name))) ask();
+  if (["text", "ids", "forced", "a", "seed"].some((name) => names.has(name))) ask();
   else if (names.has("b")) comparison.ask();
   if (names.has("selected")) {
     editor.spans.light(state.selected, "selected");

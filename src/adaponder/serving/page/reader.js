@@ -9,8 +9,10 @@ const REST = 220; // ms after an answer
 const TOP = 5;
 
 /** The body of a question. */
-export function question({ text, ids, forced }, rule) {
+export function question({ text, ids, forced, seed }, rule) {
   const body = { prompt: ids ?? text, adaponder: { ...asked(rule), gates: true } };
+  // Chance falls here as it does in writing.
+  if (rule.startsWith("random")) body.adaponder.seed = seed;
   if (Object.keys(forced).length) body.adaponder.depths = forced;
   return body;
 }

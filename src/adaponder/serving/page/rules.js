@@ -77,25 +77,21 @@ const KNOWN = {
     name: "Budget",
     says: (value) => `thresholds calibrated for a mean depth of ${value}`,
     symbol: "mean depth",
-    scale: (model) => linear(...budgets(model)),
+    scale: (model) => linear(1, model.iterations),
     round: (value) => Math.round(value * 20) / 20,
-    start: (model) => {
-      const [low, high] = budgets(model);
-      return Math.round((low + high) * 10) / 20;
-    },
+    start: (model) => calibrated(model).sort((one, other) => one.budget - other.budget)[0].budget,
   },
 };
 
-function budgets(model) {
-  const found = model.profiles.map((profile) => profile.budget).filter(Number.isFinite);
-  return [Math.min(...found), Math.max(...found)];
+/** Profiles between which the server interpolates: thresholds of the learned gate for a mean depth. */
+function calibrated(model) {
+  return model.profiles.filter(({ budget, policy }) => Number.isFinite(budget) && policy?.startsWith("gate:"));
 }
 
 /** The words of the rules that this model can run, in the order they are offered in. */
 export function offered(model) {
   const words = Object.keys(KNOWN).filter((word) => word !== "budget" && model.policies.includes(word));
-  const [low, high] = budgets(model);
-  return high > low ? [words[0], "budget", ...words.slice(1)].filter(Boolean) : words;
+  return calibrated(model).length && words.length ? [words[0], "budget", ...words.slice(1)] : words;
 }
 
 /** The parts of a rule: its word, its number (`null` where it has none) and what is known of its word. */

@@ -106,16 +106,15 @@ export function short(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** A count with its unit: 1.23 GFLOP, 45.6 KiB. */
-export function scaled(value, unit, base = 1000) {
+/** Counts with their unit, that of the last: 1.23 GFLOP; `0.67 of 1.30 GFLOP`. */
+export function scaled(values, unit, base = 1000) {
+  const all = [values].flat();
   const signs = base === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
-  let size = value;
   let step = 0;
-  while (Math.abs(size) >= base && step < signs.length - 1) {
-    size /= base;
-    step += 1;
-  }
-  return `${Number(size.toPrecision(3))} ${signs[step]}${unit}`;
+  while (all.at(-1) >= base ** (step + 1) && step < signs.length - 1) step += 1;
+  const whole = all.at(-1) / base ** step;
+  const digits = whole >= 100 || step === 0 ? 0 : whole >= 10 ? 1 : 2;
+  return `${all.map((value) => figure(value / base ** step, digits)).join(" of ")} ${signs[step]}${unit}`;
 }
 
 export const percent = (share) => `${Math.round(100 * share)} %`;

@@ -34,7 +34,10 @@ function stat(name, value, note, title) {
 }
 
 const saved = (used, full) => (full ? 1 - used / full : 0);
-const sign = (value, digits = 2) => `${value > 0 ? "+" : value < 0 ? "−" : "±"}${figure(Math.abs(value), digits)}`;
+const sign = (value, digits = 2) => {
+  const rounded = Number(value.toFixed(digits));
+  return `${rounded > 0 ? "+" : rounded < 0 ? "−" : "±"}${figure(Math.abs(rounded), digits)}`;
+};
 
 function costs(reading, other) {
   const { usage } = reading;
@@ -48,8 +51,8 @@ function costs(reading, other) {
     ];
   }
   return [
-    ["FLOPs saved", percent(flops), `${scaled(usage.flops, "FLOP")} of ${scaled(usage.flops_full_depth, "FLOP")}`],
-    ["K/V saved", percent(memory), `${scaled(usage.kv_bytes, "B", 1024)} of ${scaled(usage.kv_bytes_full_depth, "B", 1024)}`],
+    ["FLOPs saved", percent(flops), scaled([usage.flops, usage.flops_full_depth], "FLOP")],
+    ["K/V saved", percent(memory), scaled([usage.kv_bytes, usage.kv_bytes_full_depth], "B", 1024)],
   ];
 }
 
@@ -59,7 +62,7 @@ export function summarise(element, reading, deepest, other = null) {
     put(element, h("p", { class: "quiet" }, "Numbers appear with the first token."));
     return;
   }
-  const gap = other ? `${sign(reading.mean_depth - other.mean_depth)} to A` : `of ${deepest} reads per token`;
+  const gap = other ? `${sign(reading.mean_depth - other.mean_depth)} to A` : `of at most ${deepest}`;
   let loss = "nats per token";
   if (other) loss = `${sign(reading.loss - other.loss, 3)} to A`;
   else if (reading.full_loss !== null && reading.full_loss !== undefined) loss = `${figure(reading.full_loss, 3)} at full depth`;

@@ -160,6 +160,11 @@ export class Editor {
 
   /** Brings a token into view, without moving caret or focus. */
   reveal(slot) {
-    this.spans.element.querySelector(`[data-slot="${slot}"]`)?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    const span = this.spans.element.querySelector(`[data-slot="${slot}"]`);
+    const sheet = this.area.closest(".sheet");
+    if (!span || !sheet) return;
+    const [own, frame] = [span.getBoundingClientRect(), sheet.getBoundingClientRect()];
+    if (own.top < frame.top) sheet.scrollTop -= frame.top - own.top + own.height;
+    else if (own.bottom > frame.bottom) sheet.scrollTop += own.bottom - frame.bottom + own.height;
   }
 }

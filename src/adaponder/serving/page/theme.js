@@ -1,7 +1,7 @@
 // Light, dark, or as the system has it; remembered in this browser.
 
 const ORDER = ["", "light", "dark"];
-const NAMES = { "": "Auto", light: "Light", dark: "Dark" };
+const NAMES = { "": "◐ Auto", light: "○ Light", dark: "● Dark" };
 const KEY = "adaponder-theme";
 
 function remembered() {
