@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { Dial, equalBudget } from "./dial.js";
-import { byId } from "./dom.js";
+import { byId, onPointer } from "./dom.js";
 import { Grid } from "./grid.js";
 import { question, Reader } from "./reader.js";
 import { offered, usual } from "./rules.js";
@@ -26,7 +26,7 @@ export class Comparison {
     });
     this.dial = new Dial(byId("dial-b"), { name: "B", turnedTo: (rule) => set({ b: rule }), match: () => this.match() });
     const copy = byId("copy");
-    copy.addEventListener("mousemove", (event) => hovered(this.spans.slotAt(event.clientX, event.clientY)));
+    onPointer(copy, (event) => hovered(this.spans.slotAt(event.clientX, event.clientY)));
     copy.addEventListener("mouseleave", () => hovered(null));
     copy.addEventListener("click", (event) => {
       const slot = this.spans.slotAt(event.clientX, event.clientY);

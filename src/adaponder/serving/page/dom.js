@@ -37,6 +37,13 @@ export function attribute(element, name, value) {
   } else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
+/** Calls `action(event)` when a pointer moves over an element; what moves below a pointer that rests does not count. */
+export function onPointer(element, action) {
+  element.addEventListener("mousemove", (event) => {
+    if (event.movementX || event.movementY) action(event);
+  });
+}
+
 /** Calls `action` once, `delay` milliseconds after the last call. */
 export function debounced(action, delay) {
   let timer = 0;

@@ -1,7 +1,7 @@
 // Tokens by iterations: a column per token, its computed iterations filled from below, the reused ones hatched.
 // It is also the list of tokens: focus it, and the arrow keys move through them.
 
-import { attribute, h } from "./dom.js";
+import { attribute, h, onPointer } from "./dom.js";
 import { figure, spoken, visible } from "./spelling.js";
 
 const LONGEST = 12;
@@ -24,7 +24,7 @@ export class Grid {
       const column = event.target.closest?.(".column");
       return column ? Number(column.dataset.slot) : null;
     };
-    element.addEventListener("mouseover", (event) => hovered(slot(event)));
+    onPointer(element, (event) => hovered(slot(event)));
     element.addEventListener("mouseleave", () => hovered(null));
     element.addEventListener("click", (event) => slot(event) !== null && selected(slot(event)));
     element.addEventListener("keydown", (event) => this.key(event));

@@ -158,6 +158,7 @@ function changed(names) {
   if (["text", "ids", "forced", "a", "seed"].some((name) => names.has(name))) ask();
   else if (names.has("b")) comparison.ask();
   if (names.has("selected")) {
+    hover(null);
     editor.spans.light(state.selected, "selected");
     grid.light(state.selected, "selected");
     comparison.light(state.selected, "selected");

@@ -102,7 +102,7 @@ export function figure(value, digits = 2) {
 export function short(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value === 0) return "0";
-  if (Math.abs(value) < 0.001) return value.toExponential(1).replace("e-", "e−");
+  if (Math.abs(value) < 0.001) return value.toExponential(2).replace("e-", "e−");
   return String(Number(value.toPrecision(3)));
 }
 

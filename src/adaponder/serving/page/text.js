@@ -1,7 +1,7 @@
 // The text: a text area, in which the browser itself does caret, undo, selection and input methods, above a mirror
 // that holds the same characters and carries the colours. Both break lines alike, since nothing in the mirror has width.
 
-import { attribute, h, put } from "./dom.js";
+import { attribute, h, onPointer, put } from "./dom.js";
 import { wear } from "./palette.js";
 import { align, hasHidden, parts } from "./spelling.js";
 
@@ -90,7 +90,7 @@ export class Editor {
       this.carry(area.value);
       edited(area.value);
     });
-    area.addEventListener("mousemove", (event) => hovered(this.spans.slotAt(event.clientX, event.clientY)));
+    onPointer(area, (event) => hovered(this.spans.slotAt(event.clientX, event.clientY)));
     area.addEventListener("mouseleave", () => hovered(null));
     let caret = -1;
     const moved = () => {

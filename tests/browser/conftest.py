@@ -1,0 +1,90 @@
+"""One browser and one server for all tests of the page; without a browser they are left out, and it is said which."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+    from explorer_support import Explorer
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LEFT_OUT = (
+    "all of tests/browser is left out: {missing}; install Chromium (Debian: apt install chromium) and the extras "
+    "serve and dev, then run pytest tests/browser"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All on one process where tests run on several: a browser and a server are not started twice."""
+    for item in items:
+        if "tests/browser" in item.path.as_posix():
+            item.add_marker(pytest.mark.xdist_group("browser"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(LEFT_OUT.format(missing=f"none of {', '.join(NAMES)} is on the path"))
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.skip(LEFT_OUT.format(missing="the package playwright is not installed"))
+    with sync_playwright() as playwright:
+        # Without its sandbox, which containers forbid: it opens our own page only.
+        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def address(browser: Browser) -> Iterator[str]:
+    """Where the server of a small model answers."""
+    from explorer_support import serving
+
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def shared(browser: Browser, address: str) -> Iterator[Explorer]:
+    """The tab that most tests use one after another."""
+    from explorer_support import Explorer
+
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(15_000)
+    explorer = Explorer(context, address)
+    explorer.open()
+    yield explorer
+    context.close()
+
+
+@pytest.fixture
+def explorer(shared: Explorer) -> Iterator[Explorer]:
+    """The page with no text, wide and light; during a test it must stay silent and ask nobody else."""
+    shared.reset()
+    yield shared
+    shared.check()
+
+
+@pytest.fixture
+def tab(browser: Browser, address: str) -> Iterator[Callable[[], Explorer]]:
+    """Makes tabs that share nothing with others."""
+    from explorer_support import Explorer
+
+    contexts = []
+
+    def make() -> Explorer:
+        contexts.append(browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce"))
+        contexts[-1].set_default_timeout(15_000)
+        return Explorer(contexts[-1], address)
+
+    yield make
+    for context in contexts:
+        context.close()

@@ -1,0 +1,191 @@
+"""A small model with a byte tokenizer behind the real server, and the page as its tests speak of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import uvicorn
+from playwright.sync_api import BrowserContext, Page
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+from adaponder import AdaPonderForCausalLM, Engine
+from adaponder.serving.app import make_app
+from adaponder.serving.served import Served
+from adaponder.serving.settings import Settings
+from adaponder.serving.worker import Worker
+from support import stir
+
+END = "<|endoftext|>"
+POSITIONS, ITERATIONS = 768, 4
+MERGES = ["Ġ Ġ", "ĠĠ ĠĠ", "d e", "de f", "Ġ r", "s e", "se l", "sel f", "i n", "o r"]
+TEXT = "def f(self):\n    return [x for x in self]\n"
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x01\x7f \u202egnp.exe\u202c \u2066\u200b " + "w" * 90
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, a few pairs are tokens too: it spells any text, and hostile ones in parts."""
+    words = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [merge.replace(" ", "") for merge in MERGES]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def small_model() -> AdaPonderForCausalLM:
+    """A random model whose gates disagree about tokens: at tau = 0.5 depths differ."""
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=257 + len(MERGES),
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    backbone = GPTNeoXForCausalLM(config).eval()
+    return stir(AdaPonderForCausalLM.from_backbone(backbone, method="adaponder", iterations=ITERATIONS, tau=0.5)).eval()
+
+
+@contextmanager
+def serving(settings: Settings | None = None) -> Iterator[str]:
+    """The address of a running server."""
+    model, tokenizer = small_model(), byte_tokenizer()
+    worker = Worker(lambda: Engine(model, lanes=4), Served.of(model, tokenizer, name="small"))
+    config = uvicorn.Config(make_app(worker, settings), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def post(address: str, path: str, **body: Any) -> dict[str, Any]:
+    """What a route answers."""
+    request = urllib.request.Request(
+        f"{address}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+def score(address: str, prompt: str | list[int], **adaponder: Any) -> dict[str, Any]:
+    return post(address, "score", prompt=prompt, full_depth=True, adaponder={"gates": True, **adaponder})
+
+
+class Explorer:
+    """The page in one tab.
+
+    Attributes:
+        heard: console messages and uncaught errors.
+        asked: addresses of all requests.
+    """
+
+    def __init__(self, context: BrowserContext, address: str):
+        self.address, self.page = address, context.new_page()
+        self.heard: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.heard.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.heard.append(f"error: {error}"))
+        self.page.on("dialog", lambda dialog: (self.heard.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, fragment: str = "") -> Explorer:
+        self.page.goto(f"{self.address}/{fragment}")
+        self.page.wait_for_selector("html[data-ready]")
+        self.settle()
+        return self
+
+    def reset(self) -> None:
+        """Back to no text, one rule, wide and light, with nothing heard."""
+        self.page.set_viewport_size({"width": 1280, "height": 900})
+        self.page.mouse.move(2, 2)
+        self.page.emulate_media(color_scheme="light")
+        # The address is written a moment after a change: an older one must not come after ours.
+        self.page.wait_for_timeout(260)
+        self.page.evaluate("() => { location.hash = `text=&a=gate:0.5&most=64&reset=${Math.random()}`; }")
+        self.until("document.getElementById('text').value === ''")
+        self.page.wait_for_selector("html:not([data-shown])")
+        self.heard.clear()
+        self.asked.clear()
+
+    def check(self) -> None:
+        """Nothing was said on the console, nobody else was asked, and no address held any of the text."""
+        assert self.heard == []
+        assert [url for url in self.asked if not url.startswith((self.address, "blob:", "data:"))] == []
+        assert [url for url in self.asked if "#" in url or "?" in url] == []
+
+    def settle(self) -> None:
+        """Waits until everything about the text is shown."""
+        self.page.wait_for_selector("html[data-shown=detailed]:not([data-writing])")
+
+    def until(self, condition: str) -> None:
+        """Waits for JavaScript to be true; Playwright's own way needs ``eval``, which the page forbids."""
+        deadline = time.monotonic() + 15
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, condition
+            self.page.wait_for_timeout(10)
+
+    def fill(self, text: str) -> None:
+        self.page.fill("#text", text)
+        self.settle()
+
+    def act(self, action: str) -> None:
+        """Runs JavaScript that changes what is shown, and waits."""
+        self.page.evaluate(action)
+        self.settle()
+
+    def dial(self, place: float, side: str = "A") -> None:
+        """Turns the dial to a place from 0 to 1."""
+        self.act(f"""() => {{ const dial = document.getElementById("{side}-dial");
+            dial.value = {place} * dial.max; dial.dispatchEvent(new Event("input")); }}""")
+
+    def tokens(self, where: str = "#mirror") -> list[tuple[str, int]]:
+        """Text and depth of each coloured span."""
+        found = self.page.eval_on_selector_all(
+            f"{where} .token[data-slot]", "all => all.map((one) => [one.textContent, Number(one.dataset.depth)])"
+        )
+        return [(text, depth) for text, depth in found]
+
+    def columns(self, where: str = "#grid-a") -> list[int]:
+        """Depth of each column of the grid."""
+        return self.page.eval_on_selector_all(f"{where} .column", "all => all.map((one) => Number(one.dataset.depth))")
+
+    def stat(self, name: str, where: str = "#summary-a") -> str:
+        return self.page.inner_text(f"{where} [data-stat='{name}'] .value")
+
+    def text(self) -> str:
+        return self.page.input_value("#text")
+
+    def fragment(self) -> str:
+        """What the address holds once it is written."""
+        self.page.wait_for_timeout(300)
+        return self.page.evaluate("location.hash").removeprefix("#")
+
+    def rule(self, side: str = "A") -> str:
+        return self.page.inner_text(f"#dial-{side.lower()} output")
+
+
+def spans(scores: dict[str, Any]) -> list[tuple[str, int]]:
+    """What the mirror shows of an answer: tokens without text, parts of a character, have no span."""
+    return [(token["text"], token["depth"]) for token in scores["tokens"] if token["text"]]
