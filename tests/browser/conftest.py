@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from explorer_support import Explorer
     from playwright.sync_api import Browser
 
-    from explorer_support import Explorer
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PACKAGES = ("playwright", "fastapi", "uvicorn")
 LEFT_OUT = (
     "all of tests/browser is left out: {missing}; install Chromium (Debian: apt install chromium) and the extras "
     "serve and dev, then run pytest tests/browser"
@@ -32,10 +33,11 @@ def browser() -> Iterator[Browser]:
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip(LEFT_OUT.format(missing=f"none of {', '.join(NAMES)} is on the path"))
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        pytest.skip(LEFT_OUT.format(missing="the package playwright is not installed"))
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        pytest.skip(LEFT_OUT.format(missing=f"not installed: {', '.join(missing)}"))
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         # Without its sandbox, which containers forbid: it opens our own page only.
         opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])

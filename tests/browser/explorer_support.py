@@ -9,20 +9,17 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import uvicorn
-from playwright.sync_api import BrowserContext, Page
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from adaponder import AdaPonderForCausalLM, Engine
-from adaponder.serving.app import make_app
-from adaponder.serving.served import Served
-from adaponder.serving.settings import Settings
-from adaponder.serving.worker import Worker
 from support import stir
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext
 
 END = "<|endoftext|>"
 POSITIONS, ITERATIONS = 768, 4
@@ -61,17 +58,24 @@ def small_model() -> AdaPonderForCausalLM:
 
 
 @contextmanager
-def serving(settings: Settings | None = None) -> Iterator[str]:
+def serving() -> Iterator[str]:
     """The address of a running server."""
+    import uvicorn
+
+    from adaponder.serving.app import make_app
+    from adaponder.serving.served import Served
+    from adaponder.serving.worker import Worker
+
     model, tokenizer = small_model(), byte_tokenizer()
     worker = Worker(lambda: Engine(model, lanes=4), Served.of(model, tokenizer, name="small"))
-    config = uvicorn.Config(make_app(worker, settings), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+    config = uvicorn.Config(make_app(worker), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     deadline = time.monotonic() + 30
     while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

@@ -9,8 +9,6 @@ import urllib.parse
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-
-pytest.importorskip("playwright")
 from explorer_support import HOSTILE, ITERATIONS, TEXT, post, score, spans
 
 
@@ -24,7 +22,8 @@ def test_the_dial_moves_depth(explorer):
         assert explorer.tokens() == spans(answer)
         assert explorer.stat("Mean depth") == f"{answer['mean_depth']:.2f}"
         depths.append(answer["mean_depth"])
-    assert depths == sorted(depths) and depths[0] < depths[-1]
+    assert depths == sorted(depths)
+    assert depths[0] < depths[-1]
     explorer.page.select_option("#A-rule", "fixed")
     explorer.settle()
     explorer.page.focus("#A-dial")
@@ -55,8 +54,9 @@ def test_two_rules_side_by_side_and_what_differs(explorer):
     page.wait_for_selector("#match:not([disabled])")
     explorer.settle()
     keep = explorer.rule("B").split()[1]
-    first, second = score(explorer.address, TEXT, policy="gate:0.5"), score(
-        explorer.address, TEXT, policy=f"random:{keep}", seed=1
+    first, second = (
+        score(explorer.address, TEXT, policy="gate:0.5"),
+        score(explorer.address, TEXT, policy=f"random:{keep}", seed=1),
     )
     assert abs(first["mean_depth"] - second["mean_depth"]) < 0.1
     explorer.until(f"document.querySelectorAll('#copy .token').length === {len(spans(second))}")
@@ -65,7 +65,8 @@ def test_two_rules_side_by_side_and_what_differs(explorer):
     gaps = [b["depth"] - a["depth"] for a, b in zip(first["tokens"], second["tokens"], strict=True)]
     more, less = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     said = page.inner_text("#differs")
-    assert f"reads {more} tokens more" in said and f"{less} less" in said
+    assert f"reads {more} tokens more" in said
+    assert f"{less} less" in said
     marked = page.eval_on_selector_all("#copy .token", "all => all.map((one) => one.dataset.differs ?? '')")
     assert marked == ["more" if gap > 0 else "less" if gap < 0 else "" for gap in gaps]
     page.click("#by-difference")
@@ -154,14 +155,16 @@ def test_writing_streams_coloured_tokens_and_ends_as_the_server_would(explorer):
     depths = choice["adaponder"]["prompt_depths"] + [token["depth"] for token in made[1:]]
     # The last token is read by the score that follows, all others have the depths they were written with.
     assert explorer.columns()[: len(depths)] == depths
-    assert "tokens/s" in explorer.page.inner_text("#pace") and f"{len(made)} tokens" in explorer.page.inner_text("#pace")
+    assert "tokens/s" in explorer.page.inner_text("#pace")
+    assert f"{len(made)} tokens" in explorer.page.inner_text("#pace")
     before = explorer.text()
     explorer.page.fill("#temperature", "1")
     explorer.page.click("#again")
     explorer.until("document.getElementById('seed').value === '2'")
     explorer.page.wait_for_timeout(50)
     explorer.settle()
-    assert explorer.text().startswith(TEXT) and explorer.text() != before
+    assert explorer.text().startswith(TEXT)
+    assert explorer.text() != before
 
 
 def test_writing_stops_when_told(explorer):
@@ -196,7 +199,8 @@ def test_a_token_is_forced_to_a_depth_or_replaced(explorer):
     found = urllib.parse.parse_qs(explorer.fragment())
     ids = [int(part) for part in found["ids"][0].split(".")]
     assert ids[:7] == [token["id"] for token in tokens[:6]] + [number]
-    assert len(ids) == 15 and found["forced"] == ["5-4"]
+    assert len(ids) == 15
+    assert found["forced"] == ["5-4"]
     assert explorer.tokens() == spans(score(explorer.address, ids, policy="gate:0.5", depths={"5": 4}))
 
 
@@ -234,12 +238,17 @@ def test_what_is_exported_can_be_read(explorer):
         saved[kind] = download.value.path().read_bytes()
     svg = ElementTree.fromstring(saved["svg"])
     words = "".join(svg.itertext())
-    assert "<script>alert(1)</script>" in words and "‹RLO›" in words and "\u202e" not in words
+    assert "<script>alert(1)</script>" in words
+    assert "‹RLO›" in words
+    assert "\u202e" not in words
     assert not [one for one in svg.iter() if one.tag.endswith(("script", "image", "foreignObject"))]
     width, height = struct.unpack(">II", saved["png"][16:24])
-    assert saved["png"].startswith(b"\x89PNG") and (width, height) == tuple(2 * int(svg.get(n)) for n in ("width", "height"))
+    assert saved["png"].startswith(b"\x89PNG")
+    assert (width, height) == tuple(2 * int(svg.get(n)) for n in ("width", "height"))
     numbers = json.loads(saved["json"])
-    assert numbers["text"] == HOSTILE + TEXT and numbers["a"]["rule"] == "gate:0.5" and numbers["b"] is None
+    assert numbers["text"] == HOSTILE + TEXT
+    assert numbers["a"]["rule"] == "gate:0.5"
+    assert numbers["b"] is None
     assert numbers["a"]["tokens"] == answer["tokens"]
     assert math.isclose(numbers["a"]["loss"], answer["loss"])
 
@@ -251,7 +260,8 @@ def test_what_goes_wrong_is_said_and_what_was_typed_stays(tab):
     page.route("**/score", lambda route: route.abort())
     page.fill("#text", TEXT)
     page.wait_for_selector("#notice:not([hidden])")
-    assert "does not answer" in page.inner_text("#notice") and "Trying again" in page.inner_text("#notice")
+    assert "does not answer" in page.inner_text("#notice")
+    assert "Trying again" in page.inner_text("#notice")
     assert explorer.text() == TEXT
     page.unroute("**/score")
     explorer.settle()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
-pytest.importorskip("playwright")
 from explorer_support import HOSTILE, ITERATIONS, TEXT, Explorer, score, spans
 
 
@@ -74,7 +72,8 @@ def test_only_the_newest_answer_is_shown(explorer):
 
 def test_input_methods_compose_undisturbed(explorer):
     explorer.fill("x = ")
-    explorer.page.evaluate("() => { const area = document.getElementById('text'); area.focus(); area.setSelectionRange(4, 4); }")
+    explorer.page.focus("#text")
+    explorer.page.keyboard.press("Control+End")
     session = explorer.page.context.new_cdp_session(explorer.page)
     for part in ("に", "にほ", "にほん"):
         session.send("Input.imeSetComposition", {"text": part, "selectionStart": len(part), "selectionEnd": len(part)})
@@ -142,12 +141,15 @@ def test_mirror_and_text_area_break_lines_alike(explorer):
 def test_ink_is_readable_on_every_depth_and_depth_is_told_without_colour(explorer, dark):
     explorer.page.emulate_media(color_scheme="dark" if dark else "light")
     explorer.fill(TEXT)
-    ink, paper, colours, marks = explorer.page.evaluate("""async (deepest) => {
+    ink, paper, colours, marks = explorer.page.evaluate(
+        """async (deepest) => {
         const palette = await import(new URL("page/palette.js", location.href));
         const style = getComputedStyle(document.getElementById("text"));
         const backs = palette.colours(deepest, palette.isDark());
         return [style.color, getComputedStyle(document.body).backgroundColor, backs,
-                backs.map((_, index) => palette.mark(index + 1, deepest))]; }""", ITERATIONS)
+                backs.map((_, index) => palette.mark(index + 1, deepest))]; }""",
+        ITERATIONS,
+    )
 
     def luminance(colour: str) -> float:
         parts = (
@@ -166,7 +168,7 @@ def test_ink_is_readable_on_every_depth_and_depth_is_told_without_colour(explore
     assert all(step > 0.005 for step in steps) if dark else all(step < -0.02 for step in steps)
     assert marks == sorted(set(marks))
     shown = explorer.page.evaluate("""() => [...document.querySelectorAll("#mirror .token[data-depth]")].map((one) =>
-        [Number(one.dataset.depth), getComputedStyle(one).getPropertyValue("--mark"), getComputedStyle(one).backgroundColor])""")
+        [Number(one.dataset.depth), one.style.getPropertyValue("--mark"), getComputedStyle(one).backgroundColor])""")
     for depth, mark, back in shown:
         assert float(mark.removesuffix("px")) == marks[depth - 1]
         assert luminance(back) == pytest.approx(lights[depth - 1], abs=1e-3)

@@ -59,7 +59,7 @@ def test_every_file_that_is_named_is_there_and_every_file_is_named(tags):
                 named.add(value.removeprefix("page/"))
     for module in MODULES:
         imported = re.findall(r"from \"\./([\w.]+)\"", module.read_text())
-        assert len(imported) == len(re.findall(r"^import ", module.read_text(), re.M)), module.name
+        assert len(imported) == len(re.findall(r"^import [{*]", module.read_text(), re.M)), module.name
         named |= set(imported)
     assert named == {path.name for path in PAGE.iterdir()}
 
