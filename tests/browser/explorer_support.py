@@ -19,7 +19,7 @@ from adaponder import AdaPonderForCausalLM, Engine
 from support import stir
 
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext
+    from playwright.sync_api import BrowserContext, Dialog
 
 END = "<|endoftext|>"
 POSITIONS, ITERATIONS = 768, 4
@@ -111,8 +111,12 @@ class Explorer:
         self.asked: list[str] = []
         self.page.on("console", lambda message: self.heard.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.heard.append(f"error: {error}"))
-        self.page.on("dialog", lambda dialog: (self.heard.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on("dialog", self._dismiss)
         self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.heard.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def open(self, fragment: str = "") -> Explorer:
         self.page.goto(f"{self.address}/{fragment}")

@@ -244,7 +244,7 @@ def test_what_is_exported_can_be_read(explorer):
     assert not [one for one in svg.iter() if one.tag.endswith(("script", "image", "foreignObject"))]
     width, height = struct.unpack(">II", saved["png"][16:24])
     assert saved["png"].startswith(b"\x89PNG")
-    assert (width, height) == tuple(2 * int(svg.get(n)) for n in ("width", "height"))
+    assert (width, height) == tuple(2 * int(svg.attrib[name]) for name in ("width", "height"))
     numbers = json.loads(saved["json"])
     assert numbers["text"] == HOSTILE + TEXT
     assert numbers["a"]["rule"] == "gate:0.5"
