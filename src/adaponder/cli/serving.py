@@ -27,12 +27,14 @@ def serve(options: ServeOptions) -> None:
         import uvicorn  # noqa: F401
     except ImportError as problem:
         raise InputError(f"serve: {problem.name} is missing; pip install 'adaponder[serve]'") from None
-    if options.ray:
-        from adaponder.serving import ray
-
-        ray.run(options)
-        return
-    refuse("one server: only --ray has several", replicas=options.replicas > 1)
+    if not options.ray:
+        refuse(
+            "one server: say --ray",
+            replicas=options.replicas > 1,
+            max_replicas=options.max_replicas,
+            ray_address=options.ray_address,
+            routing=options.routing != "least-loaded",
+        )
     from adaponder.commands import serve as command
 
     command.run(options)

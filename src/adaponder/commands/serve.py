@@ -6,7 +6,9 @@ import ipaddress
 import os
 import re
 import socket
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adaponder.commands.options.serving import ServeOptions
 from adaponder.errors import InputError
@@ -18,18 +20,49 @@ from adaponder.serving.settings import Access, Key, Limits, Settings
 from adaponder.serving.worker import Worker
 from adaponder.terminal import console, line
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
 VARIABLE = "ADAPONDER_API_KEY"
 
 
 def run(options: ServeOptions) -> None:
     """Serves until SIGTERM or Ctrl-C."""
     settings = settings_of(options)
+    if options.ray:
+        _run_on_ray(options, settings)
+        return
     listening = listen(options.host, options.port)
     try:
         worker = open_worker(options)
         _serve(options, settings, worker, listening)
     finally:
         listening.close()
+
+
+def open_app(options: ServeOptions, settings: Settings) -> ASGIApp:
+    """The app of these options, with its model: what each replica on Ray makes for itself."""
+    from adaponder.serving.app import make_app
+
+    return make_app(open_worker(options), settings)
+
+
+def _run_on_ray(options: ServeOptions, settings: Settings) -> None:
+    from adaponder.serving import ray
+
+    cluster = ray.Cluster(
+        host=options.host,
+        port=options.port,
+        replicas=options.replicas,
+        most_replicas=options.max_replicas,
+        routing=options.routing,
+        gpus=1.0 if options.device.startswith("cuda") else 0.0,
+        lanes=options.lanes,
+        waiting=options.max_waiting,
+        address=options.ray_address,
+        drain_seconds=options.drain,
+    )
+    ray.run(partial(open_app, options, settings), cluster, settings)
 
 
 def _serve(options: ServeOptions, settings: Settings, worker: Worker, listening: socket.socket) -> None:

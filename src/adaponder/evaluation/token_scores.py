@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -64,11 +64,13 @@ class Row:
         gates: what the policy was given as ``gate`` after each iteration that it was asked about.
         nll: loss of the next token after each iteration, in nats.
         top: the likeliest next tokens after each iteration, with their log-probabilities.
+        hidden: final-normed hidden state after each iteration: what another next token would be scored by.
     """
 
     gates: list[float] = field(default_factory=list)
     nll: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list, repr=False)
     depth: int = 0
 
 
@@ -162,8 +164,10 @@ class TokenScorer:
             return TokenScores(entry.rows[: len(ids)], len(ids))
         entry = self._cut(number, entry, common, how.max_iterations)
         past = len(entry.rows)
-        rows = self._read(ids, past, entry.ledger, how, rule)
-        entry.ids, entry.rows = ids, entry.rows + rows
+        if past:
+            entry.rows[-1] = self._followed_by(entry.rows[-1], ids[past])
+        entry.rows += self._read(ids, past, entry.ledger, how, rule)
+        entry.ids = ids
         if key is not None:
             self._numbers += 1
             self._kept[self._numbers] = (key, entry)
@@ -200,23 +204,31 @@ class TokenScorer:
         return best
 
     def _cut(self, number: int, entry: _Kept | None, common: int, max_iterations: int | None) -> _Kept:
-        """What is left of a kept text to go on from: its rows whose next token is the same."""
-        past = max(0, common - 1)
-        cut = past < _SHARE_LEFT * len(entry.ids) if entry is not None else True
-        if entry is None or not past or (cut and past < _WORTH_COPYING):
+        """What is left of a kept text to go on from: its first ``common`` tokens."""
+        cut = common < _SHARE_LEFT * len(entry.ids) if entry is not None else True
+        if entry is None or (cut and common < _WORTH_COPYING):
             return _Kept([], [], self.model.new_ledger(max_iterations))
         if cut:
             entry = _Kept(list(entry.ids), list(entry.rows), copy.deepcopy(entry.ledger))
         else:
             del self._kept[number]
-        entry.ledger.crop(past - entry.ledger.get_seq_length())
-        return _Kept(entry.ids[:past], entry.rows[:past], entry.ledger)
+        entry.ledger.crop(common - entry.ledger.get_seq_length())
+        return _Kept(entry.ids[:common], entry.rows[:common], entry.ledger)
 
     def _make_room(self) -> None:
         while len(self._kept) > self._most or (self._kept and self.nbytes > self._most_bytes):
             self._kept.popitem(last=False)
 
     # --- reading ------------------------------------------------------------------------------------------------
+
+    def _followed_by(self, row: Row, token: int) -> Row:
+        """The row with the loss of another next token."""
+        log_p = self._log_probabilities(torch.stack(row.hidden))
+        return replace(row, nll=(-log_p[:, token]).tolist())
+
+    def _log_probabilities(self, hidden: Tensor) -> Tensor:
+        logits = self.model.wrapped.logits(hidden)
+        return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
     def _read(self, ids: list[int], past: int, ledger: Ledger, how: Reading, rule: Policy) -> list[Row]:
         """What the tokens after the first ``past`` say."""
@@ -259,13 +271,14 @@ class TokenScorer:
                 rows[number].gates.append(gate)
         for start in range(0, len(numbers), size):
             some = active[start : start + size]
-            logits = self.model.wrapped.logits(iteration.hidden[0, some])
-            log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+            hidden = iteration.hidden[0, some]
+            log_p = self._log_probabilities(hidden)
             losses = -log_p.gather(-1, targets[some, None])[:, 0]
             if not bool(losses.isfinite().all()):
                 raise EvaluationError("prompt: the model's loss is not finite: its weights overflow in this precision")
-            for number, loss in zip(numbers[start : start + size], losses.tolist(), strict=True):
+            for number, loss, state in zip(numbers[start : start + size], losses.tolist(), hidden, strict=True):
                 rows[number].nll.append(loss)
+                rows[number].hidden.append(state)
             if top:
                 values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
                 pairs = zip(numbers[start : start + size], ids.tolist(), values.tolist(), strict=True)

@@ -88,6 +88,7 @@ class Run:
         self.choices: list[Choice] = []
         self._open = len(requests)
         self._tickets: list[int] = []
+        self._finished: set[int] = set()
         self._last: float | None = None
         served = worker.served
         for request in requests:
@@ -119,7 +120,8 @@ class Run:
                 ended.add(event.sample)
         if writings.over:
             self._open -= 1
-        elif writings.complete:
+        elif writings.complete and ticket not in self._finished:
+            self._finished.add(ticket)
             self.worker.finish(ticket)
         if self.on_growth is not None:
             grown = [_grown(own[sample], "".join(parts), sample in ended) for sample, parts in texts.items()]

@@ -62,7 +62,29 @@ class _Bounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(_Bounds, _Engine, Device, Dtype):
+class _Cluster:
+    """Several servers side by side."""
+
+    ray: Annotated[bool, Option(flags=("--ray",), help="Run it on Ray Serve (extra scale), --replicas times.")] = False
+    replicas: Annotated[int, Option(metavar="N", min=1, max=10000, help="With --ray: servers side by side.")] = 1
+    max_replicas: Annotated[
+        int | None, Option(metavar="N", min=1, max=10000, help="With --ray: as many where load asks for them.")
+    ] = None
+    routing: Annotated[
+        str,
+        Option(
+            metavar="NAME",
+            help="With --ray: least-loaded, or session: one user's requests to one server, which knows their prefix.",
+            check=values.one_of("least-loaded", "session"),
+        ),
+    ] = "least-loaded"
+    ray_address: Annotated[
+        str | None, Option(metavar="ADDRESS", help="With --ray: of a cluster that runs; default: one of its own.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(_Bounds, _Engine, _Cluster, Device, Dtype):
     """``adaponder serve``."""
 
     checkpoint: Annotated[str, CHECKPOINT]
@@ -92,5 +114,3 @@ class ServeOptions(_Bounds, _Engine, Device, Dtype):
         Sequence[str],
         Option(several=True, metavar="URL", help="A page elsewhere that may call this server; may be repeated."),
     ] = ()
-    ray: Annotated[bool, Option(flags=("--ray",), help="Run it on Ray Serve (extra scale), --replicas times.")] = False
-    replicas: Annotated[int, Option(metavar="N", min=1, max=10000, help="With --ray: servers side by side.")] = 1

@@ -1,0 +1,177 @@
+"""A text scored from a kept beginning equals one uncached forward over the whole of it, whatever was scored before."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from adaponder.errors import EvaluationError, InputError
+from adaponder.evaluation import token_scores
+from adaponder.evaluation.token_scores import Reading, TokenScorer
+from adaponder.policies import Custom, Entropy, FixedDepth, LearnedGate, Random
+from support import METHODS, POSITIONS, VOCABULARY, ids, tiny
+
+
+def by_forward(model, text, how: Reading) -> list[dict]:
+    """What a forward without a cache says of each token: depth, gates, and logits after each of its iterations."""
+    shown = []
+    policy = how.policy
+    if how.depths:
+        rule = policy or model.method.default_policy(training=False)
+        table = torch.tensor([how.depths.get(slot, 0) for slot in range(len(text))])
+
+        def decide(rows):
+            forced = table[rows.slot]
+            return torch.where(forced > 0, rows.iteration + 1 < forced, rule(rows))
+
+        policy = Custom(decide)
+    with torch.no_grad():
+        output = model(
+            torch.tensor([text]),
+            policy=policy,
+            max_iterations=how.max_iterations,
+            seed=how.seed,
+            output_iteration_logits=True,
+            on_iteration=shown.append,
+        )
+    told = []
+    for slot in range(len(text)):
+        active = [one for one in shown if one.active[0, slot]]
+        logs = [torch.log_softmax(output.iteration_logits[one.index][0, slot], -1) for one in active]
+        told.append(
+            {
+                "depth": int(output.depth[0, slot]),
+                "gates": [float(one.gate[0, slot]) for one in active if one.gate is not None],
+                "logs": logs,
+            }
+        )
+    return told
+
+
+def check(model, scorer, text, how=None) -> int:
+    """Compares with :func:`by_forward`; returns how many rows were kept from before."""
+    how = how or Reading(top=3)
+    scores = scorer.score(text, how)
+    assert len(scores.rows) == len(text)
+    for slot, (row, expected) in enumerate(zip(scores.rows, by_forward(model, text, how), strict=True)):
+        assert row.depth == expected["depth"]
+        assert row.gates == pytest.approx(expected["gates"], abs=1e-12)
+        assert len(row.top) == len(row.nll) == len(expected["logs"])
+        for top, logs in zip(row.top, expected["logs"], strict=True):
+            values, likeliest = logs.topk(how.top)
+            assert [token for token, _ in top] == likeliest.tolist()
+            assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-12)
+        if slot + 1 < len(text):
+            losses = [-float(logs[text[slot + 1]]) for logs in expected["logs"]]
+            assert row.nll == pytest.approx(losses, abs=1e-12)
+    return scores.cached
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_edits_equal_an_uncached_forward(method):
+    model = tiny(method)
+    scorer = TokenScorer(model)
+    text, generator = ids(1, 20)[0].tolist(), random.Random(0)
+    assert check(model, scorer, text) == 0
+    for place in (19, 18, 20, 14, 3, 0):  # the end, before it, a longer text, the middle, the beginning
+        text = text[:place] + [generator.randrange(VOCABULARY) for _ in range(22 - place)]
+        kept = check(model, scorer, text)
+        assert kept == (place if place >= 14 else 0)
+    assert check(model, scorer, text) == len(text)
+    assert check(model, scorer, text[:5]) == 5
+    assert check(model, scorer, text) == len(text)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Reading(FixedDepth(2), top=1),
+        Reading(Entropy(2.0), top=2),
+        Reading(Random(0.5), seed=3, top=1),
+        Reading(LearnedGate(0.3), 2, top=1),
+        Reading(depths={0: 3, 4: 1, 13: 3, 60: 2}, top=1),
+        Reading(Custom(lambda rows: rows.gate > 0.4), top=1),
+    ],
+    ids=["fixed", "entropy", "random", "at most 2", "forced", "callable"],
+)
+def test_any_policy_and_forced_depths(how):
+    model = tiny()
+    scorer = TokenScorer(model)
+    text = ids(1, 14)[0].tolist()
+    check(model, scorer, text, how)
+    kept = check(model, scorer, [*text[:-1], 7, 8], how)
+    assert kept == (0 if isinstance(how.policy, Custom) else 13)
+
+
+def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():
+    model = tiny()
+    scorer = TokenScorer(model)
+    text = ids(1, 12)[0].tolist()
+    ways = [
+        Reading(),
+        Reading(salt="a"),
+        Reading(max_iterations=2),
+        Reading(LearnedGate(0.2)),
+        Reading(Random(0.5), seed=1),
+        Reading(Random(0.5), seed=2),
+        Reading(depths={3: 1}),
+    ]
+    for how in ways:
+        assert scorer.score(text, how).cached == 0
+    for how in ways:
+        assert scorer.score(text, how).cached == 12
+    assert scorer.score(text, Reading(seed=9)).cached == 12  # the gate does not look at it
+
+
+def test_full_depth_is_every_token_read_to_the_end():
+    for method in ("adaponder", "loop"):
+        model = tiny(method)
+        full = TokenScorer(model).score(ids(1, 9)[0].tolist(), Reading().at_full_depth(model))
+        assert set(full.depths) == {3}
+
+
+def test_only_the_last_texts_are_kept_and_few_bytes():
+    model = tiny()
+    scorer = TokenScorer(model, kept=2)
+    texts = [ids(1, 10, seed=seed)[0].tolist() for seed in range(3)]
+    for text in texts:
+        scorer.score(text, Reading())
+    assert [scorer.score(text, Reading()).cached for text in texts[1:]] == [10, 10]
+    assert scorer.score(texts[0], Reading()).cached == 0
+    small = TokenScorer(model, kept_bytes=100)
+    small.score(texts[0], Reading())
+    assert small.nbytes == 0
+
+
+def test_a_text_that_branches_early_leaves_the_kept_one_alone(monkeypatch):
+    monkeypatch.setattr(token_scores, "_WORTH_COPYING", 8)
+    model = tiny()
+    scorer = TokenScorer(model)
+    text = ids(1, 50)[0].tolist()
+    check(model, scorer, text)
+    assert check(model, scorer, [*text[:20], 5, 6]) == 20  # a copy
+    assert check(model, scorer, text) == 50
+    assert check(model, scorer, [*text[:30], 5, 6]) == 30  # more than half is left: it is cut
+    assert check(model, scorer, text) == 30
+
+
+def test_what_cannot_be_scored_is_refused_by_name():
+    scorer = TokenScorer(tiny())
+    for text, how, field in (
+        ([], Reading(), "prompt"),
+        ([VOCABULARY], Reading(), "prompt"),
+        ([1] * (POSITIONS + 1), Reading(), "prompt"),
+        ([1, 2], Reading(depths={0: 9}), "depths"),
+        ([1, 2], Reading(max_iterations=9), "max_iterations"),
+    ):
+        with pytest.raises(InputError, match=field):
+            scorer.score(text, how)
+    with pytest.raises(InputError, match="depths"):
+        TokenScorer(tiny("loop")).score([1, 2], Reading(depths={0: 1}))
+    broken = tiny()
+    with torch.no_grad():
+        broken.get_output_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(EvaluationError, match="finite"):
+        TokenScorer(broken).score([1, 2, 3], Reading())

@@ -1,0 +1,210 @@
+"""Every route but /health asks for a key, whatever headers say; hosts and pages of elsewhere are turned away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from urllib.parse import urlsplit
+
+import pytest
+
+from adaponder.errors import InputError
+from adaponder.serving.access import COOKIE, POLICY
+from adaponder.serving.settings import Access, Key, Settings
+from serving_support import serving
+
+KEY, OTHER = "a-key-of-the-tests-1", "a-key-of-the-tests-2"
+ROUTES = [
+    ("GET", "/"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/score"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/page/index.html"),
+    ("GET", "/nowhere"),
+    ("POST", "/health/../v1/completions"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+    ("GET", "/%2e%2e/metrics"),
+]
+
+
+@pytest.fixture(scope="module")
+def server():
+    access = Access(keys=(Key.of(KEY), Key.of(OTHER)), hosts=("models.test",), origins=("https://friend.test",))
+    with serving(settings=Settings(lanes=2, access=access)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def open_server():
+    with serving(settings=Settings(lanes=2)) as running:
+        yield running
+
+
+def raw(server, method: str, path: str, headers: list[tuple[str, str]], body: bytes = b""):
+    """One request whose headers are just these; (status, headers, body)."""
+    parts = urlsplit(server.address)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=10)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in headers:
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, {name.lower(): value for name, value in response.getheaders()}, content
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_is_closed_without_a_key(server, method, path):
+    for headers in ([], [("Authorization", "Bearer wrong")], [("Cookie", f"{COOKIE}=wrong")]):
+        status, _, body = raw(server, method, path, [("Host", "localhost"), *headers])
+        assert status == 401
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+def test_health_is_open_and_says_little(server):
+    status, headers, body = raw(server, "GET", "/health", [("Host", "localhost")])
+    assert (status, json.loads(body)) == (200, {"status": "alive"})
+    assert headers["content-security-policy"] == POLICY
+
+
+@pytest.mark.parametrize("host", ["localhost/health", "localhost/health?", "x@localhost", "localhost:80/health#", "a b"])
+def test_a_host_header_opens_nothing(server, host):
+    """CVE-2026-48746: a path in the Host header must not pass for the path that is asked for."""
+    status, _, _ = raw(server, "GET", "/v1/models", [("Host", host)])
+    assert status == 400
+    forwarded = [("Host", "localhost"), ("X-Forwarded-Path", "/health"), ("X-Original-URL", "/health")]
+    forwarded += [("X-Forwarded-Prefix", "/health"), ("X-Rewrite-URL", "/health"), ("X-Forwarded-Host", "x/health")]
+    assert raw(server, "GET", "/v1/models", forwarded)[0] == 401
+
+
+def test_a_key_opens_by_header(server):
+    for scheme in ("Bearer", "bearer"):
+        headers = [("Host", "localhost"), ("Authorization", f"{scheme} {OTHER}")]
+        assert raw(server, "GET", "/v1/models", headers)[0] == 200
+
+
+def test_hosts_are_this_server_s_names_only(server, open_server):
+    for running, key in ((server, [("Authorization", f"Bearer {KEY}")]), (open_server, [])):
+        for host in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:9", "192.168.0.7"):
+            assert raw(running, "GET", "/v1/models", [("Host", host), *key])[0] == 200, host
+        for host in ("evil.test", "localhost.evil.test", "127.0.0.1.evil.test"):
+            assert raw(running, "GET", "/v1/models", [("Host", host), *key])[0] == 421, host
+        assert raw(running, "GET", "/v1/models", [("Host", "localhost"), ("Host", "localhost"), *key])[0] == 400
+        assert raw(running, "GET", "/v1/models", key)[0] == 400
+    assert raw(server, "GET", "/v1/models", [("Host", "models.test"), ("Authorization", f"Bearer {KEY}")])[0] == 200
+
+
+def test_pages_elsewhere_may_not_call(server, open_server):
+    for running, key in ((server, [("Authorization", f"Bearer {KEY}")]), (open_server, [])):
+        for origin in ("https://evil.test", "null", "http://localhost.evil.test", "file://", "http://localhost:1"):
+            status, headers, _ = raw(running, "GET", "/v1/models", [("Host", "localhost"), ("Origin", origin), *key])
+            assert status == 403, origin
+            assert "access-control-allow-origin" not in headers
+        own = [("Host", "localhost:8000"), ("Origin", "http://localhost:8000"), *key]
+        assert raw(running, "GET", "/v1/models", own)[0] == 200
+
+
+def test_a_friend_s_page_may_call_with_a_key(server):
+    friend = [("Host", "localhost"), ("Origin", "https://friend.test")]
+    status, headers, _ = raw(server, "OPTIONS", "/v1/completions", friend)
+    assert status == 204
+    assert headers["access-control-allow-origin"] == "https://friend.test"
+    status, headers, _ = raw(server, "GET", "/v1/models", [*friend, ("Authorization", f"Bearer {KEY}")])
+    assert (status, headers["access-control-allow-origin"]) == (200, "https://friend.test")
+    assert raw(server, "GET", "/v1/models", friend)[0] == 401
+
+
+def test_the_page_asks_for_the_key_and_a_cookie_that_is_not_the_key_remembers_it(server):
+    html = [("Host", "localhost"), ("Accept", "text/html")]
+    status, headers, body = raw(server, "GET", "/", html)
+    assert status == 401
+    assert b'name="key"' in body
+    assert b"<script" not in body
+    form = [("Host", "localhost"), ("Content-Type", "application/x-www-form-urlencoded")]
+
+    def login(text: bytes):
+        return raw(server, "POST", "/login", [*form, ("Content-Length", str(len(text)))], text)
+
+    assert login(b"key=wrong")[0] == login(b"")[0] == login(b"key=" + b"x" * 5000)[0] == 401
+    status, headers, _ = login(b"key=" + KEY.encode())
+    assert status == 303
+    cookie = headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert KEY not in cookie
+    value = cookie.partition(";")[0]
+    assert raw(server, "GET", "/v1/models", [("Host", "localhost"), ("Cookie", value)])[0] == 200
+    evil = [("Host", "localhost"), ("Cookie", value), ("Origin", "https://evil.test")]
+    assert raw(server, "GET", "/v1/models", evil)[0] == 403
+
+
+def test_a_prefix_is_shared_within_one_key_only(server):
+    prompt = list(range(1, 40))
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "seed": 1}
+
+    def reused(key: str) -> int:
+        before = server.settled()["prefix_tokens_reused"]
+        response = server.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+        return server.settled()["prefix_tokens_reused"] - before
+
+    assert [reused(KEY), reused(KEY), reused(OTHER), reused(OTHER)] == [0, 32, 0, 32]
+
+    def cached(key: str) -> int:
+        response = server.post("/score", {"prompt": prompt}, headers={"authorization": f"Bearer {key}"})
+        return response.json()["usage"]["cached_tokens"]
+
+    assert [cached(KEY), cached(KEY), cached(OTHER)] == [0, 39, 0]
+
+
+def test_request_ids_come_back_if_they_are_plain(open_server):
+    assert open_server.get("/health", headers={"x-request-id": "job-7.a_B"}).headers["x-request-id"] == "job-7.a_B"
+    for bad in ("a b", "x" * 200, "<script>", "é".encode()):
+        answer = open_server.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert answer.isalnum()
+        assert len(answer) == 32
+
+
+def test_answers_carry_headers_that_keep_browsers_careful(open_server):
+    for path in ("/health", "/v1/models", "/nowhere", "/"):
+        headers = open_server.get(path).headers
+        assert headers["content-security-policy"] == POLICY
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "server" not in headers or "uvicorn" in headers["server"]
+    assert "unsafe" not in POLICY
+
+
+def test_keys_are_compared_without_a_hint(monkeypatch):
+    """Whole digests go to the constant-time comparison, and every key is compared whichever matches."""
+    compared = []
+
+    def compare(left, right):
+        compared.append((len(left), len(right)))
+        return left == right
+
+    monkeypatch.setattr("adaponder.serving.settings.hmac.compare_digest", compare)
+    access = Access(keys=(Key.of(KEY), Key.of(OTHER)))
+    assert access.key_of(KEY) is access.keys[0]
+    assert access.key_of("x") is None
+    assert access.key_of_cookie(access.keys[1].cookie) is access.keys[1]
+    assert compared[:4] == [(32, 32)] * 4
+    assert len(compared) == 6
+
+
+def test_nonsense_is_refused_at_the_start():
+    for key in ("short", "with space in it and long", "ümlaut-is-not-plain-ascii", ""):
+        with pytest.raises(InputError, match="API key"):
+            Key.of(key)
+    with pytest.raises(InputError, match="host"):
+        Access(hosts=("a/b",))
+    with pytest.raises(InputError, match="origin"):
+        Access(origins=("friend.test",))
