@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adaponder.errors import AdaPonderError
 from adaponder.inference.opening import PAGE
 from adaponder.serving.access import AccessControl
 from adaponder.serving.bodies import read_body
@@ -264,8 +265,9 @@ def _post(
 
 async def _on_api_error(request: HttpRequest, problem: Exception) -> Response:
     assert isinstance(problem, ApiError)
-    if problem.status >= 500 and problem.__cause__ is not None:
-        _log.error("an answer failed", exc_info=problem.__cause__)
+    cause = problem.__cause__
+    if problem.status == 500 and cause is not None and not isinstance(cause, (ApiError, AdaPonderError)):
+        _log.error("an answer failed", exc_info=cause)
     return error_response(problem)
 
 

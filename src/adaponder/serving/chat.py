@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from jinja2 import TemplateError
-
 from adaponder.errors import in_one_line
 from adaponder.serving.errors import ApiError
 from adaponder.serving.protocol import Message
@@ -34,7 +32,7 @@ async def chat_prompt(messages: Sequence[Message], served: Served, limits: Limit
         )
     try:
         text = await asyncio.to_thread(_written, [message.as_dict() for message in messages], served)
-    except (TemplateError, TypeError, ValueError) as problem:
+    except Exception as problem:  # a template is a program of the checkpoint's: it may raise anything
         raise ApiError(
             400, f"messages: the tokenizer's chat template refuses them: {in_one_line(problem)}", param="messages"
         ) from None

@@ -123,13 +123,14 @@ class Run:
         elif writings.complete and ticket not in self._finished:
             self._finished.add(ticket)
             self.worker.finish(ticket)
-        if self.on_growth is not None:
-            grown = [_grown(own[sample], "".join(parts), sample in ended) for sample, parts in texts.items()]
-            self.on_growth(grown)
         problem = next((own[sample].writing.error for sample in ended if own[sample].writing.error), None)
         if problem is not None:
             self._fail(ApiError(500, problem, code="generation_failed"))
-        elif not self._open and not self.done.done():
+            return
+        if self.on_growth is not None:
+            grown = [_grown(own[sample], "".join(parts), sample in ended) for sample, parts in texts.items()]
+            self.on_growth(grown)
+        if not self._open and not self.done.done():
             self.done.set_result(None)
 
     def _time(self, events: list[Event]) -> None:

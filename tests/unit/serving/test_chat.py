@@ -1,0 +1,44 @@
+"""Templates come from the tokenizer alone and run in a sandbox."""
+
+from __future__ import annotations
+
+import pytest
+
+from serving_support import serving, tiny_served
+
+HOSTILE = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch {path}') }}",
+    "{% for x in messages.append(1) %}{% endfor %}",
+    "{{ raise_exception('roles must alternate') }}",
+    "{{ messages.nothing.at.all }}",
+    "{% for x in range(100000000) %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_template_runs_nothing_and_ends_as_an_error(template, tmp_path):
+    """CVE-2026-5760: templates of checkpoints are not trusted either."""
+    mark = tmp_path / "mark"
+    with serving(tiny_served(template=template.replace("{path}", str(mark)))) as server:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        response = server.post("/v1/chat/completions", body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "messages"
+        assert server.get("/health").status_code == 200
+    assert not mark.exists()
+
+
+def test_a_template_in_a_message_is_text():
+    with serving(tiny_served(template="{{ messages[0].content }}")) as server:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "{{ 7 * 7 }}ab"}], "max_tokens": 1}
+        answer = server.post("/v1/chat/completions", body).json()
+        assert answer["usage"]["prompt_tokens"] == len(tiny_served().encode("{{ 7 * 7 }}ab"))
+
+
+def test_without_a_template_the_error_says_what_to_use():
+    with serving() as server:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        error = server.post("/v1/chat/completions", body).json()["error"]
+        assert error["code"] == "no_chat_template"
+        assert "/v1/completions" in error["message"]

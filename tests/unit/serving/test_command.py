@@ -1,0 +1,185 @@
+"""``adaponder serve``: closed unless told otherwise, one clear line for what is wrong, and SIGTERM ends it with 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from adaponder import cli
+from adaponder.commands import serve
+from adaponder.commands.options import ServeOptions
+from adaponder.errors import CheckpointError, InputError
+from adaponder.serving.server import Server
+from support import tiny
+from word_support import small_tokenizer
+
+SOURCE = Path(__file__).parents[3] / "src"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "little"
+    tiny().save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, checkpoint: Path, *options: str, **environment: str):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "adaponder", "serve", str(checkpoint), "--port", "0", "--lanes", "2", *options],
+            env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.first = self.process.stdout.readline()
+        found = re.search(r"http://[\w.:]+", self.first)
+        assert found, self.first + self.process.stdout.read()
+        self.address = found.group()
+
+
+def test_sigterm_lets_what_is_under_way_finish_and_ends_with_0(checkpoint):
+    server = Process(checkpoint, ADAPONDER_API_KEY="a-key-of-this-environment")
+    port = int(server.address.rpartition(":")[2])
+    key = {"authorization": "Bearer a-key-of-this-environment"}
+    try:
+        with httpx.Client(base_url=server.address, timeout=30, verify=False) as client:
+            assert client.get("/v1/models").status_code == 401
+            while client.get("/ready", headers=key).status_code == 503:
+                time.sleep(0.02)
+            listening = Path(f"/proc/{server.process.pid}/net/tcp").read_text()
+            assert f"0100007F:{port:04X} 00000000:0000 0A" in listening  # on this machine only
+            body = {"model": "little", "prompt": "ab", "max_tokens": 60, "stream": True, "n": 2}
+            body |= {"adaponder": {"gates": True, "iteration_top": 20}}
+            with client.stream("POST", "/v1/completions", json=body, headers=key) as response:
+                parts = response.iter_text()
+                text = next(parts)
+                server.process.send_signal(signal.SIGTERM)
+                text += "".join(parts)
+        assert text.endswith("data: [DONE]\n\n")
+        assert text.count('"finish_reason": "length"') == 2
+        assert server.process.wait(20) == 0
+        with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port)):
+            pass
+    finally:
+        server.process.kill()
+        output = server.process.communicate()[0]
+    assert "Traceback" not in output
+    assert "API key: needed" in output
+
+
+def test_a_second_signal_ends_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr("adaponder.serving.server.os._exit", ended.append)
+    worker = SimpleNamespace(state="ready")
+    server = Server(uvicorn.Config(lambda: None), worker, lambda: None)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit
+    assert worker.state == "draining"
+    assert not ended
+    server.handle_exit(signal.SIGTERM, None)
+    assert ended == [128 + signal.SIGTERM]
+
+
+def refusal(*arguments: str, code: int = 2) -> str:
+    result = CliRunner().invoke(cli.app, ["serve", *arguments])
+    problem = result.exception
+    assert isinstance(problem, InputError) or result.exit_code == code
+    return str(problem) if isinstance(problem, InputError) else result.output
+
+
+def test_what_is_wrong_is_one_line(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.delenv("ADAPONDER_API_KEY", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        said = refusal(str(checkpoint), "--port", str(taken.getsockname()[1]))
+        assert said.startswith("--port ")
+        assert "in use" in said
+        assert "\n" not in said
+    assert "--host" in refusal(str(checkpoint), "--host", "no.such.host.invalid", "--no-auth")
+    assert "--no-auth" in refusal(str(checkpoint), "--host", "0.0.0.0")
+    assert "65535" in refusal(str(checkpoint), "--port", "70000")
+    assert "--name" in refusal(str(checkpoint), "--name", "a/b", "--port", "0")
+    assert "--replicas" in refusal(str(checkpoint), "--replicas", "2")
+    keys = tmp_path / "keys"
+    assert "is missing" in refusal(str(checkpoint), "--api-key-file", str(keys))
+    keys.write_text("# nothing\n")
+    assert "no key" in refusal(str(checkpoint), "--api-key-file", str(keys))
+    keys.write_text("short\n")
+    assert "at least 16" in refusal(str(checkpoint), "--api-key-file", str(keys))
+    keys.write_text("a-long-enough-key # mine\n\na-second-longer-key\n")
+    assert "--no-auth" in refusal(str(checkpoint), "--api-key-file", str(keys), "--no-auth")
+    options = ServeOptions(checkpoint=str(checkpoint), api_key_file=keys, host="0.0.0.0", allow_host=("A.Test",))
+    access = serve.settings_of(options).access
+    assert len(access.keys) == 2
+    assert access.key_of("a-long-enough-key") is not None
+    assert access.knows_host("a.test")
+    assert not access.knows_host("b.test")
+
+
+@pytest.mark.parametrize(
+    ("path", "closed"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
+)
+def test_only_this_machine_s_addresses_are_its_own(path, closed):
+    assert serve.is_own(path) is closed
+
+
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+def test_a_checkpoint_that_names_code_is_refused_whatever_is_set(tmp_path, where, monkeypatch):
+    """CVE-2026-22807 and CVE-2026-27893: no flag, file or answer makes the server run a checkpoint's code."""
+    folder = tmp_path / "hostile"
+    tiny().save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    mark = tmp_path / "mark"
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Evil: pass\n")
+    content = json.loads((folder / where).read_text())
+    content |= {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
+    content |= {"trust_remote_code": True}
+    (folder / where).write_text(json.dumps(content))
+    (folder / "manifest.json").unlink(missing_ok=True)
+    monkeypatch.setenv("HF_HUB_TRUST_REMOTE_CODE", "1")
+    monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
+    with pytest.raises((CheckpointError, InputError)):
+        serve.open_worker(ServeOptions(checkpoint=str(folder)))
+    assert not mark.exists()
+    assert "trust_remote_code=True" not in "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+
+
+def test_nothing_is_unpickled_and_nothing_else_listens():
+    """CVE-2026-3059 and CVE-2026-3060: the room of the server knows no pickle, and one socket."""
+    text = "".join(
+        path.read_text() for path in (SOURCE / "adaponder" / "serving").glob("*.py") if path.name != "ray.py"
+    )
+    assert not re.search(r"\b(pickle|marshal|dill|cloudpickle|torch\.load|zmq|eval\(|exec\()", text)
+    assert text.count("socket.socket(") == 1
+
+
+def test_the_name_is_the_run_s():
+    for path, name in (("runs/demo", "demo"), ("runs/demo/final", "demo"), ("a/b c!", "b-c"), ("org/model", "model")):
+        assert serve.name_of(ServeOptions(checkpoint=path), Path(path)) == name
+    for path in ("runs/demo/checkpoints/step-00001000",):
+        assert serve.name_of(ServeOptions(checkpoint=path), Path(path)) == "step-00001000"
+
+
+def test_help_teaches():
+    shown = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    for word in ("--api-key-file", "--no-auth", "--allow-host", "--lanes", "curl", "/v1"):
+        assert word in shown

@@ -1,0 +1,224 @@
+"""Clients that read slowly, leave or fail harm nobody else, and everything they held comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+
+from adaponder import Engine, Request
+from adaponder.serving.settings import Limits, Settings
+from adaponder.text import pieces
+from serving_support import serving, tiny_served
+from support import tiny
+from word_support import small_tokenizer
+
+BODY = {"model": "tiny", "prompt": "ab", "max_tokens": 40}
+
+
+def text_of(ids) -> str:
+    return "".join(pieces(small_tokenizer(), ids))
+
+
+def request_bytes(body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+def connect(server) -> socket.socket:
+    parts = urlsplit(server.address)
+    return socket.create_connection((parts.hostname, parts.port), timeout=10)
+
+
+def idle(server) -> None:
+    """Nothing is under way, and no page is held."""
+    counts = server.settled()
+    assert counts["resident"] == counts["waiting"] == counts["pages_held"] == 0
+
+
+@pytest.fixture(scope="module")
+def server():
+    limits = Limits(waiting=64, stall_seconds=0.3, drain_seconds=5)
+    with serving(settings=Settings(lanes=4, limits=limits), share_prefixes=False) as running:
+        yield running
+
+
+def test_many_at_once_each_say_what_they_say_alone(server):
+    engine = Engine(tiny(), lanes=1)
+    generator = random.Random(0)
+    bodies = []
+    for number in range(12):
+        prompt = [generator.randrange(1, 27) for _ in range(generator.randrange(1, 20))]
+        bodies.append(
+            {"model": "tiny", "prompt": prompt, "max_tokens": generator.randrange(1, 30), "seed": number}
+            | {"temperature": generator.choice([0.0, 1.0]), "stream": number % 2 == 0}
+            | {"adaponder": {"depth": True} | generator.choice([{}, {"tau": 0.3}, {"policy": "fixed:2"}])}
+        )
+
+    async def ask(client: httpx.AsyncClient, body: dict) -> tuple[str, list[int]]:
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        if not body["stream"]:
+            parts = [response.json()["choices"][0]]
+        else:
+            lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+            parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        tokens = [token for part in parts for token in part["adaponder"]["tokens"]]
+        return "".join(part["text"] for part in parts), [token["depth"] for token in tokens]
+
+    async def all_of_them():
+        async with httpx.AsyncClient(base_url=server.address, timeout=60, verify=False) as client:
+            return await asyncio.gather(*(ask(client, body) for body in bodies))
+
+    for body, (text, depths) in zip(bodies, asyncio.run(all_of_them()), strict=True):
+        how = {key: value for key, value in body["adaponder"].items() if key != "depth"}
+        forced = {"tau": how.get("tau")}
+        if "policy" in how:
+            forced = {"depths": [2] * (len(body["prompt"]) + body["max_tokens"] - 1)}
+        settings = {"max_new_tokens": body["max_tokens"], "seed": body["seed"], "temperature": body["temperature"]}
+        ((alone,),) = engine.generate([Request(body["prompt"], **settings, **forced)])
+        assert text == text_of(alone.ids)
+        assert depths == [token.depth for token in alone.tokens]
+    idle(server)
+
+
+def test_who_leaves_is_cancelled_whenever_that_is(server):
+    generator = random.Random(1)
+    for number in range(30):
+        connection = connect(server)
+        connection.sendall(request_bytes(BODY | {"stream": number % 2 == 0, "n": 2, "seed": number}))
+        time.sleep(generator.random() * 0.02)
+        if number % 3 == 0:
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                connection.recv(100)
+        connection.close()
+    idle(server)
+    assert server.post("/v1/completions", BODY).status_code == 200
+    left = [line for line in server.get("/metrics").text.splitlines() if line.startswith("adaponder_disconnects_total")]
+    assert any(float(line.split()[-1]) > 0 for line in left)
+
+
+def test_requests_sent_at_once_on_one_connection_all_end_when_it_does(server):
+    connection = connect(server)
+    connection.sendall(b"".join(request_bytes(BODY | {"stream": True, "n": 4}) for _ in range(3)))
+    connection.recv(100)
+    connection.close()
+    idle(server)
+
+
+def test_beside_one_who_does_not_read_others_go_on(server):
+    wide = {"depth": True, "gates": True, "iteration_top": 20}
+    connection = connect(server)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    body = BODY | {"stream": True, "n": 3, "max_tokens": 60, "logprobs": 20, "adaponder": wide}
+    connection.sendall(request_bytes(body))
+    for _ in range(3):
+        assert server.post("/v1/completions", BODY | {"max_tokens": 4}).status_code == 200
+    idle(server)
+    connection.close()
+
+
+class Stuck:
+    """An engine that takes requests and never ends one, until it is let go."""
+
+    eos_ids = frozenset()
+
+    def __init__(self):
+        self.engine, self.held = Engine(tiny(), lanes=1), True
+
+    @property
+    def busy(self):
+        return self.engine.busy
+
+    @property
+    def statistics(self):
+        return self.engine.statistics
+
+    def submit(self, request):
+        return self.engine.submit(request)
+
+    def cancel(self, number):
+        self.engine.cancel(number)
+
+    def step(self):
+        if self.held:
+            time.sleep(0.001)
+            return []
+        return self.engine.step()
+
+
+def test_429_comes_exactly_when_lanes_and_queue_are_full():
+    stuck = Stuck()
+    limits = Limits(waiting=2, retry_seconds=3, jobs=1)
+    with serving(settings=Settings(lanes=1, limits=limits), engine=lambda: stuck) as server:
+        inside = [connect(server) for _ in range(3)]
+        for connection in inside:
+            connection.sendall(request_bytes(BODY | {"max_tokens": 3}))
+        while server.worker.sequences < 3:
+            time.sleep(0.001)
+        response = server.post("/v1/completions", BODY)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+        assert server.get("/ready").json()["requests"] == 3
+        inside.pop().close()
+        while server.worker.sequences == 3 and stuck.held:
+            stuck.held = False
+        for connection in inside:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.close()
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_an_exception_in_one_request_fails_that_one_alone():
+    """The logits are NaN for whoever reads token 9."""
+    model = tiny("ouro")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9].fill_(float("nan"))
+    with serving(tiny_served(model), Settings(lanes=4), share_prefixes=False) as server:
+        good = server.post("/v1/completions", BODY | {"seed": 1, "logit_bias": {"9": -100}}).json()
+        for stream in (False, True):
+            bad = server.post("/v1/completions", BODY | {"prompt": [9, 9], "stream": stream})
+            assert bad.status_code == 500
+            assert bad.json()["error"]["type"] == "server_error"
+            assert "NaN" in bad.json()["error"]["message"]
+        assert server.post("/score", {"prompt": [9, 1, 2]}).status_code == 500
+        again = server.post("/v1/completions", BODY | {"seed": 1, "logit_bias": {"9": -100}}).json()
+        assert again["choices"] == good["choices"]
+        assert server.get("/ready").status_code == 200
+        idle(server)
+
+
+def test_a_step_that_breaks_off_fails_what_is_under_way_and_the_server_lives(monkeypatch):
+    with serving(settings=Settings(lanes=2)) as server:
+        step, broken = server.engine.runner.launch, []
+
+        def launch(plan):
+            if not broken:
+                broken.append(plan)
+                raise RuntimeError("out of memory")
+            return step(plan)
+
+        monkeypatch.setattr(server.engine.runner, "launch", launch)
+        response = server.post("/v1/completions", BODY)
+        assert response.status_code == 500
+        assert "broken off" in response.json()["error"]["message"]
+        assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_an_engine_that_is_gone_is_told_to_who_asks():
+    def fails():
+        raise RuntimeError("no device")
+
+    with serving(engine=fails) as server:
+        assert server.post("/v1/completions", BODY).status_code == 503
+        assert server.post("/score", {"prompt": "ab"}).status_code == 503
+        assert server.get("/ready").status_code == server.get("/health").status_code == 503

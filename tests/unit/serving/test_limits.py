@@ -1,0 +1,302 @@
+"""Too much is answered 4xx within milliseconds, by name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from adaponder.errors import InputError
+from adaponder.serving.settings import Limits, Settings
+from serving_support import TEMPLATE, serving, tiny_served
+from support import POSITIONS, VOCABULARY
+
+LIMITS = Limits(body_bytes=1 << 18, body_seconds=0.5, header_seconds=0.5, waiting=2, n=4, best_of=4, prompts=3)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(tiny_served(template=TEMPLATE), Settings(lanes=2, limits=LIMITS)) as running:
+        yield running
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+BASE = {"model": "tiny", "prompt": "ab"}
+REFUSED = [
+    ({"n": 10**6}, "n"),  # CVE-2026-34756
+    ({"n": 5}, "n"),
+    ({"n": 0}, "n"),
+    ({"best_of": 10**6}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"n": 2**70}, "n"),
+    ({"n": True}, "n"),
+    ({"n": "2"}, "n"),
+    ({"max_tokens": 10**9}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": POSITIONS}, "max_tokens"),
+    ({"stop": ["x"] * 10**4}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 1001}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"stop": [""]}, "stop.0"),
+    ({"logit_bias": {str(n): 1 for n in range(5000)}}, "logit_bias"),
+    ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [VOCABULARY]}, "prompt"),
+    ({"prompt": [2**80]}, "prompt.0"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [1.5]}, "prompt.0"),
+    ({"prompt": ["a", "b", "c", "d"]}, "prompt"),
+    ({"prompt": "a" * (POSITIONS + 1)}, "prompt"),
+    ({"prompt": [1] * (POSITIONS + 1)}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 3}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
+    ({"seed": 2**64}, "seed"),
+    ({"suffix": "x"}, "suffix"),
+    ({"tools": []}, "tools"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"adaponder": {"policy": "wild:1"}}, "adaponder.policy"),
+    ({"adaponder": {"policy": "fixed:9"}}, "adaponder.policy"),
+    ({"adaponder": {"policy": "fixed:nan"}}, "adaponder.policy"),
+    ({"adaponder": {"policy": "ranked-uniform:0.5"}}, "adaponder.policy"),
+    ({"adaponder": {"policy": "x" * 500}}, "adaponder.policy"),
+    ({"adaponder": {"policy": "fixed:1", "tau": 0.5}}, "adaponder.tau"),
+    ({"adaponder": {"tau": 1.5}}, "adaponder.tau"),
+    ({"adaponder": {"budget": "../../secret"}}, "adaponder.budget"),
+    ({"adaponder": {"budget": 2.5}}, "adaponder.budget"),
+    ({"adaponder": {"max_iterations": 4}}, "adaponder.max_iterations"),
+    ({"adaponder": {"depths": {"x": 1}}}, "adaponder.depths.x"),
+    ({"adaponder": {"depths": {"60": 1}}}, "depths"),
+    ({"adaponder": {"depths": {"0": 9}}}, "depths"),
+    ({"adaponder": {"iteration_top": 21}}, "adaponder.iteration_top"),
+    ({"adaponder": {"depth": 1}}, "adaponder.depth"),
+    ({"adaponder": {"unknown": 1}}, "adaponder.unknown"),
+]
+
+
+@pytest.mark.parametrize(("wish", "field"), REFUSED, ids=lambda one: str(one)[:40])
+def test_too_much_is_refused_by_name_at_once(server, wish, field):
+    with server.client() as client:
+        client.get("/health")
+        began = time.perf_counter()
+        response = client.post("/v1/completions", json=BASE | wish)
+        seconds = time.perf_counter() - began
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field, error
+    assert len(error["message"]) < 500
+    assert seconds < 1.0  # milliseconds, where nobody else needs the machine
+    assert server.worker.sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [
+        ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": True}}, "chat_template_kwargs"),  # CVE-2025-62426
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 300}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"store": True}, "store"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_a_chat_takes_no_template_no_tool_and_no_unknown_field(server, wish, field):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]} | wish
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field, response.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "a", "top_p": -Infinity}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "\xff\xfe"}',
+        b'{"model": "tiny", "prompt": "a", "n": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny", "prompt": ' + nested(100_000).encode() + b"}",
+        b'{"model": "tiny", "prompt": "a", "x": ' + nested(60_000).encode() + b"}",
+        nested(100_000).encode(),
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_bodies_that_are_no_request_are_refused(server, body):
+    with server.client() as client:
+        response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+def test_the_last_of_two_equal_names_counts_and_harms_nobody(server):
+    body = b'{"model": "wrong", "model": "tiny", "prompt": "a", "max_tokens": 900, "max_tokens": 2}'
+    with server.client() as client:
+        response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_long_body_is_refused_before_it_is_read(server):
+    long = {"model": "tiny", "prompt": "a" * (1 << 18)}
+    assert server.post("/v1/completions", long).status_code == 413
+
+    def endless():
+        for _ in range(64):
+            yield b" " * (1 << 14)
+
+    with server.client() as client:
+        response = client.post("/v1/completions", content=endless(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+
+
+def test_only_json_is_taken(server):
+    for kind in ("text/plain", "application/xml", "multipart/form-data", ""):
+        with server.client() as client:
+            response = client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
+        assert response.status_code == 415, kind
+        assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_unknown_models_routes_and_methods(server):
+    response = server.post("/v1/completions", BASE | {"model": "gpt"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert server.get("/v1/models/gpt").status_code == 404
+    assert server.get("/v1/models/tiny").json()["id"] == "tiny"
+    for path in ("/v1/nothing", "/page/../app.py", "/page/%2e%2e%2fapp.py", "/page/app.py", "/docs", "/redoc"):
+        assert server.get(path).json()["error"]["message"], path
+        assert server.get(path).status_code == 404, path
+    response = server.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+
+
+def talk(server, *parts: bytes, pause: float = 0.0) -> bytes:
+    """Sends bytes to the socket and returns what comes back until it is closed."""
+    parts_of = urlsplit(server.address)
+    with socket.create_connection((parts_of.hostname, parts_of.port), timeout=10) as connection:
+        for part in parts:
+            try:
+                connection.sendall(part)
+            except OSError:
+                break
+            time.sleep(pause)
+        answer = b""
+        try:
+            while part := connection.recv(65536):
+                answer += part
+        except OSError:
+            pass
+        return answer
+
+
+def test_a_huge_header_is_refused_while_it_comes(server):
+    """CVE-2025-48956."""
+    line = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    whole = talk(server, line + b"X-Long: " + b"a" * (1 << 16) + b"\r\n\r\n")
+    assert whole.startswith(b"HTTP/1.1 431 ")
+    endless = talk(server, line + b"X-Long: ", *[b"a" * (1 << 16)] * 64)
+    assert endless == b"" or endless.startswith(b"HTTP/1.1 431 ")  # or reset, as it goes on sending
+    many = talk(server, line + b"".join(b"X-%d: 1\r\n" % n for n in range(5000)) + b"\r\n")
+    assert many.startswith(b"HTTP/1.1 431 ")
+    assert talk(server, b"GET /" + b"a" * (1 << 16) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
+        b"HTTP/1.1 431 "
+    )
+    assert server.get("/health").status_code == 200
+
+
+def test_slow_writers_are_not_waited_for(server):
+    began = time.monotonic()
+    assert talk(server, b"GET /health HTTP/1.1\r\nHost: loc").startswith(b"HTTP/1.1 408 ")
+    assert talk(server).startswith(b"HTTP/1.1 408 ")  # a connection that says nothing
+    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+    assert talk(server, head + b'{"prompt"').startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 8
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00" * 1000,
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
+    ],
+    ids=range(8),
+)
+def test_malformed_bytes_are_answered_and_harm_nobody(server, sent):
+    answer = talk(server, sent)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+    assert server.get("/health").status_code == 200
+
+
+def test_a_range_of_the_page_or_of_anything_is_not_computed(server):
+    """CVE-2025-62727: many ranges cost nothing, as answers have none."""
+    many = "bytes=" + ",".join(f"{n}-{n + 1}" for n in range(3000))
+    for path in ("/", "/page/index.html", "/health"):
+        with server.client() as client:
+            began = time.perf_counter()
+            response = client.get(path, headers={"range": many})
+            assert time.perf_counter() - began < 1.0
+        assert response.status_code in (200, 404)
+        assert "content-range" not in response.headers
+
+
+def test_memory_stays_flat_under_refusals(server):
+    bodies = [json.dumps(BASE | wish).encode() for wish, _ in REFUSED]
+    bodies.append(b'{"model": "tiny", "prompt": ' + nested(100_000).encode() + b"}")
+
+    def refuse_all(times: int) -> None:
+        with server.client() as client:
+            for _ in range(times):
+                for body in bodies:
+                    client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+
+    refuse_all(2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refuse_all(3)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+def test_limits_are_checked():
+    for wrong in ({"n": 0}, {"n": 129}, {"waiting": -1}, {"stall_seconds": float("nan")}, {"body_bytes": "1"}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Limits(**wrong)

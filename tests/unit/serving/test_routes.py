@@ -1,0 +1,207 @@
+"""Tokens, scores, facts, figures and the OpenAPI document, as the page and other programs read them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import starlette
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from adaponder.evaluation.token_scores import Reading, TokenScorer
+from adaponder.methods.cost import cost_of
+from adaponder.policies import LearnedGate, parse_policy
+from adaponder.serving.depths import budget_policy
+from adaponder.serving.errors import ApiError
+from adaponder.serving.settings import Settings
+from adaponder.serving.spelling import Spelling
+from serving_support import serving, tiny_served
+from support import METHODS, tiny
+from word_support import small_tokenizer
+
+PROFILES = {
+    "budget-2": {"policy": "gate:0.5", "budget": 2.0, "depth": 2.1},
+    "budget-1.5": {"policy": "gate:0.7,0.8", "budget": 1.5, "depth": 1.5},
+    "half": {"policy": "random:0.5", "budget": 2.0, "depth": 1.9},
+}
+
+
+def with_profiles(served):
+    policies = {name: parse_policy(one["policy"]) for name, one in PROFILES.items()}
+    return replace(served, profiles=PROFILES, policies=policies)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(with_profiles(tiny_served()), Settings(lanes=2)) as running:
+        yield running
+
+
+def test_models_say_what_the_page_needs(server):
+    (model,) = server.get("/v1/models").json()["data"]
+    facts = model["adaponder"]
+    assert (facts["method"], facts["iterations"], facts["tau"], facts["halts"]) == ("adaponder", 3, 0.5, True)
+    assert (facts["positions"], facts["vocabulary"]) == (64, 61)
+    assert facts["parameters"] == sum(one.numel() for one in server.worker.served.model.parameters())
+    assert {"gate", "fixed", "entropy", "random"} <= set(facts["policies"])
+    assert not {"router", "exit", "ranked-uniform"} & set(facts["policies"])
+    assert [one["name"] for one in facts["profiles"]] == list(PROFILES)
+    assert facts["limits"]["n"] == 16
+
+
+def test_tokens_there_and_back(server):
+    told = server.post("/tokenize", {"prompt": "ab c"}).json()
+    assert [(token["id"], token["text"]) for token in told["tokens"]] == [(1, "a"), (2, "b"), (27, " "), (3, "c")]
+    assert told["count"] == 4
+    assert server.post("/tokenize", {"prompt": ""}).json() == {"tokens": [], "count": 0}
+    assert server.post("/detokenize", {"tokens": [1, 2, 27, 3]}).json() == {"prompt": "ab c"}
+    assert server.post("/detokenize", {"tokens": [61]}).json()["error"]["param"] == "tokens"
+
+
+def test_scores_are_those_of_the_model(server):
+    body = {"prompt": "abc de", "full_depth": True, "adaponder": {"gates": True, "iteration_top": 2, "tau": 0.4}}
+    told = server.post("/score", body).json()
+    model = tiny()
+    ids = small_tokenizer()("abc de").input_ids
+    scores = TokenScorer(model).score(ids, Reading(LearnedGate(0.4), top=2))
+    full = TokenScorer(model).score(ids, Reading().at_full_depth(model))
+    tokens = told["tokens"]
+    assert "".join(token["text"] for token in tokens) == "abc de"
+    assert [token["depth"] for token in tokens] == scores.depths
+    assert tokens[0]["nll"] is None
+    assert [token["nll"] for token in tokens[1:]] == pytest.approx(scores.nll, abs=1e-12)
+    assert [token["nll_by_iteration"] for token in tokens[1:]] == [row.nll for row in scores.rows[:-1]]
+    assert [token["full_nll"] for token in tokens[1:]] == pytest.approx(full.nll, abs=1e-12)
+    assert [len(token["gates"]) for token in tokens] == [min(depth, 2) for depth in scores.depths]
+    assert [len(token["iteration_top"]) for token in tokens] == scores.depths
+    assert told["loss"] == pytest.approx(sum(scores.nll) / 5)
+    assert told["perplexity"] == pytest.approx(math.exp(told["loss"]))
+    assert told["full_loss"] == pytest.approx(sum(full.nll) / 5)
+    assert told["policy"] == "gate:0.4"
+    usage, config = told["usage"], model.config
+    spent = cost_of(torch.tensor([scores.depths]), config, dtype=torch.float64)
+    assert (usage["flops"], usage["kv_bytes"]) == (spent.flops, spent.kv_bytes)
+    assert usage["iterations"] == sum(scores.depths)
+    assert usage["kv_bytes_full_depth"] == usage["kv_bytes"] * 18 // usage["iterations"]
+    again = server.post("/score", body).json()
+    assert again["usage"]["cached_tokens"] == 6
+    assert again["tokens"] == tokens
+    one = server.post("/score", {"prompt": [5]}).json()
+    assert (one["loss"], one["perplexity"], len(one["tokens"])) == (None, None, 1)
+
+
+def test_budgets_are_profiles_or_depths_between_them(server):
+    def depth(budget) -> float:
+        body = {"prompt": list(range(1, 60)), "adaponder": {"budget": budget}}
+        return server.post("/score", body).json()["mean_depth"]
+
+    assert server.post("/score", {"prompt": "ab", "adaponder": {"budget": "half"}}).json()["policy"] == "random:0.5"
+    assert depth(1) == 1.0
+    assert depth(3) == 3.0
+    depths = [depth(budget) for budget in (1.2, 1.5, 1.8, 2.1, 2.6)]
+    assert depths == sorted(depths)
+    served = server.worker.served
+    assert budget_policy(served, 2.1) == LearnedGate((0.5, 0.5))
+    assert budget_policy(served, 1.8).tau == pytest.approx((0.6, 0.65))
+    for budget, word in ((0.5, "budget"), (3.5, "mean depth"), ("nobody", "budget-2")):
+        response = server.post("/score", {"prompt": "ab", "adaponder": {"budget": budget}})
+        assert response.status_code == 400
+        assert word in response.json()["error"]["message"]
+    with pytest.raises(ApiError, match="calibrate"):
+        budget_policy(tiny_served(), 2.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_served(method):
+    with serving(tiny_served(tiny(method)), Settings(lanes=2)) as server:
+        answer = server.post("/v1/completions", {"model": "tiny", "prompt": "ab", "adaponder": {"depth": True}}).json()
+        assert len(answer["choices"][0]["adaponder"]["tokens"]) == 16
+        assert answer["usage"]["adaponder"]["flops"] > 0
+        told = server.post("/score", {"prompt": "abcd", "full_depth": True, "adaponder": {"iteration_top": 1}})
+        assert told.status_code == 200, told.text
+        if not server.get("/v1/models").json()["data"][0]["adaponder"]["halts"]:
+            refused = server.post("/score", {"prompt": "ab", "adaponder": {"policy": "fixed:1"}})
+            assert refused.json()["error"]["param"] == "adaponder.policy"
+
+
+def test_figures_follow_what_happens(server):
+    def figures() -> dict[tuple, float]:
+        families = text_string_to_metric_families(server.get("/metrics").text)
+        return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+    before = figures()
+    body = {"model": "tiny", "prompt": "abcd", "max_tokens": 5, "adaponder": {"policy": "fixed:2"}}
+    assert server.post("/v1/completions", body).status_code == 200
+    after = figures()
+
+    def grown(*name) -> float:
+        return after.get(name, 0) - before.get(name, 0)
+
+    assert grown("adaponder_tokens_total", "prompt") == 4
+    assert grown("adaponder_tokens_total", "completion") == 5
+    assert grown("adaponder_tokens_by_depth_total", "2") == 8
+    assert grown("adaponder_engine_tokens_total") == 5
+    assert grown("adaponder_requests_total", "/v1/completions", "200") == 1
+    assert grown("adaponder_time_to_first_token_seconds_count") == 1
+    assert after["adaponder_lanes",] == 2
+    assert after["adaponder_sequences",] == after["adaponder_lanes_in_use",] == 0
+    assert after["adaponder_ready",] == 1
+
+
+def test_the_document_tells_every_route(server):
+    document = server.get("/openapi.json").json()
+    for path in ("/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
+        told = document["paths"][path]["post"]
+        reference = told["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert document["components"]["schemas"][reference.rpartition("/")[2]]["additionalProperties"] is False
+        assert {"200", "400", "401", "413", "415", "429", "503"} <= set(told["responses"])
+        assert "422" not in told["responses"]
+    names = set(_references(document))
+    assert names <= set(document["components"]["schemas"])
+
+
+def _references(part):
+    if isinstance(part, dict):
+        if isinstance(part.get("$ref"), str):
+            yield part["$ref"].rpartition("/")[2]
+        for value in part.values():
+            yield from _references(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from _references(value)
+
+
+def test_ready_says_what_is_under_way(server):
+    told = server.get("/ready").json()
+    assert told["status"] == "ready"
+    assert told["requests"] == told["lanes_in_use"] == told["waiting"] == told["jobs"] == 0
+    server.worker.state = "draining"
+    try:
+        response = server.get("/ready")
+        assert (response.status_code, response.json()["status"]) == (503, "draining")
+        assert response.headers["retry-after"]
+        assert server.get("/health").status_code == 200
+        refused = server.post("/score", {"prompt": "ab"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    finally:
+        server.worker.state = "ready"
+
+
+def test_tokens_are_spelled_as_text_or_as_bytes():
+    spelling = Spelling(small_tokenizer())
+    assert spelling(1) == ("a", [97])
+    assert spelling(27) == (" ", [32])
+    assert spelling(0).text == "<|endoftext|>"
+    assert spelling(60).text == ""  # an id of the model that has no word
+
+
+def test_the_page_s_files_are_those_of_the_package_only(server):
+    for name in ("../app.py", "..%2fapp.py", "/etc/passwd", "%00", "index.html%00.js", "__init__.py"):
+        assert server.get(f"/page/{name}").status_code == 404
+
+
+def test_starlette_has_no_quadratic_ranges():
+    """CVE-2025-62727."""
+    assert tuple(int(part) for part in starlette.__version__.split(".")[:3]) >= (0, 49, 1)
