@@ -33,9 +33,12 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# What a folder that brings its own code will say of it (exporting such folders does not exist yet, so nothing equals
-# this). Equal to it, an auto_map is ignored and the classes of this package are used; any other is refused.
-OUR_AUTO_MAP: dict[str, str] | None = None
+# What a folder that ``adaponder export`` wrote says of the code it brings. Equal to it, an auto_map is ignored and the
+# classes of this package are used; any other is refused.
+OUR_AUTO_MAP = {
+    "AutoConfig": "configuration_adaponder.AdaPonderConfig",
+    "AutoModelForCausalLM": "modeling_adaponder.AdaPonderForCausalLM",
+}
 
 # More than any model has, by far; what lies beyond would fill the memory before it is found to be nonsense.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
@@ -44,8 +47,13 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Whether an ``auto_map`` equals ``OUR_AUTO_MAP``: never while that is ``None``. Code is not run even then."""
-    return OUR_AUTO_MAP is not None and auto_map == OUR_AUTO_MAP
+    """Whether an ``auto_map`` equals ``OUR_AUTO_MAP``; code is not run even then.
+
+    Hugging Face writes ``NAME--`` before each entry where the folder is the hub's repository NAME.
+    """
+    if not isinstance(auto_map, dict) or not all(isinstance(entry, str) for entry in auto_map.values()):
+        return False
+    return {name: entry.rpartition("--")[2] for name, entry in auto_map.items()} == OUR_AUTO_MAP
 
 
 class AdaPonderConfig(PreTrainedConfig, Recurrence):
