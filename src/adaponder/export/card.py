@@ -127,7 +127,7 @@ read it before you trust it.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{card.name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{card.name}")
+tokenizer = AutoTokenizer.from_pretrained("{card.name}", trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
