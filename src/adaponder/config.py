@@ -51,9 +51,10 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
     Hugging Face writes ``NAME--`` before each entry where the folder is the hub's repository NAME.
     """
-    if not isinstance(auto_map, dict) or not all(isinstance(entry, str) for entry in auto_map.values()):
-        return False
-    return {name: entry.rpartition("--")[2] for name, entry in auto_map.items()} == OUR_AUTO_MAP
+    entries = auto_map.items() if isinstance(auto_map, dict) else ()
+    return {
+        name: entry.rpartition("--")[2] if isinstance(entry, str) else entry for name, entry in entries
+    } == OUR_AUTO_MAP
 
 
 class AdaPonderConfig(PreTrainedConfig, Recurrence):
