@@ -12,10 +12,21 @@ from torch import Tensor
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, LearnedGate, Random
 from adaponder.inference import Completion, Engine, Request
-from adaponder.policies import Change, Custom, Divergence, Entropy, ForcedDepths, PolicyInput, Uniform, as_policy
+from adaponder.policies import (
+    Change,
+    Confidence,
+    Custom,
+    Divergence,
+    Entropy,
+    ForcedDepths,
+    PolicyInput,
+    Similarity,
+    Uniform,
+    as_policy,
+)
 from support import VOCABULARY
 
-SETTINGS = {"adaponder": {"tau": 0.5}, "ouro": {"exit_threshold": 0.6}}
+SETTINGS = {"adaponder": {"tau": 0.5}} | {name: {"exit_threshold": 0.6} for name in ("ouro", "act", "pondernet")}
 
 
 def portable(model: AdaPonderForCausalLM, request: Request) -> tuple[list[int], list[int]]:
@@ -110,6 +121,8 @@ def _draw_depth(draw: random.Random, slots: int, iterations: int) -> dict[str, A
         {"policy": LearnedGate(draw.random())},
         {"policy": Entropy(draw.uniform(0.5, 3.0))},
         {"policy": Change(draw.uniform(0.05, 0.9))},
+        {"policy": Confidence(draw.uniform(0.05, 0.6))},
+        {"policy": Similarity(draw.uniform(0.2, 0.95))},
         {"policy": Divergence(draw.uniform(0.05, 2.0))},
         {"policy": Uniform(thresholds=tuple(draw.uniform(0.2, 0.8) for _ in range(last)), keep=0.5)},
         {"policy": ForcedDepths(torch.tensor([[draw.randint(1, iterations) for _ in range(slots)]]))},

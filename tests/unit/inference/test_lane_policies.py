@@ -19,6 +19,7 @@ from adaponder.errors import InputError
 from adaponder.inference.lane_policies import LanePolicies, shareable
 from adaponder.policies import (
     Change,
+    Confidence,
     Custom,
     Divergence,
     Entropy,
@@ -32,7 +33,9 @@ from adaponder.policies import (
     Random,
     RandomRates,
     RouterThreshold,
+    SampledExit,
     Shares,
+    Similarity,
     Uniform,
     as_int64,
     base,
@@ -63,6 +66,9 @@ EVERY: list[Policy] = [
     Divergence(0.3),
     Change(1.2),
     Change((math.inf, 1.4, 1.2)),
+    Confidence(0.2),
+    Similarity((-1.0, 0.2, -0.1)),
+    SampledExit(),
     Uniform((0.2, 0.7, 0.4), keep=0.5),
     Geometric((0.7, 0.2, 0.4), rate=0.5),
     Shares((0.3, 0.3, 0.6), shares=(0.9, 0.5, 0.1)),
@@ -324,7 +330,9 @@ def test_equal_decisions_have_equal_keys() -> None:
     for policy in EVERY[:-2]:
         assert shareable(policy, 3) == shareable(policy, 3)
         assert hash(shareable(policy, 3)) is not None
-        assert (shareable(policy, 3) == shareable(policy, 4)) == (not isinstance(policy, (Random, RandomRates)))
+        assert (shareable(policy, 3) == shareable(policy, 4)) == (
+            not isinstance(policy, (Random, RandomRates, SampledExit))
+        )
     assert len({shareable(policy, 0) for policy in EVERY[:-2]}) == len(EVERY) - 2
     assert shareable(LearnedGate(0.5), 1) == shareable(LearnedGate(0.5), 2)
     assert shareable(Random(0.5), 1) == shareable(Random(0.5), 1 + (1 << 64))

@@ -29,10 +29,13 @@ from adaponder import (
 )
 from adaponder.policies import (
     Change,
+    Confidence,
     Custom,
     Divergence,
     RouterThreshold,
+    SampledExit,
     Shares,
+    Similarity,
     as_policy,
     measures,
     parse_policy,
@@ -42,6 +45,8 @@ from adaponder.policies import (
 
 NAN = math.nan
 K = 4
+# Act and pondernet give policies the signal that ouro gives; the laws try them.
+DECIDED = tuple(name for name in support.HALTING if name not in ("act", "pondernet"))
 EXECUTIONS = ("dense", "compact")
 
 
@@ -131,7 +136,7 @@ def test_the_learned_gate_with_the_configured_tau_is_the_default(model):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 @pytest.mark.parametrize("depth", [1, 2, K])
 def test_the_fixed_depth_equals_so_many_iterations(models, method, depth, execution):
     ids, mask = padded()
@@ -146,7 +151,7 @@ def test_the_fixed_depth_equals_so_many_iterations(models, method, depth, execut
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_forced_depths_are_the_depths(models, method, execution):
     ids, mask = padded()
     depths = torch.randint(1, K + 1, ids.shape, generator=torch.Generator().manual_seed(3))
@@ -154,7 +159,7 @@ def test_the_forced_depths_are_the_depths(models, method, execution):
     assert torch.equal(output.depth, depths * mask)
 
 
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_forced_depths_replay_a_run_exactly(models, method):
     ids, mask = padded()
     first = models[method](ids, attention_mask=mask)
@@ -164,7 +169,7 @@ def test_the_forced_depths_replay_a_run_exactly(models, method):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 @pytest.mark.parametrize("threshold", [2.6, (2.8, 2.6, 2.4)], ids=str)
 def test_the_entropy_rule_reads_on_while_the_next_token_is_uncertain(models, method, threshold, execution):
     ids, mask = padded()
@@ -214,7 +219,7 @@ def read_twice_then(signal: Tensor, threshold: float | tuple[float, ...], mask: 
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 @pytest.mark.parametrize("share", [0.5, (0.0, 0.7, 0.3)], ids=str)
 def test_the_divergence_rule_reads_on_while_the_prediction_moves(models, method, share, execution):
     ids, mask = padded()
@@ -232,7 +237,7 @@ def test_the_divergence_rule_reads_on_while_the_prediction_moves(models, method,
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_change_rule_reads_on_while_the_hidden_state_moves(models, method, execution):
     ids, mask = padded()
 
@@ -282,7 +287,7 @@ LOOKING: dict[str, tuple[Callable[[float], Policy], Signal]] = {
 }
 
 
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 @pytest.mark.parametrize("rule", LOOKING)
 def test_the_rules_that_look_at_predictions_are_one_function_dense_compact_and_cached(method, family, rule):
@@ -315,7 +320,9 @@ def test_the_rules_that_look_at_predictions_are_one_function_dense_compact_and_c
 def test_the_rules_that_compute_logits_to_decide_say_how_many():
     for policy in (LearnedGate(0.5), Change(0.1), Random(0.5), Uniform(keep=0.5)):
         assert [policy.heads(i) for i in range(3)] == [0, 0, 0]
+    assert [Similarity(0.5).heads(i) for i in range(3)] == [0, 0, 0]
     assert [Entropy(1.0).heads(i) for i in range(3)] == [1, 1, 1]
+    assert [Confidence(1.0).heads(i) for i in range(3)] == [1, 1, 1]
     assert [Divergence(1.0).heads(i) for i in range(3)] == [0, 2, 2]
 
 
@@ -354,7 +361,7 @@ def test_the_exit_threshold_exits_once_the_exits_add_up_to_it(models, q, executi
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_users_own_callable_is_a_policy(models, method, execution):
     ids, mask = padded()
     position = (mask.cumsum(1) - 1).clamp_min(0)
@@ -437,7 +444,7 @@ def test_the_random_rule_that_keeps_all_or_nothing_does_so(model):
     assert torch.equal(model(ids, attention_mask=mask, policy=Random(0.0)).depth, mask)
 
 
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_random_depths_of_a_batch_are_those_of_its_singles(models, method):
     ids, mask = padded()
     batch = models[method](ids, attention_mask=mask, policy=Random(0.6), seed=5)
@@ -449,7 +456,7 @@ def test_the_random_depths_of_a_batch_are_those_of_its_singles(models, method):
         assert float((single.logits[0] - batch.logits[row, real]).abs().max()) <= 1e-12
 
 
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_random_depths_of_generation_are_those_of_a_full_pass(models, method):
     generated = models[method].generate(
         support.ids(2, 4),
@@ -518,7 +525,7 @@ def test_the_ranked_schedule_prunes_the_lowest_gates_among_those_still_active(mo
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize("method", DECIDED)
 def test_the_calibrated_thresholds_keep_the_prescribed_shares_of_their_own_data(models, method, schedule):
     # One token per sequence: nobody's gate depends on who else halted, so the shares must come out exactly.
     ids = torch.randperm(support.VOCABULARY, generator=torch.Generator().manual_seed(0))[:50, None]
@@ -687,6 +694,8 @@ WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
     ("schedule", lambda: Ranked(FixedDepth(2))),
     ("policy", lambda: as_policy("fast")),
     ("policy", lambda: as_policy(None)),
+    ("threshold", lambda: Confidence(NAN)),
+    ("threshold", lambda: Similarity((0.1, NAN))),
 ]
 
 
@@ -707,6 +716,7 @@ TOO_SHORT: list[tuple[str, Policy]] = [
     ("shares", Ranked(Shares(shares=(1.0, 1.0)))),
     ("depths", ForcedDepths(torch.full((2, 5), K))),
     ("depths", ForcedDepths(torch.full((1, 9), K))),
+    ("threshold", Confidence((0.0, 0.0))),
 ]
 
 
@@ -794,6 +804,10 @@ DISTINCT: list[Callable[[], Policy]] = [
     lambda: Divergence(1.0),
     lambda: Divergence((1.0, 2.0)),
     lambda: Change(1.0),
+    lambda: Confidence(1.0),
+    lambda: Confidence((0.5, 1.0)),
+    lambda: Similarity(1.0),
+    lambda: SampledExit(),
     lambda: Uniform(keep=0.5),
     lambda: Uniform(keep=0.5, thresholds=(0.1, 0.2)),
     lambda: Uniform(keep=0.5, thresholds=(0.1, 0.2000000001)),
@@ -845,6 +859,9 @@ LINES = {
     "entropy:2.5": Entropy(2.5),
     "kl:0.01": Divergence(0.01),
     "change:0.1,0.2": Change((0.1, 0.2)),
+    "confidence:0.9": Confidence(0.9),
+    "similarity:0.5,0.99": Similarity((0.5, 0.99)),
+    "sampled-exit": SampledExit(),
     "exit:0.9": ExitThreshold(0.9),
     "router": RouterThreshold(),
     "uniform:0.9@0.1,0.2": Uniform((0.1, 0.2), keep=0.9),

@@ -18,6 +18,7 @@ import support
 from adaponder import AdaPonderError
 from adaponder.policies import (
     Change,
+    Confidence,
     Divergence,
     Entropy,
     ExitThreshold,
@@ -31,7 +32,9 @@ from adaponder.policies import (
     RandomRates,
     Ranked,
     RouterThreshold,
+    SampledExit,
     Shares,
+    Similarity,
     Uniform,
     as_int64,
     base,
@@ -67,6 +70,11 @@ def row_policies(device: str = "cpu") -> dict[str, Policy]:
         Uniform(several["small"], keep=0.5),
         Geometric(several["small"], rate=0.5),
         Shares(several["small"], shares=(0.9, 0.5, 0.1)),
+        Confidence(0.2),
+        Confidence((0.1, 0.4, 0.2)),
+        Similarity(0.1),
+        Similarity((-1.0, 0.2, -0.1)),
+        SampledExit(),
     ]
     return {f"{i}-{type(policy).__name__}": policy for i, policy in enumerate(policies)}
 
@@ -108,16 +116,22 @@ def alone(rows: PolicyInput, row: int) -> PolicyInput:
 
 
 def measured(policy: Policy, row: PolicyInput) -> float:
-    """Entropy in nats, KL in nats or relative change of one row, in Python."""
+    """Entropy in nats, top-two gap, KL in nats, cosine or relative change of one row, in Python."""
     log_p = torch.log_softmax(row.logits[0], 0).tolist()
     if isinstance(policy, Entropy):
         return -sum(math.exp(p) * p for p in log_p)
+    if isinstance(policy, Confidence):
+        first, second = sorted((math.exp(p) for p in log_p), reverse=True)[:2]
+        return first - second
     if row.previous is None:
-        return math.inf
+        return -math.inf if isinstance(policy, Similarity) else math.inf
     if isinstance(policy, Divergence):
         log_q = torch.log_softmax(row.head(row.previous)[0], 0).tolist()
         return sum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
     hidden, before = row.hidden[0].tolist(), row.previous[0].tolist()
+    if isinstance(policy, Similarity):
+        dot = sum(mine * other for mine, other in zip(hidden, before, strict=True))
+        return dot / (math.hypot(*hidden) * math.hypot(*before))
     return math.dist(hidden, before) / math.hypot(*before)
 
 
@@ -159,6 +173,10 @@ def by_hand(policy: Policy, row: PolicyInput) -> bool:
             return hash_by_hand(position, seed, iteration) < rate
         case Entropy() | Divergence() | Change():
             return measured(policy, row) >= number(policy.threshold)
+        case Confidence() | Similarity():
+            return measured(policy, row) <= number(policy.threshold)
+        case SampledExit():
+            return gate > hash_by_hand(int(row.position), int(row.seed), -3)
     raise AssertionError(f"no rule by hand for {policy}")
 
 
@@ -186,7 +204,7 @@ def test_every_rule_tells_rows_apart(name):
     policy, rows = row_policies()[name], mixed_rows(200, seed=0)
     for iteration in range(GATES):
         answers = policy(rows)[rows.iteration == iteration]
-        always = isinstance(policy, (FixedDepth, Change, Divergence))
+        always = isinstance(policy, (FixedDepth, Change, Divergence, Similarity))
         assert always or answers.unique().numel() == 2
     assert policy(rows).unique().numel() == 2
 

@@ -17,7 +17,6 @@ from adaponder.commands.options.evaluation import (
     EvalOptions,
     PoliciesOptions,
 )
-from adaponder.commands.options.export import ExportOptions
 from adaponder.commands.options.generation import GenerateOptions
 from adaponder.commands.options.model import ConvertOptions, DoctorOptions, InspectOptions
 from adaponder.commands.options.option import Option
@@ -41,7 +40,6 @@ __all__ = [
     "DemoOptions",
     "DoctorOptions",
     "EvalOptions",
-    "ExportOptions",
     "GenerateOptions",
     "InspectOptions",
     "OpsBenchOptions",

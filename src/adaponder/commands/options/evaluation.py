@@ -19,7 +19,7 @@ from adaponder.commands.options.shared import (
 if TYPE_CHECKING:
     from adaponder.policies import Policy
 
-RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "random")
+RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "confidence", "similarity", "random")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ RULES = {
     "entropy": dials.entropy_dial,
     "kl": dials.divergence_dial,
     "change": dials.change_dial,
+    "confidence": dials.confidence_dial,
+    "similarity": dials.similarity_dial,
     "random": dials.random_dial,
 }
 

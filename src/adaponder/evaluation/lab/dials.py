@@ -22,6 +22,7 @@ from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import (
     Change,
+    Confidence,
     Divergence,
     Entropy,
     Geometric,
@@ -32,10 +33,12 @@ from adaponder.policies import (
     Ranked,
     Schedule,
     Shares,
+    Similarity,
     Uniform,
     spec_of,
     thresholds_for,
 )
+from adaponder.policies.confidence import similarity, top_two_gap
 from adaponder.policies.measures import change, divergence, entropy
 from adaponder.policies.random import unit_hash
 
@@ -44,6 +47,8 @@ _SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
     "entropy": entropy,
     "kl": divergence,
     "change": change,
+    "confidence": lambda inputs: -top_two_gap(inputs),
+    "similarity": lambda inputs: -similarity(inputs),
     "random": lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
 }
 
@@ -145,6 +150,14 @@ def divergence_dial(full: FullDepth) -> Dial:
 
 def change_dial(full: FullDepth) -> Dial:
     return _threshold_dial("hidden-state change", full.signals["change"], Change, "relative", shallowest=2.0)
+
+
+def confidence_dial(full: FullDepth) -> Dial:
+    return _ceiling_dial("top-two gap", full.signals["confidence"], Confidence, "gap")
+
+
+def similarity_dial(full: FullDepth) -> Dial:
+    return _ceiling_dial("hidden-state similarity", full.signals["similarity"], Similarity, "cosine", shallowest=2.0)
 
 
 def random_dial(full: FullDepth) -> Dial:
@@ -262,6 +275,18 @@ def _threshold_dial(
 ) -> Dial:
     def at(depth: float) -> Setting:
         threshold = max(lowest, threshold_at(signal, depth))
+        return Setting(f"{unit} {threshold:.4g}", make(threshold))
+
+    return Dial(name, at, shallowest=shallowest)
+
+
+def _ceiling_dial(
+    name: str, negated: np.ndarray, make: Callable[[float], Policy], unit: str, *, shallowest: float = 1.0
+) -> Dial:
+    """Of a rule that reads on while its measure is at most the threshold; ``negated`` is minus that measure."""
+
+    def at(depth: float) -> Setting:
+        threshold = -threshold_at(negated, depth)
         return Setting(f"{unit} {threshold:.4g}", make(threshold))
 
     return Dial(name, at, shallowest=shallowest)

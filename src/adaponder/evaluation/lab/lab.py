@@ -153,7 +153,8 @@ class Lab:
         for ranked in (False, True):
             scheduled += [dials.uniform_dial(full, ranked=ranked), dials.geometric_dial(full, ranked=ranked)]
             scheduled += [dials.decaying_dial(full, rate, ranked=ranked) for rate in rates]
-        signals = (dials.entropy_dial, dials.divergence_dial, dials.change_dial, dials.random_dial, dials.oracle_dial)
+        doubts = (dials.entropy_dial, dials.divergence_dial, dials.change_dial, dials.confidence_dial)
+        signals = (*doubts, dials.similarity_dial, dials.random_dial, dials.oracle_dial)
         return [dials.gate_dial(full, LEARNED), *scheduled, *(make(full) for make in signals)]
 
     def budgets(self, requested: Sequence[float] | None, own: float) -> tuple[float, ...]:
