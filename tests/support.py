@@ -27,8 +27,8 @@ from adaponder import AdaPonderForCausalLM
 
 VOCABULARY = 61
 POSITIONS = 64
-METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "anytime", "vanilla")
-HALTING = ("adaponder", "mor", "ouro", "anytime")
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet", "anytime", "vanilla")
+HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime")
 
 _SHAPE = {
     "hidden_size": 16,

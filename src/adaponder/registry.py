@@ -30,6 +30,8 @@ _FAMILY: dict[str, _Entry] = {
     "pause": _Entry("adaponder.methods.pause:Pause"),
     "mor": _Entry("adaponder.methods.mor:MixtureOfRecursions"),
     "ouro": _Entry("adaponder.methods.ouro:Ouro"),
+    "act": _Entry("adaponder.methods.act:AdaptiveComputationTime"),
+    "pondernet": _Entry("adaponder.methods.pondernet:PonderNet"),
     "anytime": _Entry("adaponder.methods.anytime:Anytime"),
     "vanilla": _Entry("adaponder.methods.loop:Vanilla"),
 }

@@ -247,12 +247,24 @@ class Recurrence:
     )
     router_alpha: float = setting(0.1, "mor, factor on the router's sigmoid", Span(0, 1_000_000, above=True))
     router_loss_weight: float = setting(1e-3, "mor, factor on the auxiliary loss", Span(0, 1_000_000))
-    exit_threshold: float = setting(
-        1.0,
-        "ouro, a token exits once its cumulative exit probability reaches this",
+    exit_threshold: float | None = setting(
+        None,
+        "a token exits once its cumulative exit probability reaches this. None: ouro 1 (never early), act 0.99 (its "
+        "1 - epsilon), pondernet 0.5 (the median)",
         Span(0, 1, above=True, because="it is a probability"),
     )
     exit_entropy_weight: float = setting(0.1, "ouro, the beta of stage I", Span(0, 1_000_000))
+    halting_cost: float = setting(
+        0.01, "act, factor on the ponder cost: a token's depth and its remainder", Span(0, 1_000_000)
+    )
+    exit_prior: float = setting(
+        0.3,
+        "pondernet, chance to exit after each iteration under the geometric prior",
+        Span(0, 1, above=True, below=True, because="it is a probability"),
+    )
+    exit_prior_weight: float = setting(
+        0.01, "pondernet, factor on the divergence of exits from their prior", Span(0, 1_000_000)
+    )
     halt_prior: float = setting(
         1.0,
         "anytime, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",

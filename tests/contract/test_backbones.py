@@ -216,8 +216,10 @@ def test_reentrant_checkpointing_is_refused():
         tiny().gradient_checkpointing_enable({"use_reentrant": True})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [(m, f) for m in METHODS for f in FAMILIES if m not in ("act", "pondernet") or f == "gpt_neox"],
+)
 def test_gradient_checkpointing_works_for_every_family_and_method(family, method):
     gradients = []
     for replay in (False, True):

@@ -8,7 +8,7 @@ from engine_support import SETTINGS, assert_near, in_one_forward, plain_greedy
 
 from adaponder import FixedDepth, Random
 from adaponder.inference import Engine, Request
-from adaponder.policies import RandomRates
+from adaponder.policies import RandomRates, SampledExit
 from support import VOCABULARY, tiny
 
 PROMPT = [5, 17, 2, 44, 9, 31, 8, 60, 0, 12]
@@ -86,6 +86,9 @@ def test_what_was_not_asked_for_is_not_there():
         ("mor", {"policy": FixedDepth(3)}),
         ("ouro", {}),
         ("ouro", {"policy": FixedDepth(3)}),
+        ("act", {}),
+        ("act", {"policy": FixedDepth(3)}),
+        ("pondernet", {"policy": SampledExit()}),
         ("anytime", {}),
         ("anytime", {"policy": RandomRates()}),
     ],
@@ -109,10 +112,13 @@ def test_gates_and_early_predictions_are_those_of_the_models_forward(method, ask
 
 
 def wants(method, gates):
-    """What a policy sees of each gate: ouro's gates say how likely a token exits, and a policy sees that it has not."""
-    if method != "ouro":
+    """What a policy sees of each gate: exit gates say how likely a token exits, and a policy sees that it has not."""
+    if method not in ("ouro", "act", "pondernet"):
         return gates
-    return [math.prod(1 - one for one in gates[: place + 1]) for place in range(len(gates))]
+    so_far = [gates[: place + 1] for place in range(len(gates))]
+    if method == "act":  # its probabilities add up
+        return [max(0.0, 1 - sum(exits)) for exits in so_far]
+    return [math.prod(1 - one for one in exits) for exits in so_far]
 
 
 def test_tokens_that_stop_are_the_last_and_none_comes_before_the_least_number():

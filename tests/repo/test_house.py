@@ -35,7 +35,6 @@ ORDER = [
     "modeling",
     "inference",
     "conversion",
-    "export",
     "terminal",
     "text",
     "data",

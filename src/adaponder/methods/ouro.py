@@ -45,6 +45,7 @@ class Ouro(Method):
         return state
 
     def default_policy(self, *, training: bool) -> Policy:
+        assert self.config.exit_threshold is not None  # filled in by complete
         return self.every_loop if training else ExitThreshold(self.config.exit_threshold)
 
     def reset_parameters(self, std: float) -> None:
@@ -73,6 +74,12 @@ class Ouro(Method):
     @classmethod
     def states_scored(cls, iterations: int) -> int:
         return iterations
+
+    @classmethod
+    def complete(cls, config: AdaPonderConfig) -> None:
+        """Exits before the last loop only where a threshold is given."""
+        if config.exit_threshold is None:
+            config.exit_threshold = 1.0
 
     @classmethod
     def own_parameters(cls, config: AdaPonderConfig) -> int:

@@ -43,7 +43,10 @@ def assert_same(mine, theirs):
 
 @pytest.mark.parametrize(
     ("method", "family"),
-    [*((method, "gpt_neox") for method in METHODS), *(("adaponder", family) for family in ("llama", "gemma3", "gpt2"))],
+    [
+        *((method, "gpt_neox") for method in METHODS if method != "pondernet"),
+        *(("adaponder", family) for family in ("llama", "gemma3", "gpt2")),
+    ],
 )
 def test_a_layer_compiled_for_all_changes_nothing(method, family):
     model = tiny(method, family, iterations=4).train()

@@ -44,8 +44,11 @@ def ponderlm(folder, *, steps=3, scale=True, multiply=True):
     return base
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", METHODS)
+# Conversion asks a method nothing but its name: one family is enough for some.
+PAIRS = [(m, f) for m in METHODS for f in FAMILIES if m not in ("act", "pondernet") or f == "gpt_neox"]
+
+
+@pytest.mark.parametrize(("method", "family"), PAIRS)
 def test_a_stock_checkpoint_keeps_its_function_at_one_iteration(tmp_path, family, method):
     base = stock(family, dtype=torch.float32)
     base.save_pretrained(tmp_path / "stock")

@@ -165,7 +165,7 @@ def test_other_rules_can_be_calibrated_too(lab, rule):
     assert way.setting.policy.causal
 
 
-@pytest.mark.parametrize("method", ["mor", "ouro"])
+@pytest.mark.parametrize("method", ["mor", "ouro", "act"])
 def test_every_method_that_halts_has_a_dial(method):
     lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), Windows(64)))
     assert meet(lab, 1.7)[0].depth == pytest.approx(1.7, abs=REACHED)

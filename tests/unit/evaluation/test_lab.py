@@ -320,7 +320,7 @@ def test_the_ranked_row_is_the_papers_experiment(model, halves, rows):
     assert scores.loss == pytest.approx(row.loss)
 
 
-@pytest.mark.parametrize("method", ["mor", "ouro"])
+@pytest.mark.parametrize("method", ["mor", "ouro", "pondernet"])
 def test_every_method_that_halts_has_a_lab(method):
     lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), WINDOWS))
     for make in (dials.gate_dial, dials.change_dial, dials.oracle_dial):

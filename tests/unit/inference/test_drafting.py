@@ -59,7 +59,17 @@ def drafting(model, request: Request, drafts: int = K - 1, **options):
 
 
 @pytest.mark.parametrize(
-    ("method", "drafts"), [("adaponder", 1), ("adaponder", 3), ("ponder", 2), ("loop", 3), ("mor", 3), ("ouro", 1)]
+    ("method", "drafts"),
+    [
+        ("adaponder", 1),
+        ("adaponder", 3),
+        ("ponder", 2),
+        ("loop", 3),
+        ("mor", 3),
+        ("ouro", 1),
+        ("act", 3),
+        ("pondernet", 2),
+    ],
 )
 def test_greedy_tokens_and_depths_are_those_of_generate(method, drafts):
     model = tiny(method, iterations=K, seed=1).eval()

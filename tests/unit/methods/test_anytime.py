@@ -330,7 +330,7 @@ def test_training_halts_by_chance_and_evaluation_by_the_gates():
     assert model.method.objective(Objective()).depths == EveryDepthLoss((0.25, 0.25, 0.25, 0.25))
 
 
-@pytest.mark.parametrize("method", ["anytime", "ouro", "ponder"])
+@pytest.mark.parametrize("method", ["anytime", "ouro", "act", "pondernet", "ponder"])
 def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
     """Held against torch's own counter of a forward with its loss; a backward is two of them."""
     model = tiny(method, iterations=K, dtype=torch.float32).train()
@@ -339,7 +339,7 @@ def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), counter:
         model(tokens, labels=tokens, objective=Objective(), output_logits=False, execution="dense")
     cost = cost_of(torch.full((2, 16), K), model.config, every_gate=True, attention="square")
-    heads = 1 if method == "ponder" else K
+    heads = 1 if method in ("act", "ponder") else K
     assert counter.get_total_flops() == cost.flops + (heads - 1) * cost.head
     causal = cost_of(torch.full((1, 16), K), model.config, every_gate=True)
     assert training_flops(model.config, sequence=16) == 3 * (causal.flops + (heads - 1) * causal.head) / 16

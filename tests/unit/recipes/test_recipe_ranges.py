@@ -62,6 +62,9 @@ OTHER = {
     "router_loss_weight": 0.01,
     "exit_threshold": 0.75,
     "exit_entropy_weight": 0.2,
+    "halting_cost": 0.02,
+    "exit_prior": 0.6,
+    "exit_prior_weight": 0.5,
     "halt_prior": 2.0,
     "loss_prior": [0.4, 0.3, 0.2, 0.1],
     "lookahead_delta": 0.2,
@@ -115,6 +118,8 @@ ZERO = {
     "model.pause_token_id",
     "model.router_loss_weight",
     "model.exit_entropy_weight",
+    "model.halting_cost",
+    "model.exit_prior_weight",
     "model.loss_prior",
     "model.lookahead_delta",
     "data.validation",
@@ -277,7 +282,7 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
                 outside = [value] if item.name in PER_ITERATION else value
                 with pytest.raises(ConfigError, match=rf"^{item.name}=.* is needed"):
                     AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({item.name: outside}))
-    for name in ("iterations", "tau", "reuse", "shared_gate", "exit_threshold"):
+    for name in ("iterations", "tau", "reuse", "shared_gate", "exit_prior"):
         with pytest.raises(ConfigError, match=f"{name}=None"):
             AdaPonderConfig(backbone_config=backbone, **dict[str, Any]({name: None}))
 
