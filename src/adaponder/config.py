@@ -33,9 +33,12 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# What a folder that brings its own code will say of it (exporting such folders does not exist yet, so nothing equals
-# this). Equal to it, an auto_map is ignored and the classes of this package are used; any other is refused.
-OUR_AUTO_MAP: dict[str, str] | None = None
+# What a folder that ``adaponder export`` wrote says of the code it brings. Equal to it, an auto_map is ignored and the
+# classes of this package are used; any other is refused.
+OUR_AUTO_MAP = {
+    "AutoConfig": "configuration_adaponder.AdaPonderConfig",
+    "AutoModelForCausalLM": "modeling_adaponder.AdaPonderForCausalLM",
+}
 
 # More than any model has, by far; what lies beyond would fill the memory before it is found to be nonsense.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
@@ -44,8 +47,14 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Whether an ``auto_map`` equals ``OUR_AUTO_MAP``: never while that is ``None``. Code is not run even then."""
-    return OUR_AUTO_MAP is not None and auto_map == OUR_AUTO_MAP
+    """Whether an ``auto_map`` equals ``OUR_AUTO_MAP``; code is not run even then.
+
+    Hugging Face writes ``NAME--`` before each entry where the folder is the hub's repository NAME.
+    """
+    entries = auto_map.items() if isinstance(auto_map, dict) else ()
+    return {
+        name: entry.rpartition("--")[2] if isinstance(entry, str) else entry for name, entry in entries
+    } == OUR_AUTO_MAP
 
 
 class AdaPonderConfig(PreTrainedConfig, Recurrence):

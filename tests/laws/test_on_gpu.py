@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_near_ties import compare
 
-from adaponder import AdaPonderForCausalLM
+from adaponder import AdaPonderForCausalLM, Objective
 from adaponder.policies import ForcedDepths
 from laws import assert_one_function, counted_rows, make_case
 from support import METHODS, ids, tiny
@@ -43,6 +43,46 @@ def test_generation_on_the_gpu_is_cached_uncached_and_counted(method):
         result = model.generate(prompt, **ask, return_dict_in_generate=True)
     assert rows == [int(result.past_key_values.depth.sum())] * 2
     assert torch.equal(result.sequences, model.generate(prompt, **ask, use_cache=False))
+
+
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_training_reads_no_memory_that_nobody_has_written(method, compiled, execution):
+    """Where the allocator hands out blocks full of NaN, a step has the loss and gradients that it has elsewhere."""
+    torch.compiler.reset()
+    model = tiny(method, iterations=1 if method == "vanilla" else 3, dtype=torch.float32).cuda().train()
+    if compiled:
+        model.compile_passes()
+    windows, found = ids(4, 40).cuda(), []
+    objective = Objective(ponder_weight=0.1, ponder_fraction=0.3)
+    for dirty in (False, False, True):  # twice clean: what compiling and choosing kernels leaves behind does not count
+        if dirty:
+            poison_the_allocator()
+        with torch.autocast("cuda", torch.bfloat16):
+            output = model(
+                windows[:, :-1], targets=windows[:, 1:], objective=objective, execution=execution, output_logits=False
+            )
+        model.zero_grad(set_to_none=True)
+        output.loss.backward()
+        gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        found.append((output.loss.detach(), torch.cat(gradients)))
+    (loss, gradient), (other_loss, other_gradient) = found[1:]
+    assert torch.isfinite(other_loss)
+    assert torch.isfinite(other_gradient).all()
+    torch.testing.assert_close(other_loss, loss, rtol=1e-3, atol=0)  # sums by atomic additions change in the last bits
+    torch.testing.assert_close(other_gradient, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()))
+
+
+def poison_the_allocator():
+    """Leaves freed blocks full of NaN, small and large ones, where the next allocations are taken from."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    small = [
+        torch.full((size,), float("nan"), device="cuda") for size in (128, 4096, 65536, 200_000) for _ in range(64)
+    ]
+    large = [torch.full((size << 18,), float("nan"), device="cuda") for size in (2, 8, 32, 512) for _ in range(8)]
+    del small, large
 
 
 def test_models_can_be_made_on_the_gpu():

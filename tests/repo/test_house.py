@@ -35,6 +35,7 @@ ORDER = [
     "modeling",
     "inference",
     "conversion",
+    "export",
     "terminal",
     "text",
     "data",

@@ -27,6 +27,8 @@ ALLOWED = {
     ("conversion/checks.py", "ponder"): "which methods equal PonderLM at full depth",
     ("conversion/checks.py", "adaponder.methods.adaponder"): "its gates are opened to equal PonderLM",
     ("conversion/convert.py", "adaponder.methods.adaponder"): "tells how far gates are open in the beginning",
+    ("export/configuration_adaponder.py", "adaponder"): "it is copied to where there is no class to ask",
+    ("export/configuration_adaponder.py", "ponder"): "it is copied to where there is no class to ask",
     ("training/resume.py", "adaponder"): "records from before they named the embedding scale: only these scaled",
     ("training/resume.py", "ponder"): "records from before they named the embedding scale: only these scaled",
     ("training/resume.py", "loop"): "records from before they named the embedding scale: only these scaled",

@@ -7,7 +7,15 @@ from typing import Any
 
 import typer
 
-from adaponder.cli import bench, evaluation, experiments, model, serving, training  # noqa: F401  (registers commands)
+from adaponder.cli import (  # noqa: F401  (registers commands)
+    bench,
+    evaluation,
+    experiments,
+    export,
+    model,
+    serving,
+    training,
+)
 from adaponder.cli.app import app
 from adaponder.cli.ending import FAILED, INTERRUPTED, MISUSED, code_of, fail
 from adaponder.errors import AdaPonderError

@@ -24,7 +24,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 from adaponder.registry import DEFAULT_METHOD
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -181,7 +181,7 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
             remarks = align(model, tokens.end, tokens.padding)
         without_manifest: dict[str, Any] = {"manifest": False} if is_ours(model) else {}  # it is written below
         model.save_pretrained(partial, **without_manifest)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copy(source / name, partial / name)
         if is_ours(model):

@@ -69,6 +69,7 @@ class AdaPonder(Ponder):
     halts = True
     has_ponder_term = True
     gate_meaning = "gate s"
+    exported = True
 
     @classmethod
     def reuse_rule(cls, config: AdaPonderConfig) -> str:

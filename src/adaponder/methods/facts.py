@@ -27,6 +27,8 @@ class Facts:
         gates_decide: whether a policy's threshold is compared with the gate's value itself, so that a figure may draw
             it among gates.
         after_halting: what a figure calls the iterations that a halted token did not take part in.
+        exported: whether the file that ``adaponder export`` writes computes it. A subclass says so anew: it may
+            compute something else (:meth:`can_be_exported`).
     """
 
     halts: ClassVar[bool] = False
@@ -39,6 +41,12 @@ class Facts:
     gate_meaning: ClassVar[str] = "gate"
     gates_decide: ClassVar[bool] = True
     after_halting: ClassVar[str] = "halted: K/V reused"
+    exported: ClassVar[bool] = False
+
+    @classmethod
+    def can_be_exported(cls) -> bool:
+        """Whether the class itself, not one that it inherits from, is ``exported``."""
+        return bool(vars(cls).get("exported", False))
 
     # --- the config ---------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ class Ponder(Method):
     """``E <- E + softmax(head(h)) @ table``, K-1 times; cross-entropy after the last pass only."""
 
     mixes_vocabulary = True
+    exported = True
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         return State(state.input, output.hidden)

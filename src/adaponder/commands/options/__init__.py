@@ -17,6 +17,7 @@ from adaponder.commands.options.evaluation import (
     EvalOptions,
     PoliciesOptions,
 )
+from adaponder.commands.options.export import ExportOptions
 from adaponder.commands.options.generation import GenerateOptions
 from adaponder.commands.options.model import ConvertOptions, DoctorOptions, InspectOptions
 from adaponder.commands.options.option import Option
@@ -40,6 +41,7 @@ __all__ = [
     "DemoOptions",
     "DoctorOptions",
     "EvalOptions",
+    "ExportOptions",
     "GenerateOptions",
     "InspectOptions",
     "OpsBenchOptions",

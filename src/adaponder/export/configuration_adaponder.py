@@ -1,0 +1,75 @@
+"""The config of an AdaPonderLM: a stock decoder's own, and the recurrence around it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+
+def _of_backbone(name: str) -> Any:
+    """An attribute that is the backbone config's own."""
+    return property(
+        lambda config: getattr(config.backbone_config, name, None),
+        lambda config, value: setattr(config.backbone_config, name, value),
+    )
+
+
+class AdaPonderConfig(PreTrainedConfig):
+    """The backbone's own config and the recurrence around it. Fields that only training reads are kept as they are.
+
+    Attributes:
+        backbone_config: config of the stock decoder.
+        method: ``adaponder``, or ``ponder``, which has no gates.
+        iterations: K, the most times a token is read.
+        tau: a token halts once its gate s < tau; 0 lets every token be read K times.
+        gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes it linear.
+        shared_gate: one gate for all iterations instead of one each.
+        embedding_scale: factor on embeddings, those of tokens and those that are expected.
+        initial_multiplier: further factor on the embeddings of tokens.
+        expectation_top_k: expect only the k likeliest tokens; ``None`` is the whole vocabulary.
+        reuse: what a halted token keeps. ``state``: keys, values and hidden state.
+    """
+
+    model_type = "adaponder"
+    sub_configs: ClassVar[Any] = {"backbone_config": AutoConfig}
+    has_no_defaults_at_init = True
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "depth", "gates"]
+
+    backbone_config: Any = None
+    method: str = "adaponder"
+    iterations: int = 4
+    tau: float = 1e-4
+    gate_width: int = 4
+    shared_gate: bool = False
+    embedding_scale: float = 1.0
+    initial_multiplier: float = 1.0
+    expectation_top_k: int | None = None
+    reuse: str = "state"
+
+    # What tools of transformers ask of a config, or set.
+    vocab_size = _of_backbone("vocab_size")
+    hidden_size = _of_backbone("hidden_size")
+    num_hidden_layers = _of_backbone("num_hidden_layers")
+    max_position_embeddings = _of_backbone("max_position_embeddings")
+    bos_token_id = _of_backbone("bos_token_id")
+    eos_token_id = _of_backbone("eos_token_id")
+    pad_token_id = _of_backbone("pad_token_id")
+
+    def __post_init__(self, **kwargs: Any):
+        if isinstance(self.backbone_config, dict):
+            settings = dict(self.backbone_config)
+            self.backbone_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        if self.method not in ("adaponder", "ponder") or self.reuse != "state":
+            raise ValueError(f"method={self.method!r}, reuse={self.reuse!r}: this file computes adaponder and ponder")
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        return self.backbone_config
+
+    @property
+    def gates(self) -> int:
+        """How many gates there are: after the last iteration nothing is left to decide."""
+        if self.method != "adaponder":
+            return 0
+        return min(1, self.iterations - 1) if self.shared_gate else self.iterations - 1

@@ -1,0 +1,429 @@
+"""AdaPonderLM in one file: a Transformer reads each token again until the token's gate says enough.
+
+Needs torch and transformers (5.17 or newer). In the words of *AdaPonderLM: Gated Pondering Language Models with
+Token-Wise Adaptive Depth*: ``K = config.iterations`` passes of one stock decoder, ``i = 0 … K-1``. After each but the
+last a gate reads a token's hidden state; a token whose gate is below ``config.tau`` halts for good and keeps its keys,
+values and hidden state. One that goes on adds the embedding it expects next to its own. Without gates
+(``method: ponder``) every token is read K times.
+
+``_ponder`` is Algorithm 1. That a halted token keeps its keys and values (eq. 10) is in ``_read_all`` (every token is
+computed, for training) and in ``_read_active`` (active ones only, over a cache): two forms of the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from .configuration_adaponder import AdaPonderConfig
+
+_LOGITS_AT_ONCE = 2**25  # of the expectation: 128 MiB in float32
+# Not cuDNN: given a mask, its backward can return NaN on some GPUs.
+_MASKED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass
+class AdaPonderOutput(ModelOutput):
+    """What a forward returns.
+
+    Attributes:
+        loss: mean cross-entropy, where labels were given.
+        logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
+        past_key_values: the cache, where one was given or asked for.
+        depth: ``[batch, time]``, how often each token was read; 0 for padding.
+        gates: ``[batch, time, K - 1]``, what each token's gates said; 0 once it has halted.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: PonderCache | None = None
+    depth: Tensor | None = None
+    gates: Tensor | None = None
+
+
+class Gate(nn.Module):
+    """Eq. 2 and 3: hidden states ``[rows, d]`` to ``s = sigmoid(W2 gelu(W1 h + b1) + b2)``, ``[rows]``."""
+
+    def __init__(self, hidden_size: int, width: int):
+        super().__init__()
+        self.inner = nn.Linear(hidden_size, width * hidden_size) if width else None
+        self.out = nn.Linear(width * hidden_size if width else hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.inner is not None:
+            hidden = functional.gelu(self.inner(hidden))
+        # Never in less than float32: in bfloat16 neighbouring logits are far apart where tau decides.
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logit = functional.linear(hidden.to(wide), self.out.weight.to(wide), self.out.bias.to(wide))
+        return torch.sigmoid(logit.squeeze(-1))
+
+
+class Gates(nn.Module):
+    """The gate of each iteration; without any, every token goes on with weight 1."""
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__()
+        self.gates = nn.ModuleList(Gate(config.hidden_size, config.gate_width) for _ in range(config.gates))
+
+    def forward(self, iteration: int, hidden: Tensor) -> Tensor:
+        if not self.gates:
+            return hidden.new_ones(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return self.gates[min(iteration, len(self.gates) - 1)](hidden)
+
+
+# --- keys and values ------------------------------------------------------------------------------------------------
+
+
+class PonderCache(Cache):
+    """The keys and values that each iteration reads.
+
+    ``rows[layer]`` is (keys, values), each ``[K, batch, slots, heads, size]``. A row that iteration i computes is
+    written for i and for every later iteration, and the next iteration, if the token has one, writes over it. So what
+    iteration j reads of a token of depth D is its row ``min(j, D - 1)``: eq. 10.
+
+    ``real`` and ``depth`` are ``[batch, slots]``: which slots are no padding, and how often each token was read.
+    """
+
+    def __init__(self, iterations: int):
+        super().__init__(layers=[])
+        self.iterations = iterations
+        self.rows: dict[int, tuple[Tensor, ...]] = {}
+        self.real = self.depth = torch.empty(0, 0)
+
+    def extend(self, real: Tensor) -> None:
+        """Makes room for new tokens ``[batch, time]``, of which those ``real`` are no padding."""
+        if self.real.numel() == 0:
+            self.real, self.depth = real, torch.zeros_like(real, dtype=torch.long)
+            return
+        self.real = torch.cat([self.real, real], 1)
+        self.depth = functional.pad(self.depth, (0, real.shape[1]))
+        lacking = self.real.shape[1] - next(iter(self.rows.values()))[0].shape[2]
+        if lacking > 0:  # room for more tokens than these, so that not every token copies all rows
+            self._each(lambda rows: functional.pad(rows, (0, 0, 0, 0, 0, lacking + 128)))
+
+    def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:
+        """Writes what an iteration computed for ``slots [n, count]`` of ``sequences [n]``; returns all that it reads.
+
+        ``new`` and the result are (keys, values) as attention has them, ``[n, heads, slots, size]``.
+        """
+        if layer not in self.rows:
+            shape = (self.iterations, *self.real.shape)
+            self.rows[layer] = tuple(part.new_zeros(*shape, part.shape[1], part.shape[3]) for part in new)
+        for rows, computed in zip(self.rows[layer], new, strict=True):
+            rows[iteration:, sequences[:, None], slots] = computed.transpose(1, 2)
+        return tuple(rows[iteration, sequences, : self.real.shape[1]].transpose(1, 2) for rows in self.rows[layer])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.rows = {layer: tuple(change(part) for part in rows) for layer, rows in self.rows.items()}
+
+    # What generate() asks of a cache: its length, and to repeat, reorder or shorten its sequences.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.real.shape[1]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.real, self.depth = self.real[beam_idx], self.depth[beam_idx]
+        self._each(lambda rows: rows[:, beam_idx.to(rows.device)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self.real.shape[0], device=self.real.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens; whatever comes next writes over their rows."""
+        kept = self.real.shape[1] - abs(tokens_to_remove)
+        self.real, self.depth = self.real[:, :kept], self.depth[:, :kept]
+
+
+class OnePass(Cache):
+    """What one pass of the backbone is given as its cache: its attention asks once per layer what to attend to."""
+
+    def __init__(self, answer: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]):
+        super().__init__(layers=[])
+        self.answer, self.asked = answer, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.asked += 1
+        return self.answer(layer_idx, (key_states.to(value_states.dtype), value_states))
+
+
+class Tokens(NamedTuple):
+    """Tokens ``[batch, time]`` of a forward: which are no padding, where they stand, how many slots are cached."""
+
+    real: Tensor
+    position: Tensor
+    past: int
+
+
+def scattered(where: Tensor, rows: Tensor) -> Tensor:
+    """A grid ``[batch, time, …]`` with ``rows`` where ``where [batch, time]`` is true, in order, and 0 elsewhere."""
+    grid = rows.new_zeros(*where.shape, *rows.shape[1:])
+    grid[where] = rows
+    return grid
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
+    """A stock decoder (``backbone``) that reads each token up to K times, and the gates that decide (``method``)."""
+
+    config: AdaPonderConfig
+    config_class = AdaPonderConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+
+    def __init__(self, config: AdaPonderConfig):
+        super().__init__(config)
+        options = {"attn_implementation": config._attn_implementation, "dtype": torch.get_default_dtype()}
+        self.backbone: Any = AutoModelForCausalLM.from_config(config.backbone_config, **options)
+        config.backbone_config = self.backbone.config
+        self.method = Gates(config)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None: ...  # weights are loaded
+
+    def get_input_embeddings(self) -> Any:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> Any:
+        return self.backbone.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.backbone.set_output_embeddings(new_embeddings)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PonderCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        max_iterations: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> AdaPonderOutput | tuple:
+        """Reads each token up to K times and predicts the next.
+
+        Args:
+            input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
+            attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
+            position_ids: counted by the mask when absent, so that left padding changes nothing.
+            past_key_values: the cache of an earlier forward, to go on from.
+            labels: shifted inside; -100, and what padding predicts, does not count.
+            use_cache: return a cache. With one, halted tokens are skipped; without, every token is computed in every
+                pass (the plain form, for training). Values are the same.
+            logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
+            max_iterations: read each token at most this often.
+            num_items_in_batch: what the summed loss is divided by; by default its own number of targets.
+        """
+        kwargs.pop("cache_position", None)
+        if asked := sorted(name for name, value in kwargs.items() if value is not None and value is not False):
+            raise ValueError(f"{', '.join(asked)}: forward has no such argument")
+        most = self.config.iterations if max_iterations is None else max_iterations
+        if not 1 <= most <= self.config.iterations:
+            raise ValueError(f"max_iterations={max_iterations}: from 1 to {self.config.iterations}")
+        embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = PonderCache(self.config.iterations) if use_cache and past_key_values is None else past_key_values
+        tokens = _arrange(embedded, attention_mask, position_ids, _own(cache))
+        read = self._read_all(tokens) if cache is None else self._read_active(tokens, cache)
+        hidden, depth, gates = self._ponder(embedded, tokens.real, most, read)
+        if cache is not None:
+            cache.depth[:, tokens.past :] = depth
+        head, loss = self.get_output_embeddings(), None
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = head(hidden if labels is not None else hidden[:, kept])
+        if labels is not None:
+            loss, logits = _loss(logits, labels, tokens.real, num_items_in_batch), logits[:, kept]
+        output = AdaPonderOutput(loss=loss, logits=logits, past_key_values=cache, depth=depth, gates=gates)
+        return output.to_tuple() if return_dict is False else output
+
+    # --- the paper ----------------------------------------------------------------------------------------------
+
+    def _ponder(
+        self, embedded: Tensor, real: Tensor, iterations: int, read: Callable[[int, Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Algorithm 1: (hidden states, depths, gates) of tokens ``embedded [batch, time, d]``.
+
+        ``read(i, x, active)`` is the Transformer in iteration i; what it returns for other tokens has no meaning.
+        """
+        config = self.config
+        x = embedded * (config.embedding_scale * config.initial_multiplier)  # E^0
+        active, depth = real, real.long()  # m^0: padding is never read
+        hidden = read(0, x, active)  # eq. 1: h^0 = Transformer(E^0)
+        gates = hidden.new_zeros(*real.shape, config.iterations - 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        for i in range(iterations - 1):
+            s = scattered(active, self.method(i, hidden[active]))  # eq. 2 and 3: s^i = sigmoid(MLP_i(h^i))
+            gates[..., i] = s
+            active = active & (s.float() >= config.tau)  # eq. 4 and 5: m^{i+1} = m^i * (s^i >= tau)
+            expected = scattered(active, self.expected_embedding(hidden[active]))  # eq. 6 to 8: e^i
+            x = x + (active * s).to(x.dtype)[..., None] * expected  # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
+            new = read(i + 1, x, active)  # eq. 1: h^{i+1} = Transformer(E^{i+1})
+            hidden = torch.where(active[..., None], new, hidden)  # a halted token's representation stays as it is
+            depth = depth + active
+        return hidden, depth, gates
+
+    def expected_embedding(self, hidden: Tensor) -> Tensor:
+        """Eq. 6 to 8: ``softmax(head(h)) @ table`` of rows ``[rows, d]``, the table scaled as embeddings are."""
+        table, top_k = self.get_input_embeddings().weight, self.config.expectation_top_k
+        parts = []
+        for rows in hidden.split(max(1, _LOGITS_AT_ONCE // table.shape[0])):
+            logits = self.get_output_embeddings()(rows)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if top_k is not None:
+                best, index = logits.topk(min(top_k, logits.shape[-1]))
+                logits = torch.full_like(logits, -torch.inf).scatter(-1, index, best)
+            parts.append(torch.softmax(logits, -1).to(table.dtype) @ table)
+        return torch.cat(parts) * self.config.embedding_scale
+
+    def _read_all(self, tokens: Tokens) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """Algorithm 2 as it is written: every token is computed, and halted ones keep their keys and values."""
+        before: dict[int, tuple[Tensor, Tensor]] = {}
+        slots = torch.arange(tokens.real.shape[1], device=tokens.real.device).expand(tokens.real.shape)
+        # A pass that is plainly causal needs no mask: attention is faster without.
+        mask = None if bool(tokens.real.all()) else self._mask(slots, tokens.real)
+
+        def read(i: int, x: Tensor, active: Tensor) -> Tensor:
+            def answer(layer: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+                if i > 0:
+                    (keys, values), (old_keys, old_values) = new, before[layer]
+                    own = active[:, None, :, None]
+                    new = torch.where(own, keys, old_keys), torch.where(own, values, old_values)  # eq. 10
+                before[layer] = new
+                return new
+
+            return self._pass(x, tokens.position, mask, answer)
+
+        return read
+
+    def _read_active(self, tokens: Tokens, cache: PonderCache) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """Only active tokens are computed, and read the rows of all others from the cache.
+
+        Sequences with equally many active tokens are read together: one pass when decoding, and for one sequence.
+        """
+        cache.extend(tokens.real)
+
+        def read(i: int, x: Tensor, active: Tensor) -> Tensor:
+            hidden, counts = torch.zeros_like(x), active.sum(1)
+            for count in counts[counts > 0].unique().tolist():
+                sequences = (counts == count).nonzero()[:, 0]
+                time = active[sequences].nonzero()[:, 1].view(-1, count)
+                at, slots = (sequences[:, None], time), tokens.past + time
+
+                def answer(layer: int, new: tuple[Tensor, Tensor], sequences=sequences, slots=slots) -> Any:
+                    return cache.swap(layer, i, sequences, slots, new)
+
+                mask = self._mask(slots, cache.real[sequences])
+                hidden[at] = self._pass(x[at], tokens.position[at], mask, answer)
+            return hidden
+
+        return read
+
+    # --- the backbone -------------------------------------------------------------------------------------------
+
+    def _pass(self, x: Tensor, position: Tensor, mask: Any, answer: Callable[..., Any]) -> Tensor:
+        """One pass of the whole decoder over ``x [sequences, tokens, d]``; its final-normed hidden states."""
+        layers = OnePass(answer)
+        with nullcontext() if mask is None else sdpa_kernel(_MASKED_ATTENTION):
+            output = self.backbone.base_model(
+                inputs_embeds=x, position_ids=position, attention_mask=mask, past_key_values=layers, use_cache=True
+            )
+        if layers.asked != self.config.num_hidden_layers:
+            raise RuntimeError(
+                f"{layers.asked} of {self.config.num_hidden_layers} layers asked for keys and values: the backbone's "
+                "own gradient checkpointing drops the cache; switch it off"
+            )
+        return output.last_hidden_state
+
+    def _mask(self, slots: Tensor, real: Tensor) -> Any:
+        """Who attends to whom: ``slots [n, count]`` to the ``real [n, all slots]`` ones up to themselves.
+
+        A sliding window counts tokens, not padding. Every slot sees itself, so that no softmax is over nothing.
+        """
+        backbone = self.backbone.config
+        window: Any = getattr(backbone, "sliding_window", None)
+        own, other, order = slots[:, :, None], torch.arange(real.shape[1], device=slots.device), real.cumsum(1)
+        distance = order.gather(1, slots)[:, :, None] - order[:, None, :]
+        full = (other <= own) & real[:, None, :]
+        near = full if window is None else full & (distance < window)
+        masks = {}
+        for kind in dict.fromkeys(getattr(backbone, "layer_types", None) or ["sliding_attention"]):
+            mask = ((near if kind == "sliding_attention" else full) | (other == own))[:, None]
+            if backbone._attn_implementation == "eager":
+                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
+            masks[kind] = mask
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    # --- generate -----------------------------------------------------------------------------------------------
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} keeps one row per token and layer; "
+                "this model keeps one per iteration too: leave it out"
+            )
+        cache = _own(model_kwargs.get("past_key_values"))
+        if cache is not None:
+            cache._is_user_defined = True  # so that generate leaves it complete
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = PonderCache(self.config.iterations)
+
+
+def _own(cache: Any) -> PonderCache | None:
+    """The cache itself, if it can hold K rows per token."""
+    if cache is not None and not isinstance(cache, PonderCache):
+        raise ValueError(f"past_key_values is a {type(cache).__name__}: only a PonderCache holds K rows per token")
+    return cache
+
+
+def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cache: PonderCache | None) -> Tokens:
+    """Where the tokens of a forward stand, by mask and cache; positions count real tokens."""
+    batch, time, _ = embedded.shape
+    past = 0 if cache is None else cache.get_seq_length()
+    before = torch.zeros(batch, 1, dtype=torch.long, device=embedded.device)
+    if cache is not None and past:
+        if cache.real.shape[0] != batch:
+            raise ValueError(f"past_key_values holds {cache.real.shape[0]} sequences, the batch has {batch}")
+        before = cache.real.sum(1, keepdim=True)
+    if mask is None:
+        real = torch.ones(batch, time, dtype=torch.bool, device=embedded.device)
+    elif mask.shape == (batch, past + time):
+        real = mask[:, past:].to(embedded.device).bool()
+    else:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: {(batch, past + time)} is needed")
+    if position is None:
+        position = (real.cumsum(1) - 1 + before).clamp_min(0)
+    elif mask is None and not past and bool((position.diff(dim=1) != 1).any()):
+        raise ValueError("position_ids restart: documents packed into one sequence are not kept apart here")
+    return Tokens(real, position.expand(batch, time), past)
+
+
+def _loss(logits: Tensor, labels: Tensor, real: Tensor, items: Tensor | int | None) -> Tensor:
+    """Mean cross-entropy of the next tokens; what padding predicts does not count."""
+    targets = labels[:, 1:].masked_fill(~real[:, :-1], -100)
+    wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+    total = functional.cross_entropy(wide.flatten(0, 1), targets.flatten().to(wide.device), reduction="sum")
+    count = (targets != -100).sum() if items is None else items
+    return total / count

@@ -1,0 +1,312 @@
+"""adaponder export: what it writes, what it refuses, what the card says, and that the package never runs the code."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import HfApi, ModelCard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from adaponder import AdaPonderForCausalLM, cli
+from adaponder.commands import export as command
+from adaponder.commands.options import ExportOptions
+from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig, is_our_auto_map
+from adaponder.conversion.open import load
+from adaponder.errors import AdaPonderError, CheckpointError, ConfigError, InputError
+from adaponder.export import folder as exporting
+from adaponder.export import modeling_adaponder
+from adaponder.export.card import Card
+from adaponder.export.history import training_of
+from adaponder.export.hub import push
+from adaponder.methods import method_class
+from adaponder.methods.adaponder import AdaPonder
+from harness_support import reader, words
+from hub_support import standing_in
+from support import METHODS, ids, tiny
+
+STATE = {
+    "step": 160,
+    "recipe": {
+        "name": "cpu/demo",
+        "data": {"source": "/some/where/corpus", "tokenizer": "train-bpe:2048", "sequence": 256},
+        "train": {"global_batch": 4, "seed": 7, "eval_tokens": 16384},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder: a model of float64 with its tokenizer, how it was trained, and its metrics."""
+    folder = tmp_path_factory.mktemp("run")
+    reader().save_pretrained(folder / "final")
+    words().save_pretrained(folder / "final")
+    (folder / "final" / "state.json").write_text(json.dumps(STATE))
+    lines = [{"step": 149, "validation_loss": 9.0}, {"step": 159, "validation_loss": 4.5, "validation_depth": 2.25}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1')
+    (folder / "text.txt").write_text("The river ran past the mill. " * 30)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> Path:
+    """The run exported and measured by the command line."""
+    out = tmp_path_factory.mktemp("hub") / "river"
+    asked = ["export", str(run), "--out", str(out), "--data", str(run / "text.txt"), "--license", "apache-2.0"]
+    result = CliRunner().invoke(cli.app, [*asked, "--json", str(out.with_suffix(".json"))])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_the_folder_holds_all_that_the_hub_needs_and_nothing_else(exported):
+    files = {"README.md", "config.json", "generation_config.json", "manifest.json", "model.safetensors"}
+    files |= {"tokenizer.json", "tokenizer_config.json", *exporting.CODE}
+    assert {path.name for path in exported.iterdir()} == files
+    assert json.loads((exported / "config.json").read_text())["auto_map"] == OUR_AUTO_MAP
+    for name in exporting.CODE:
+        assert (exported / name).read_bytes() == Path(modeling_adaponder.__file__).with_name(name).read_bytes()
+    listed = json.loads((exported / "manifest.json").read_text())["files"]
+    assert set(listed) == files - {"README.md", "manifest.json", *exporting.CODE}  # what the package downloads
+
+
+def test_the_result_says_what_was_checked(exported):
+    result = json.loads(exported.with_suffix(".json").read_text())
+    assert all(check["difference"] <= 1e-12 for check in result["checks"])
+    assert len(result["checks"]) == 3
+    assert result["pushed"] is None
+
+
+def test_the_card_is_measured_and_has_the_hubs_metadata(exported):
+    card = ModelCard.load(exported / "README.md")
+    data = card.data.to_dict()
+    assert (data["license"], data["library_name"], data["pipeline_tag"]) == (
+        "apache-2.0",
+        "transformers",
+        "text-generation",
+    )
+    result = json.loads(exported.with_suffix(".json").read_text())["measured"]
+    own = result["rows"][0]
+    values = {entry.metric_type: entry.metric_value for entry in card.data.eval_results}
+    assert values["loss"] == pytest.approx(own["loss"], abs=1e-6)
+    assert values["mean_depth"] == pytest.approx(own["depth"], abs=1e-6)
+    assert [row["label"] for row in result["rows"]] == ["its own depths", "depth 1", "depth 2", "depth 3"]
+    assert 1 < own["depth"] < 3
+    for row in result["rows"]:
+        cells = (f"{row['loss']:.4f}", f"{row['depth']:.3f}", f"{row['flops'] / 1e6:,.2f}", f"{row['ratio']:.2f}")
+        (line,) = re.findall(rf"^\| {row['label']} \|.*$", card.text, flags=re.MULTILINE)
+        assert all(f" {cell} " in line for cell in cells), line
+    assert f"{result['tokens']:,} tokens" in card.text
+    assert str(exported.parent) not in card.text  # no path of the machine
+
+
+def test_the_card_tells_what_the_checkpoint_recorded(exported):
+    text = (exported / "README.md").read_text()
+    for name, value in {"data": "corpus", "tokens": "163,840", "recipe": "cpu/demo", "seed": "7"}.items():
+        assert f"| {name} | {value} |" in text
+    assert "| validation loss of the run (first 16,384 tokens) | 4.5000 at mean depth 2.250 |" in text
+    assert "/some/where" not in text
+
+
+def test_the_python_of_the_card_runs(exported, monkeypatch):
+    (code,) = re.findall(r"```python\n(.+?)```", (exported / "README.md").read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(exported.parent)
+    opened = modeling_adaponder.AdaPonderForCausalLM.from_pretrained("river")
+    trusted = []
+
+    def from_pretrained(name, trust_remote_code):
+        trusted.append((name, trust_remote_code))
+        return opened
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, trust_remote_code: words())
+    exec(code, {})
+    assert trusted == [("river", True)]
+    assert opened.config.tau == 0.01
+
+
+def test_what_is_not_known_is_said(tmp_path):
+    folder = tmp_path / "model"
+    reader("ponder").save_pretrained(folder)
+    words().save_pretrained(folder)
+    command.run(ExportOptions(checkpoint=str(folder), out=tmp_path / "out"))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == "unknown"
+    assert card.data.eval_results is None
+    for words_of_it in ("does not record how it was trained", "were not measured", "No licence was stated"):
+        assert words_of_it in card.text
+    assert "| 3 |" in card.text  # the cost of a token at each depth is known all the same
+    assert "tau" not in card.text
+
+
+def test_a_damaged_record_is_not_known_either(tmp_path):
+    assert training_of(tmp_path) is None
+    (tmp_path / "state.json").write_text('{"step": "many", "recipe": []}')
+    found = training_of(tmp_path)
+    assert (found.tokens, found.data, found.validation) == (None, None, None)
+    card = Card("a/b", reader().config, "float32", found, None, None).text()
+    assert "| data | not recorded |" in card
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_the_file_does_not_compute_are_refused_by_name(method):
+    config = tiny(method).config
+    if method in ("adaponder", "ponder"):
+        exporting.require_exportable(config, "CKPT")
+        return
+    with pytest.raises(InputError, match=rf"method={method} cannot be exported, only adaponder and ponder"):
+        exporting.require_exportable(config, "CKPT")
+
+
+def test_a_method_made_from_an_exported_one_is_not_taken_for_it():
+    class Mine(AdaPonder):
+        pass
+
+    assert method_class("adaponder").can_be_exported()
+    assert not Mine.can_be_exported()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"family": "gpt2"}, "backbone gpt2 cannot be exported"),
+        ({"family": "gemma3"}, "backbone gemma3_text cannot be exported"),
+        ({"reuse": "kv"}, "reuse=kv cannot be exported"),
+    ],
+)
+def test_backbones_and_settings_that_it_does_not_compute_are_refused(model, says):
+    with pytest.raises(InputError, match=says):
+        exporting.require_exportable(tiny(**model).config, "CKPT")
+
+
+def test_a_stock_checkpoint_is_refused_before_its_weights_are_read(tmp_path):
+    folder = tmp_path / "stock"
+    reader().backbone.save_pretrained(folder)
+    words().save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match="method=vanilla cannot be exported"):
+        command.run(ExportOptions(checkpoint=str(folder), out=tmp_path / "out"))
+
+
+def test_a_folder_that_is_not_empty_is_an_error(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not empty: name a new folder"):
+        command.run(ExportOptions(checkpoint=str(run), out=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InputError, match="has no tokenizer"):
+        exporting.export(reader(), tmp_path, tmp_path / "out", card=lambda: "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_if_the_file_computes_something_else(run, tmp_path, monkeypatch):
+    wrong = modeling_adaponder.AdaPonderForCausalLM.expected_embedding
+    monkeypatch.setattr(
+        modeling_adaponder.AdaPonderForCausalLM, "expected_embedding", lambda self, hidden: 1.01 * wrong(self, hidden)
+    )
+    with pytest.raises(CheckpointError, match="the exported file's logits: differs by"):
+        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
+
+
+# --- the package and the folder -------------------------------------------------------------------------------------
+
+
+def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(exported, tmp_path, monkeypatch):
+    folder, canary = Path(shutil.copytree(exported, tmp_path / "ckpt")), tmp_path / "canary"
+    for name in exporting.CODE:
+        (folder / name).write_text(f"open({str(canary)!r}, 'w')\nraise SystemExit('run')\n")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    asked = ["generate", str(folder), "--prompt", "The river", "--max-new-tokens", "4", "--greedy"]
+    result = CliRunner().invoke(cli.app, [*asked, "--json", str(tmp_path / "out.json")], input="y\n")
+    assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(cli.app, ["doctor", str(folder)], input="y\n").exit_code == 0
+    model, _ = load(str(folder))
+    assert type(model) is AdaPonderForCausalLM
+    assert type(AutoModelForCausalLM.from_pretrained(folder)) is AdaPonderForCausalLM
+    assert type(AutoConfig.from_pretrained(folder)) is AdaPonderConfig
+    assert torch.equal(model(ids()).logits, reader()(ids()).logits)
+    assert not canary.exists()
+    assert not (tmp_path / "modules").exists()
+
+
+def test_the_package_trusts_no_code_of_it_either(exported):
+    with pytest.raises(InputError, match="trust_remote_code: loading weights never executes code here"):
+        AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+
+
+def test_what_the_package_saves_again_asks_for_no_code(exported, tmp_path):
+    load(str(exported))[0].save_pretrained(tmp_path)
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
+    named = {key: f"me/river--{value}" for key, value in OUR_AUTO_MAP.items()}
+    assert AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=named).method == "adaponder"
+    for other in (named | {"AutoConfig": "me/river--evil.Evil"}, named | {"AutoModel": "x.Y"}, ["x.Y"], {"a": ["b"]}):
+        assert not is_our_auto_map(other)
+        with pytest.raises(ConfigError, match="auto_map asks to run code"):
+            AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=other)
+
+
+# --- the hub --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with standing_in() as server:
+        yield server
+
+
+def test_a_push_sends_every_file_as_it_is(exported, hub):
+    address = push(exported, "me/river", private=True, api=HfApi(endpoint=hub.address, token="hf_secret"))
+    assert address.startswith(hub.address)
+    assert hub.files == {"me/river": {path.name: path.read_bytes() for path in exported.iterdir()}}
+    assert hub.repositories["me/river"]["visibility"] == "private"
+    assert hub.tokens == {"Bearer hf_secret"}
+
+
+def test_the_command_pushes_what_it_wrote_and_only_when_asked(run, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("adaponder.export.hub.HfApi", lambda: HfApi(endpoint=hub.address, token="hf_secret"))
+    command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "kept"))
+    assert hub.asked == []
+    result = command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "sent", push="me/river"))
+    assert result["pushed"].startswith(hub.address)
+    card = hub.files["me/river"]["README.md"].decode()
+    assert 'from_pretrained("me/river", trust_remote_code=True)' in card
+    assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-generation"
+
+
+def test_a_hub_that_refuses_leaves_the_folder_and_says_the_cure(exported, hub):
+    hub.refuses = True
+    with pytest.raises(AdaPonderError, match=r"--push me/river: the hub did not take it .* is complete") as refusal:
+        push(exported, "me/river", api=HfApi(endpoint=hub.address, token="hf_secret"))
+    assert "hf_secret" not in str(refusal.value)
+    assert (exported / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["river", "a/b/c", "me/ri ver", "../river", "me/river--x"])
+def test_a_name_that_the_hub_cannot_have_is_refused_before_anything_is_done(name, run, tmp_path):
+    with pytest.raises(InputError, match="--push"):
+        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out", push=name))
+    assert not (tmp_path / "out").exists()
+
+
+def test_private_needs_a_push(run, tmp_path):
+    with pytest.raises(InputError, match="--private means nothing without --push"):
+        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out", private=True))
+
+
+def test_the_hub_is_not_asked_offline(exported, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(AdaPonderError, match="the hub did not take it"):
+        push(exported, "me/river")

@@ -1,0 +1,98 @@
+"""The exported modelling file with a mistake in it is told from the package: each check of it can fail."""
+
+import importlib.util
+import sys
+import types
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.export import modeling_adaponder
+from adaponder.export.configuration_adaponder import AdaPonderConfig
+from support import ids, tiny, widen_norms
+
+SOURCE = Path(modeling_adaponder.__file__)
+MISTAKES = {
+    "a halted token's keys are computed again": ("torch.where(own, keys, old_keys)", "keys"),
+    "a halted token's values are computed again": ("torch.where(own, values, old_values)", "values"),
+    "a halted token's hidden state moves on": ("torch.where(active[..., None], new, hidden)", "new"),
+    "a cached row is for its own iteration alone": ("rows[iteration:, sequences", "rows[iteration, sequences"),
+    "every iteration reads the first one's rows": ("rows[iteration, sequences, :", "rows[0, sequences, :"),
+    "the gate of the next iteration is asked": ("min(iteration, len", "min(iteration + 1, len"),
+    "tokens halt above tau": ("s.float() >= config.tau", "s.float() < config.tau"),
+    "the update is not weighted": ("(active * s)", "active"),
+    "expected embeddings are not scaled": ("torch.cat(parts) * self.config.embedding_scale", "torch.cat(parts)"),
+    "the first embedding is not scaled": ("config.embedding_scale * config.initial_multiplier", "1.0"),
+    "cached tokens do not count as positions": ("cumsum(1) - 1 + before)", "cumsum(1) - 1)"),
+    "positions count padding": ("(real.cumsum(1) - 1", "(torch.ones_like(real).cumsum(1) // 2"),
+    "padding is attended to": ("(other <= own) & real[:, None, :]", "other <= own"),
+    "the future is attended to": ("(other <= own) &", ""),
+    "the window is one too wide": ("distance < window", "distance <= window"),
+    "beams keep each other's rows": ("rows[:, beam_idx.to(rows.device)]", "rows"),
+    "what padding predicts counts": ("labels[:, 1:].masked_fill(~real[:, :-1], -100)", "labels[:, 1:]"),
+}
+
+
+@cache
+def package(family: str) -> AdaPonderForCausalLM:
+    return tiny("adaponder", family, iterations=4, embedding_scale=1.5)
+
+
+def module_of(source: str) -> types.ModuleType:
+    """The modelling file with this source, as a module of the same room."""
+    name = "adaponder.export.planted"
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))
+    module.__package__, module.__file__ = "adaponder.export", str(SOURCE)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        exec(compile(source, str(SOURCE), "exec"), module.__dict__)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def twin_of(model: AdaPonderForCausalLM, module: types.ModuleType):
+    """The model by the exported file, with the same weights."""
+    settings = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
+    torch.set_default_dtype(torch.float64)
+    try:
+        twin = module.AdaPonderForCausalLM(AdaPonderConfig(**settings)).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    twin.load_state_dict(model.state_dict())
+    widen_norms(twin)
+    return twin
+
+
+@torch.no_grad()
+def agrees(model: AdaPonderForCausalLM, twin) -> bool:
+    """Whether two models say the same of a padded batch: whole, cached, in pieces, their loss, and by beams."""
+    text, mask = ids(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :4], mask[2, 10:] = 0, 0
+    real = mask.bool()
+    expected = model(text, attention_mask=mask, labels=text)
+    whole = twin(text, attention_mask=mask, labels=text)
+    first = twin(text[:, :7], attention_mask=mask[:, :7], use_cache=True)
+    rest = twin(text[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, rest.logits], 1)
+    same = all(torch.allclose(one[real], expected.logits[real], rtol=0, atol=1e-12) for one in (whole.logits, logits))
+    same &= bool(torch.equal(whole.depth, expected.depth)) and bool((whole.loss - expected.loss).abs() < 1e-12)
+    asked = {"attention_mask": mask[:2, :7], "max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    return same and torch.equal(twin.generate(text[:2, :7], **asked), model.generate(text[:2, :7], **asked))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mistral"])
+def test_without_a_mistake_they_agree(family):
+    assert agrees(package(family), twin_of(package(family), module_of(SOURCE.read_text())))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_is_noticed(mistake):
+    right, wrong = MISTAKES[mistake]
+    source = SOURCE.read_text()
+    assert source.count(right) == 1, "the mistake no longer fits the file"
+    model = package("mistral" if "window" in mistake else "gpt_neox")
+    assert not agrees(model, twin_of(model, module_of(source.replace(right, wrong))))
