@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from adaponder.cli.app import app
 from adaponder.cli.parsing import App
-from adaponder.commands.options import DecodeBenchOptions, OpsBenchOptions, PrefillBenchOptions, TrainBenchOptions
+from adaponder.commands.options import (
+    DecodeBenchOptions,
+    OpsBenchOptions,
+    PrefillBenchOptions,
+    ServeBenchOptions,
+    TrainBenchOptions,
+)
 
 bench = App(
     help="Measure speed and memory: ours beside a plain PonderLM (stock modules, eager), in one run, with a record.\n\n"
@@ -60,5 +66,20 @@ def decode(options: DecodeBenchOptions) -> None:
     [dim]adaponder bench decode --device cuda --scenario ouro[/]
     """
     from adaponder.commands import bench_decode as command
+
+    command.run(options)
+
+
+@bench.taking(ServeBenchOptions)
+def serve(options: ServeBenchOptions) -> None:
+    """Load a server with requests that arrive at random times, at rates that rise: tokens/s, waiting times, failures.
+
+    [dim]adaponder bench serve runs/demo --new 32[/]
+
+    [dim]adaponder bench serve --url http://127.0.0.1:8000 --rates 1,2,4,8[/]
+
+    [dim]adaponder bench serve --stand-in 64,8 --stand-in 256,8[/]
+    """
+    from adaponder.commands import bench_serve as command
 
     command.run(options)

@@ -8,6 +8,7 @@ from adaponder.commands.options.bench import (
     DecodeBenchOptions,
     OpsBenchOptions,
     PrefillBenchOptions,
+    ServeBenchOptions,
     TrainBenchOptions,
 )
 from adaponder.commands.options.evaluation import (
@@ -51,6 +52,7 @@ __all__ = [
     "PrepareOptions",
     "RecipesOptions",
     "ReproduceOptions",
+    "ServeBenchOptions",
     "ServeOptions",
     "SweepOptions",
     "TrainBenchOptions",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
-from adaponder.commands.options.shared import Device, Json
+from adaponder.commands.options.shared import Device, Json, OpenedModel
 from adaponder.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +31,18 @@ def read_shape(flag: str, text: str) -> str:
     if text not in DECODE_SHAPES:
         raise InputError(f"{flag} {text}: one of {', '.join(DECODE_SHAPES)} is needed")
     return text
+
+
+def read_stand_in(flag: str, text: str) -> tuple[int, float]:
+    """``64,8`` as lanes and milliseconds of a tick."""
+    lanes, _, tick = text.partition(",")
+    try:
+        found = int(lanes), float(tick)
+    except ValueError:
+        raise InputError(f"{flag} {text}: lanes and milliseconds of a tick are needed, as in 64,8") from None
+    if not (1 <= found[0] <= 4096 and 0.05 <= found[1] <= 10_000):
+        raise InputError(f"{flag} {text}: 1 to 4096 lanes and 0.05 to 10000 milliseconds are needed")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +223,55 @@ class DecodeBenchOptions(BenchOptions):
             check=values.one_of("bfloat16", "float16", "float32"),
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBenchOptions(OpenedModel):
+    """``adaponder bench serve``."""
+
+    checkpoint: Annotated[
+        str | None,
+        Option(argument=True, metavar="CKPT", help="Start a server for it, and measure its engine alone, too."),
+    ] = None
+    url: Annotated[
+        str | None,
+        Option(metavar="URL", help="A server that runs already; its key is read from ADAPONDER_API_KEY."),
+    ] = None
+    stand_in: Annotated[
+        Sequence[tuple[int, float]],
+        Option(
+            several=True,
+            metavar="LANES,MS",
+            help="A server whose engine sleeps: LANES tokens every MS milliseconds, such as 64,8; may be repeated.",
+            read=read_stand_in,
+        ),
+    ] = ()
+    rates: Annotated[
+        Sequence[float],
+        Option(
+            metavar="1,2,…",
+            help="Requests per second, rising; default: 0.1 to 1.25 of what all streams at once reach.",
+            read=values.decimals(least=0.001, most=100_000),
+        ),
+    ] = ()
+    seconds: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="How long requests arrive at each rate.")] = (
+        10.0
+    )
+    context: Annotated[int, Option(metavar="N", min=1, max=2**20, help="Tokens of a prompt, drawn at random.")] = 32
+    new: Annotated[int, Option(metavar="N", min=2, max=2**20, help="Tokens that each request generates.")] = 64
+    streams: Annotated[
+        int, Option(metavar="N", min=1, max=4096, help="Requests at once where the most is measured; lanes of CKPT.")
+    ] = 64
+    repeats: Annotated[int, Option(metavar="N", min=1, max=1000, help="Times that all streams run at once.")] = 3
+    timeout: Annotated[
+        float, Option(metavar="S", min=0.1, max=3600, help="A request that takes longer has failed.")
+    ] = 120.0
+    policy: Annotated[
+        str | None, Option(metavar="RULE", help="Who decides depth, such as fixed:2; default: the server's.")
+    ] = None
+    commit: Annotated[str | None, Option(metavar="NAME", help="Which commit is measured; default: what git says.")] = (
+        None
+    )
+    record: Annotated[
+        bool, Option(flags=("--record/--no-record",), help="Keep a record under benchmarks/records/.")
+    ] = True

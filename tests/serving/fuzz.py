@@ -1,0 +1,203 @@
+"""Bytes that are no requests, at the socket, for minutes: others get their answers, and nothing is left behind.
+
+Broken HTTP, connections that say nothing, bodies that come byte by byte, clients that never read. ``python
+tests/serving/fuzz.py`` runs it; ``--record`` writes down in ``fuzz.json`` beside this file what was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from adaponder.bench.serve_process import Running
+from adaponder.inference import Engine
+from harness_support import reader
+from soak_support import NAME, at_rest, draw_body, run_parts, serving, solo, stream, wait_for, write_checkpoint
+
+RECORD = Path(__file__).with_suffix(".json")
+_PIECES = (
+    b"\r\n\r\n",
+    b"\x00",
+    b"\xff\xfe",
+    b"Content-Length: -1\r\n",
+    b"Content-Length: 99999999999999999999\r\n",
+    b"Content-Length: 5\r\nContent-Length: 6\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding: chunked, identity\r\n",
+    b"Expect: 100-continue\r\n",
+    b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
+    b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
+    b"Range: bytes=" + b"0-," * 200 + b"\r\n",
+    b"Host: a\r\nHost: b\r\n",
+    b"X: " + b"y" * 40_000 + b"\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"FFFFFFFFFFFFFFFF\r\n",
+    b"HTTP/9.9",
+    b"GET " + b"/" * 30_000,
+    b"{" * 2_000,
+)
+
+
+def good_request(draw: random.Random, host: str) -> bytes:
+    """A request as it should be; what the broken ones are made of."""
+    if draw.random() < 0.3:
+        path = draw.choice(["/health", "/ready", "/metrics", "/v1/models", "/", "/page/x", "/openapi.json"])
+        return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+    path = draw.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/score"])
+    body: dict[str, Any] = {"model": NAME, "prompt": "past the mill", "max_tokens": 4, "stream": draw.random() < 0.5}
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    return head.encode() + b"\r\n\r\n" + data
+
+
+def broken(draw: random.Random, host: str) -> bytes:
+    """A request with bytes changed, cut out, doubled or put in, or noise alone."""
+    if draw.random() < 0.05:
+        return draw.randbytes(draw.randint(1, 3000))
+    data = bytearray(good_request(draw, host))
+    for _ in range(draw.randint(1, 4)):
+        place, kind = draw.randrange(len(data) + 1), draw.random()
+        if kind < 0.4:
+            data[place:place] = draw.choice(_PIECES)
+        elif kind < 0.7:
+            data[place : place + draw.randint(1, 20)] = draw.randbytes(draw.randint(0, 12))
+        elif kind < 0.85:
+            del data[place:]
+            data += b"x" * draw.randint(0, 3)
+        else:
+            data += data[place:]
+        if not data:
+            data += b"\r"
+    return bytes(data)
+
+
+async def throw(host: str, port: int, data: bytes, patience: float) -> list[int]:
+    """Sends bytes and returns the statuses of what comes back within so many seconds."""
+    try:
+        incoming, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return [-1]
+    said = b""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(patience):
+            writer.write(data)
+            await writer.drain()
+            while part := await incoming.read(65536):
+                said += part
+    writer.transport.abort()
+    return [int(line[9:12]) for line in said.split(b"\r\n") if line[:9] == b"HTTP/1.1 " and line[9:12].isdigit()]
+
+
+async def say_nothing(host: str, port: int, seconds: float) -> None:
+    """A connection that is opened and left alone."""
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection(host, port)
+        await asyncio.sleep(seconds)
+        writer.transport.abort()
+
+
+async def write_slowly(host: str, port: int, data: bytes, seconds: float) -> None:
+    """A request whose bytes come one by one."""
+    with suppress(OSError, TimeoutError):
+        _, writer = await asyncio.open_connection(host, port)
+        async with asyncio.timeout(seconds):
+            for place in range(len(data)):
+                writer.write(data[place : place + 1])
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        writer.transport.abort()
+
+
+async def never_read(host: str, port: int, place: str, seconds: float) -> None:
+    """A client that asks for as much as it may and reads nothing of it."""
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection(host, port, limit=1)
+        writer.transport.pause_reading()
+        body = {"model": NAME, "prompt": ["a", "b", "c"], "n": 16, "max_tokens": 60, "stream": True}
+        body |= {"adaponder": {"depth": True, "gates": True, "iteration_top": 20, "ignore_eos": True}}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await asyncio.sleep(seconds)
+        writer.transport.abort()
+
+
+def attack(server: Running, *, requests: int, idlers: int, seed: int, good: int) -> dict[str, Any]:
+    """Everything at once, with streams beside it that must not notice."""
+    place = urlsplit(server.url)
+    host, port = place.hostname or "", place.port or 0
+    draw = random.Random(seed)
+    bodies = [draw_body(draw) for _ in range(good)]
+    thrown = [broken(draw, place.netloc) for _ in range(requests)]
+    statuses: Counter[int] = Counter()
+
+    async def throw_all() -> None:
+        gate = asyncio.Semaphore(20)
+
+        async def one(data: bytes) -> None:
+            async with gate:
+                statuses.update(await throw(host, port, data, 0.5) or [0])
+
+        await asyncio.gather(*(one(data) for data in thrown))
+
+    async def everything() -> list[Any]:
+        slow = good_request(random.Random(seed), place.netloc)
+        nuisances = [say_nothing(host, port, 3.0) for _ in range(idlers)]
+        nuisances += [write_slowly(host, port, slow, 3.0) for _ in range(idlers)]
+        nuisances += [never_read(host, port, place.netloc, 3.0) for _ in range(max(1, idlers // 4))]
+        background = [asyncio.create_task(one) for one in (*nuisances, throw_all())]
+        told = []
+        for first in range(0, len(bodies), 8):
+            told += await asyncio.gather(*(stream(server.url, body) for body in bodies[first : first + 8]))
+        await asyncio.gather(*background)
+        return told
+
+    answers = asyncio.run(everything())
+    engine = Engine(reader(), lanes=1)
+    for body, told in zip(bodies, answers, strict=True):
+        assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error)
+        assert (told.ids, told.depths) == solo(engine, body)
+    assert not any(status >= 500 for status in statuses), statuses
+    assert statuses[-1] == 0, f"{statuses[-1]} connections were not taken"
+    wait_for(lambda: at_rest(server.url), "nothing is left of all this", seconds=60)
+    assert server.process.poll() is None
+    return {
+        "thrown": requests,
+        "answers_by_status": {str(status): count for status, count in sorted(statuses.items())},
+        "silent_or_slow": 2 * idlers + max(1, idlers // 4),
+        "good_streams": good,
+        "equal_to_solo": good,
+    }
+
+
+def bytes_at_the_socket(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
+        attack(server, requests=200, idlers=4, seed=options.seed + 1, good=4)
+        before = server.rss()
+        found = attack(server, requests=options.requests, idlers=options.idlers, seed=options.seed, good=options.good)
+        after = server.rss()
+        assert before is None or after is None or after < before + (64 << 20), (before, after)
+        return found | {"rss_before": before, "rss_after": after}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--idlers", type=int, default=60)
+    parser.add_argument("--good", type=int, default=100)
+
+
+if __name__ == "__main__":
+    sys.exit(run_parts({"bytes at the socket": bytes_at_the_socket}, RECORD, add_options, __doc__ or ""))

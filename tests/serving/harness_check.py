@@ -1,0 +1,108 @@
+"""lm-eval's ``local-completions`` against a running server gives the scores of ``adaponder eval --tasks``.
+
+``python tests/serving/harness_check.py`` runs it; ``--record`` writes down in ``harness_check.json`` beside this file
+what was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from adaponder.commands import tasks as eval_tasks
+from adaponder.commands.options import EvalOptions
+from harness_support import POSITIONS, RECORDS, write_records
+from soak_support import NAME, run_parts, serving, write_checkpoint
+
+RECORD = Path(__file__).with_suffix(".json")
+TASKS = ("arc_easy", "lambada_openai", "wikitext")
+
+
+def short_records() -> dict[str, list[dict[str, Any]]]:
+    """The records that fit into the model's positions: lm-eval's client cuts longer ones elsewhere."""
+    return {task: [row for row in rows if len(str(row)) < 400] for task, rows in RECORDS.items() if task in TASKS}
+
+
+def allow_without_retries() -> None:
+    """lm-eval's clients of servers want tenacity, for retries, which nothing here needs: where it is missing, none."""
+    if find_spec("tenacity") is not None:
+        return
+    stand_in = ModuleType("tenacity")
+    stand_in.__spec__ = ModuleSpec("tenacity", None)
+    vars(stand_in).update(
+        RetryError=type("RetryError", (Exception,), {}),
+        retry=lambda **_: lambda function: function,
+        stop_after_attempt=lambda *_: None,
+        wait_exponential=lambda **_: None,
+    )
+    sys.modules["tenacity"] = stand_in
+
+
+def scores_through_server(url: str, folder: Path, data: Path, tasks: tuple[str, ...]) -> dict[str, Any]:
+    """Metrics of each task, answered by the server."""
+    allow_without_retries()
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, quiet
+    from adaponder.evaluation.tasks.task_data import TaskData
+
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    found: dict[str, Any] = {}
+    with quiet():
+        model = LocalCompletionsAPI(
+            base_url=f"{url}/v1/completions",
+            tokenizer_backend="huggingface",
+            model=NAME,
+            tokenizer=str(folder),
+            max_length=POSITIONS,
+        )
+        manager = find_tasks(tasks)
+        for name in tasks:
+            opened = open_task(manager, name, 0, TaskData(data))
+            results: Any = evaluate(model, {"tasks": {name: opened.task}, "groups": {}}, bootstrap_iters=0)
+            found[name] = {
+                key.partition(",")[0]: value
+                for key, value in results["results"][name].items()
+                if isinstance(value, float) and "stderr" not in key
+            }
+    return found
+
+
+def compare(url: str, folder: Path, data: Path, tasks: tuple[str, ...]) -> dict[str, Any]:
+    """Both ways' metrics; fails where they differ by more than rounding."""
+    through = scores_through_server(url, folder, data, tasks)
+    own = eval_tasks.run(EvalOptions(checkpoint=str(folder), tasks=list(tasks), task_data=data, fewshot=[0]))
+    compared: dict[str, Any] = {}
+    for score in own["tasks"]:
+        for metric, value in score["metrics"].items():
+            if metric.partition(" ")[0] not in through[score["task"]]:
+                continue
+            here, there = value["value"], through[score["task"]][metric.partition(" ")[0]]
+            assert abs(here - there) <= 1e-9 * max(1.0, abs(here)), (score["task"], metric, here, there)
+            compared[f"{score['task']} {metric}"] = {"eval": here, "server": there}
+    assert {name.partition(" ")[0] for name in compared} == set(tasks), compared
+    return compared
+
+
+def scores(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_checkpoint(Path(place) / "model")
+        data = write_records(Path(place) / "records", short_records())
+        with serving(folder) as server:
+            return {"compared": compare(server.url, folder, data, TASKS)}
+
+
+if __name__ == "__main__":
+    packages = ("lm_eval", "fastapi", "uvicorn")
+    sys.exit(run_parts({"scores": scores}, RECORD, lambda parser: None, __doc__ or "", packages))

@@ -1,0 +1,308 @@
+"""Ray Serve with its real proxy, routing and processes: throughput by replicas, a killed replica, keys and limits.
+
+``python tests/serving/ray_check.py`` runs it; ``--record`` writes ``benchmarks/records/serve-ray-cpu.json``. The
+replicas' engines sleep (``adaponder.bench.serve_standin``), so two of them can be twice as fast on any machine whose
+proxy keeps up; the last part runs a real, tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from adaponder.bench.serve import Load
+from adaponder.bench.serve_client import run_client
+from adaponder.bench.serve_load import Answer, Ask, summary
+from adaponder.inference import Engine
+from adaponder.serving import ray as ours
+from adaponder.serving.settings import Access, Key, Settings
+from harness_support import reader
+from soak_support import call, draw_body, get, ready, run_parts, serving, solo, stream, wait_for, write_checkpoint
+
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "records" / "serve-ray-cpu.json"
+KEY = "a-key-of-this-check-0123456789"
+LANES, TICK = 8, 0.05
+PORT = 8917
+
+
+class SaysWho:
+    """The app, each answer with its process's number."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def saying(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-served-by", str(os.getpid()).encode())]
+            await send(message)
+
+        await self.app(scope, receive, saying if scope["type"] == "http" else send)
+
+
+def stand_in(lanes: int, tick: float) -> Any:
+    """The app with a key over an engine that sleeps."""
+    from adaponder.bench.serve_standin_server import stand_in_worker
+    from adaponder.serving.app import make_app
+
+    settings = Settings(lanes=lanes, access=Access(keys=(Key.of(KEY),)))
+    return SaysWho(make_app(stand_in_worker(lanes, tick), settings))
+
+
+def cluster(replicas: int, **options: Any) -> ours.Cluster:
+    return ours.Cluster(port=PORT, replicas=replicas, cpus=0.5, **({"lanes": LANES} | options))
+
+
+def deployed(replicas: int, *, lanes: int = LANES, **options: Any) -> str:
+    """The address of so many replicas, on a cluster that is started once."""
+
+    def make() -> Any:
+        return stand_in(lanes, TICK)
+
+    where = cluster(replicas, lanes=lanes, **options)
+    if "ray" not in sys.modules:
+        return ours.deploy(make, where)
+    from ray import serve
+
+    application = ours._application(make, where, {"enable_access_log": False, "log_level": "WARNING"})
+    serve.run(application, name=ours.APPLICATION, route_prefix="/")
+    return f"http://127.0.0.1:{PORT}"
+
+
+def ask(new: int) -> Ask:
+    return Ask("stand-in", 700, context=4, new=new, settings={"adaponder": {"ignore_eos": True}})
+
+
+def middle_rate(answers: list[Answer]) -> float:
+    """Tokens per second between a sixth and four sixths of all tokens: every lane is busy."""
+    came = sorted((when, count) for one in answers for when, count in one.scaled())
+    total, so_far, marks = sum(count for _, count in came), 0.0, []
+    for when, count in came:
+        so_far += count
+        if total / 6 <= so_far <= 4 * total / 6:
+            marks.append((when, so_far))
+    return (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
+
+
+def replicas(settings: argparse.Namespace) -> dict[str, Any]:
+    """Tokens/s at saturation of one replica, and of two and four."""
+    rows = []
+    for count in settings.replicas:
+        url = deployed(count)
+        warm = Load(ask(8), streams=LANES * count)
+        run_client(url, warm.bodies(warm.streams, part=0), [0.0] * warm.streams, key=KEY, timeout=60)
+        load = Load(ask(50), seed=settings.seed)
+        requests = 6 * LANES * count
+        answers = run_client(url, load.bodies(requests, part=count), [0.0] * requests, key=KEY, timeout=120)
+        found = summary(answers, max(one.ended for one in answers))
+        assert found["answered"] == requests, found["failures"]
+        by = {one.served_by for one in answers}
+        assert len(by) == count, f"{len(by)} of {count} replicas answered"
+        rows.append({"replicas": count, "tokens_per_second": middle_rate(answers), "requests": requests})
+        rows[-1] |= {"first_token": found["first_token"], "between_tokens": found["between_tokens"]}
+        rows[-1]["engine_tokens_per_second"] = count * LANES / TICK
+        print(f"  {count} replicas: {rows[-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
+    one, two = rows[0]["tokens_per_second"], rows[1]["tokens_per_second"]
+    assert two >= 1.8 * one, f"two replicas make {two / one:.2f} times the tokens/s of one"
+    return {"lanes": LANES, "tick_seconds": TICK, "rows": rows, "two_over_one": two / one}
+
+
+def killed(settings: argparse.Namespace) -> dict[str, Any]:
+    """A replica is killed while it streams: its requests are lost, no other, and another replica takes its place."""
+    lanes = 32
+    url = deployed(2, lanes=lanes)
+    load = Load(ask(200), seed=settings.seed)
+    victim: list[str] = []
+
+    def kill() -> None:
+        status, headers, _ = call(url, "GET", "/v1/models", key=KEY)
+        assert status == 200
+        victim.append(headers["x-served-by"])
+        os.kill(int(victim[0]), signal.SIGKILL)
+
+    timer = threading.Timer(3.0, kill)
+    timer.start()
+    # Twenty long streams at once, and from then on a short request every tenth of a second.
+    long = [(0.0, body) for body in load.bodies(20, part=0)]
+    short = [(0.1 * number, body) for number, body in enumerate(Load(ask(5)).bodies(150, part=1))]
+    plan = sorted([*long, *short], key=lambda pair: pair[0])
+    answers = run_client(url, [body for _, body in plan], [when for when, _ in plan], key=KEY, timeout=60)
+    timer.join()
+    lost = [one for one in answers if not one.works]
+    begun_there = [one for one in lost if one.served_by == victim[0]]
+    # A request that had been given to the replica and had not begun was in flight, too; nothing sent later may fail.
+    unknown = [one for one in lost if one.served_by is None and one.sent < 3.5]
+    assert begun_there, "nothing was under way in the killed replica"
+    assert len(lost) == len(begun_there) + len(unknown), [(one.sent, one.error, one.served_by) for one in lost]
+    late = [one for one in answers if one.sent > 3.5]
+    assert all(one.works for one in late)
+
+    def two_again() -> bool:
+        now = {call(url, "GET", "/v1/models", key=KEY)[1].get("x-served-by") for _ in range(8)}
+        return victim[0] not in now and len(now) == 2
+
+    back = wait_for(two_again, "a replica has taken the place of the killed one", seconds=120)
+    return {
+        "requests": len(answers),
+        "lost_in_flight": len(lost),
+        "of_which_had_begun": len(begun_there),
+        "requests_after_the_kill": len(late),
+        "failed_after_the_kill": 0,
+        "seconds_until_replaced": round(max(one.ended for one in answers) - 3.0 + back, 1),
+    }
+
+
+def left(settings: argparse.Namespace) -> dict[str, Any]:
+    """Clients leave through the proxy, also with a header by which Ray would go on without them."""
+    url = deployed(2, lanes=32)
+    body = ask(2000).body(1) | {"max_tokens": 2000}
+
+    async def leave() -> None:
+        await asyncio.gather(*(stream(url, body, key=KEY, leave_after=1.0) for _ in range(12)))
+
+    asyncio.run(leave())
+    host = url.partition("//")[2]
+    with socket.create_connection(("127.0.0.1", PORT)) as raw:
+        import json
+
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\n"
+        head += "Content-Type: application/json\r\nX-Request-Disconnect-Disabled: ?1\r\n"
+        raw.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        raw.recv(1000)
+    seconds = wait_for(lambda: not any(ready(url, key=KEY)["requests"] for _ in range(12)), "all are cancelled")
+    return {"clients": 13, "cancelled_after_seconds": round(seconds, 2)}
+
+
+def sessions(settings: argparse.Namespace) -> dict[str, Any]:
+    """With session routing, equal ``x-session-id`` headers meet one replica."""
+    import http.client
+
+    deployed(3, routing="session")
+    met: dict[str, set[str]] = {}
+    for number in range(60):
+        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
+        name = f"s{number % 10}"
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}", "X-Session-Id": name})
+        answer = connection.getresponse()
+        answer.read()
+        met.setdefault(name, set()).add(answer.getheader("x-served-by") or "")
+        connection.close()
+    assert all(len(by) == 1 for by in met.values()), met
+    assert len(set.union(*met.values())) > 1
+    return {"sessions": len(met), "requests": 60, "replicas_met": len(set.union(*met.values()))}
+
+
+def security(settings: argparse.Namespace) -> dict[str, Any]:
+    """Keys, hosts and limits hold behind the proxy; nothing but it listens for clients; no dashboard."""
+    url = deployed(1)
+    assert get(url, "/v1/models")[0] == 401
+    assert get(url, "/v1/models", key="wrong-key-of-this-check-012345")[0] == 401
+    assert get(url, "/v1/models", key=KEY)[0] == 200
+    assert get(url, "/health")[0] == 200
+    answers = {
+        "another host": _raw(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n"),
+        "headers of 100 kB": _raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n"),
+        "endless headers": _raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: bbbbbbbb\r\n" * 20_000),
+        "a body of 2 MB": call(url, "POST", "/v1/completions", b"[" * (2 << 20), key=KEY)[0],
+        "deep JSON": call(url, "POST", "/v1/completions", b"[" * 100_000, key=KEY)[0],
+        "n=1000000": call(url, "POST", "/v1/completions", ask(5).body(0) | {"n": 10**6}, key=KEY)[0],
+    }
+    assert 400 <= answers["another host"] < 500
+    assert answers["headers of 100 kB"] == answers["endless headers"] == 431, answers
+    assert answers["a body of 2 MB"] == 413
+    assert answers["deep JSON"] == answers["n=1000000"] == 400
+    others = {address[4][0] for address in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    for address in others - {"127.0.0.1"}:
+        with socket.socket() as probe:
+            probe.settimeout(2)
+            assert probe.connect_ex((address, PORT)) != 0, f"the proxy listens on {address}"
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", 8265)) != 0, "Ray's dashboard listens"
+    assert os.environ.get("RAY_AUTH_MODE") == "token"
+    return {"refused": answers, "bound_to": "127.0.0.1", "dashboard": False}
+
+
+def _raw(data: bytes) -> int:
+    """The status of what these bytes are answered; 0 where the connection is closed without one."""
+    with socket.create_connection(("127.0.0.1", PORT), timeout=20) as raw:
+        with suppress(OSError):  # it may be refused before all has been sent
+            raw.sendall(data)
+        try:
+            answer = raw.recv(4096)
+        except OSError:
+            return 0
+    return int(answer.split(b" ")[1]) if answer.startswith(b"HTTP/") else 0
+
+
+def command(settings: argparse.Namespace) -> dict[str, Any]:
+    """``adaponder serve CKPT --ray --replicas 2``, a real model: streams equal solo runs, SIGTERM ends all of it."""
+    ours.stop(started=True)
+    before = set(_rays())
+    draw = random.Random(settings.seed)
+    bodies = [draw_body(draw) for _ in range(24)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(write_checkpoint(Path(folder)), "--ray", "--replicas", "2", key=KEY) as server,
+    ):
+
+        async def ask_all() -> list[Any]:
+            return await asyncio.gather(*(stream(server.url, body, key=KEY) for body in bodies))
+
+        answers = asyncio.run(ask_all())
+        server.process.send_signal(signal.SIGTERM)
+        code = server.process.wait(90)
+    engine = Engine(reader(), lanes=1)
+    for body, told in zip(bodies, answers, strict=True):
+        assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error)
+        assert (told.ids, told.depths) == solo(engine, body)
+    assert code == 0, server.said
+    wait_for(lambda: not set(_rays()) - before, "no process of Ray is left", seconds=30)
+    return {"streams": len(bodies), "equal_to_solo": len(bodies), "exit_code": code, "processes_left": 0}
+
+
+def _rays() -> list[int]:
+    """Numbers of Ray's processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes()
+        except OSError:
+            continue
+        if b"raylet" in words or b"gcs_server" in words or words.startswith(b"ray::"):
+            found.append(int(path.parent.name))
+    return found
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4], help="the first two are compared")
+
+
+def main() -> int:
+    parts = [replicas, killed, left, sessions, security, command]
+    began = time.monotonic()
+    try:
+        return run_parts(
+            {part.__name__: part for part in parts}, RECORD, options, __doc__ or "", packages=("ray", "uvicorn")
+        )
+    finally:
+        ours.stop(started=True)
+        print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The server for minutes: hundreds of streams at once, each equal to its solo run; a thousand clients that hang up.
+
+``python tests/serving/soak.py`` runs it; ``--record`` writes down in ``soak.json`` beside this file what was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from adaponder.inference import Engine
+from harness_support import reader
+from soak_support import at_rest, draw_body, ready, run_parts, serving, solo, stream, wait_for, write_checkpoint
+
+RECORD = Path(__file__).with_suffix(".json")
+
+
+def same_as_alone(url: str, count: int, seed: int) -> dict[str, Any]:
+    """So many streams at once: every one is answered, and says what it says alone."""
+    draw = random.Random(seed)
+    bodies = [draw_body(draw) for _ in range(count)]
+
+    async def ask_all() -> list[Any]:
+        return await asyncio.gather(*(stream(url, body) for body in bodies))
+
+    answers = asyncio.run(ask_all())
+    engine = Engine(reader(), lanes=1)
+    for body, told in zip(bodies, answers, strict=True):
+        assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error, body)
+        assert (told.ids, told.depths) == solo(engine, body), body
+        assert told.usage["completion_tokens"] == len(told.ids)
+    wait_for(lambda: at_rest(url), "every row is free")
+    return {"streams": count, "tokens": sum(len(told.ids) for told in answers), "equal_to_solo": count}
+
+
+def hang_up(url: str, count: int, seed: int, *, at_once: int = 50) -> dict[str, Any]:
+    """So many clients leave at random moments, before, while and after they are answered: nothing is left behind."""
+    draw = random.Random(seed)
+    cut = 0
+
+    async def leave(gate: asyncio.Semaphore) -> None:
+        nonlocal cut
+        async with gate:
+            told = await stream(url, draw_body(draw), leave_after=draw.choice([0.0, 0.01, 0.05, 0.2, 0.5]))
+            cut += not told.done
+
+    async def leave_all() -> None:
+        gate = asyncio.Semaphore(at_once)
+        await asyncio.gather(*(leave(gate) for _ in range(count)))
+
+    asyncio.run(leave_all())
+    seconds = wait_for(lambda: at_rest(url), "nothing is left of those who hung up")
+    assert cut > count // 4, f"only {cut} of {count} were cut"
+    return {"clients": count, "cut_before_the_end": cut, "at_rest_after_seconds": round(seconds, 2)}
+
+
+def streams(settings: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
+        same_as_alone(server.url, 20, settings.seed + 1)
+        before = server.rss()
+        found = same_as_alone(server.url, settings.streams, settings.seed)
+        return found | {"rss_before": before, "rss_after": server.rss(), "ready": ready(server.url)}
+
+
+def disconnects(settings: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
+        hang_up(server.url, 100, settings.seed + 1)
+        before = server.rss()
+        found = hang_up(server.url, settings.clients, settings.seed)
+        after = server.rss()
+        assert before is None or after is None or after < before + (32 << 20), (before, after)
+        return found | same_as_alone(server.url, 50, settings.seed + 2) | {"rss_before": before, "rss_after": after}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=int, default=500)
+    parser.add_argument("--clients", type=int, default=1000)
+
+
+if __name__ == "__main__":
+    sys.exit(run_parts({"streams": streams, "disconnects": disconnects}, RECORD, options, __doc__ or ""))

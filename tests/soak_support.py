@@ -1,0 +1,244 @@
+"""What the checks of a running server share: a tiny checkpoint, a server for it, clients, and what a solo run says."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from adaponder.bench.record import commit_of, device_name, versions
+from adaponder.bench.serve_process import Running, started
+from adaponder.inference import Engine, Request
+from harness_support import VOCABULARY, reader, words
+
+NAME = "tiny"
+PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "pydantic")
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A float64 model whose gates disagree, with its tokenizer: what it generates does not depend on who is beside."""
+    model = reader()
+    model.save_pretrained(folder)
+    words().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, key: str | None = None) -> Iterator[Running]:
+    """``adaponder serve`` on a free port, until the body is done."""
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({} if key is None else {"ADAPONDER_API_KEY": key})
+    command = ["-m", "adaponder", "serve", str(folder), "--port", "0", "--name", NAME, *arguments]
+    with started(command, environment=environment) as server:
+        wait_for(lambda: get(server.url, "/ready", key=key)[0] == 200, "the server is ready", seconds=60)
+        yield server
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 20.0) -> float:
+    """Seconds until the condition holds; fails when it does not in time."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"after {seconds:g} s it is not so that {what}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def call(
+    url: str, method: str, path: str, body: Any = None, *, key: str | None = None, timeout: float = 60.0
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one request; ``body`` is JSON, or bytes as they are."""
+    import http.client
+
+    place = urlsplit(url)
+    assert place.hostname is not None
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=timeout)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    if data is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        connection.request(method, path, body=data, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def get(url: str, path: str, *, key: str | None = None) -> tuple[int, dict[str, str], bytes]:
+    return call(url, "GET", path, key=key)
+
+
+def ready(url: str, *, key: str | None = None) -> dict[str, Any]:
+    """What ``/ready`` counts."""
+    status, _, body = get(url, "/ready", key=key)
+    assert status == 200, (status, body)
+    return json.loads(body)
+
+
+def at_rest(url: str, *, key: str | None = None) -> bool:
+    """Whether nothing is under way: no lane, no row, nobody waits."""
+    counts = ready(url, key=key)
+    return not any(counts[name] for name in ("lanes_in_use", "waiting", "rows_in_use", "requests"))
+
+
+def draw_body(draw: random.Random) -> dict[str, Any]:
+    """A completion that a client might ask for: any kind of sampling and depth, streamed with depths."""
+    new = draw.randint(4, 24)
+    # Shorter than a block that the engine keeps for others: once all is done no row is in use.
+    prompt = [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 15))]
+    extension: dict[str, Any] = {"depth": True, "ignore_eos": draw.random() < 0.7}
+    kind = draw.choice(["own", "own", "tau", "fixed", "iterations", "random"])
+    if kind == "tau":
+        extension["tau"] = draw.choice([0.2, 0.5, 0.8])
+    elif kind == "fixed":
+        extension["policy"] = f"fixed:{draw.randint(1, 3)}"
+    elif kind == "iterations":
+        extension["max_iterations"] = draw.randint(1, 3)
+    elif kind == "random":
+        extension["policy"] = "random:0.5"
+    body: dict[str, Any] = {
+        "model": NAME,
+        "prompt": prompt,
+        "max_tokens": new,
+        "stream": True,
+        "seed": draw.randrange(2**31),
+    }
+    body |= draw.choice([{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}])
+    if draw.random() < 0.2:
+        body |= {"presence_penalty": 0.5, "frequency_penalty": 0.3}
+    if draw.random() < 0.1:
+        body |= {"logit_bias": {str(draw.randrange(VOCABULARY)): 5}}
+    return body | {"adaponder": extension, "stream_options": {"include_usage": True}}
+
+
+def solo(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Ids and depths that the engine gives for this body when nothing else runs."""
+    from adaponder.policies import parse_policy
+
+    extension = body["adaponder"]
+    policy = extension.get("policy")
+    request = Request(
+        prompt=body["prompt"],
+        max_new_tokens=body["max_tokens"],
+        temperature=body["temperature"],
+        top_p=body.get("top_p", 1.0),
+        presence_penalty=body.get("presence_penalty", 0.0),
+        frequency_penalty=body.get("frequency_penalty", 0.0),
+        logit_bias={int(token): bias for token, bias in body.get("logit_bias", {}).items()},
+        seed=body["seed"],
+        policy=None if policy is None else parse_policy(policy),
+        tau=extension.get("tau"),
+        max_iterations=extension.get("max_iterations"),
+        ignore_eos=extension["ignore_eos"],
+    )
+    completion = engine.generate([request])[0][0]
+    return completion.ids, [token.depth for token in completion.tokens]
+
+
+class Told:
+    """What a stream said: ids and depths of its tokens, its text, its end."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.depths: list[int] = []
+        self.text, self.finish, self.status = "", None, 0
+        self.usage: dict[str, Any] = {}
+        self.error: str | None = None
+        self.done = False
+
+    def take(self, event: bytes) -> None:
+        """One event of the stream."""
+        if not event.startswith(b"data: "):
+            return
+        if event == b"data: [DONE]":
+            self.done = True
+            return
+        chunk = json.loads(event[6:])
+        if "error" in chunk:
+            self.error = json.dumps(chunk["error"])
+            return
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            self.text += choice["text"]
+            self.finish = choice["finish_reason"] or self.finish
+            for token in (choice.get("adaponder") or {}).get("tokens", ()):
+                self.ids.append(token["id"])
+                self.depths.append(token["depth"])
+
+
+async def stream(url: str, body: dict[str, Any], *, key: str | None = None, leave_after: float | None = None) -> Told:
+    """Asks for a stream and reads it to its end, or hangs up ``leave_after`` seconds after asking."""
+    place, told = urlsplit(url), Told()
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    data = json.dumps(body).encode()
+    secret = "" if key is None else f"Authorization: Bearer {key}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n{secret}Content-Type: application/json\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    try:
+        async with asyncio.timeout(leave_after):
+            await _read_stream(reader, told)
+    except TimeoutError:
+        assert leave_after is not None
+    finally:
+        writer.transport.abort() if leave_after is not None else writer.close()
+    return told
+
+
+async def _read_stream(reader: asyncio.StreamReader, told: Told) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+    told.status = int(head.split(" ")[1])
+    if "text/event-stream" not in head:
+        told.error = (await reader.read()).decode("utf-8", "replace")
+        return
+    held = b""
+    while size := int(await reader.readline() or b"0", 16):
+        held += (await reader.readexactly(size + 2))[:-2]
+        *events, held = held.split(b"\n\n")
+        for event in events:
+            told.take(event)
+
+
+def run_parts(
+    parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]],
+    record: Path,
+    options: Callable[[argparse.ArgumentParser], Any],
+    about: str,
+    packages: Sequence[str] = PACKAGES,
+) -> int:
+    """The command line of a long check: runs its parts, prints what each found, ``--record`` keeps it."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--record", action="store_true", help=f"write {record.name}")
+    parser.add_argument("--seed", type=int, default=0)
+    options(parser)
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        began = time.monotonic()
+        print(f"{name} …", flush=True)
+        found[name] = part(settings) | {"seconds": round(time.monotonic() - began, 1)}
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+    if settings.record:
+        from importlib.metadata import version
+
+        head = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit_of(None, needed=True),
+            "hardware": device_name(torch.device("cpu")),
+            "versions": versions() | {name: version(name) for name in packages},
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "seed": settings.seed,
+        }
+        record.write_text(json.dumps(head | {"parts": found}, indent=1) + "\n")
+        print(f"the record is {record.name}")
+    return 0
