@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from adaponder.bench.serve_process import Running
 from adaponder.inference import Engine
 from harness_support import reader
 from soak_support import NAME, at_rest, draw_body, run_parts, serving, solo, stream, wait_for, write_checkpoint
@@ -135,9 +134,9 @@ async def never_read(host: str, port: int, place: str, seconds: float) -> None:
         writer.transport.abort()
 
 
-def attack(server: Running, *, requests: int, idlers: int, seed: int, good: int) -> dict[str, Any]:
+def attack(url: str, *, requests: int, idlers: int, seed: int, good: int, seconds: float = 3.0) -> dict[str, Any]:
     """Everything at once, with streams beside it that must not notice."""
-    place = urlsplit(server.url)
+    place = urlsplit(url)
     host, port = place.hostname or "", place.port or 0
     draw = random.Random(seed)
     bodies = [draw_body(draw) for _ in range(good)]
@@ -155,13 +154,13 @@ def attack(server: Running, *, requests: int, idlers: int, seed: int, good: int)
 
     async def everything() -> list[Any]:
         slow = good_request(random.Random(seed), place.netloc)
-        nuisances = [say_nothing(host, port, 3.0) for _ in range(idlers)]
-        nuisances += [write_slowly(host, port, slow, 3.0) for _ in range(idlers)]
-        nuisances += [never_read(host, port, place.netloc, 3.0) for _ in range(max(1, idlers // 4))]
+        nuisances = [say_nothing(host, port, seconds) for _ in range(idlers)]
+        nuisances += [write_slowly(host, port, slow, seconds) for _ in range(idlers)]
+        nuisances += [never_read(host, port, place.netloc, seconds) for _ in range(max(1, idlers // 4))]
         background = [asyncio.create_task(one) for one in (*nuisances, throw_all())]
         told = []
         for first in range(0, len(bodies), 8):
-            told += await asyncio.gather(*(stream(server.url, body) for body in bodies[first : first + 8]))
+            told += await asyncio.gather(*(stream(url, body) for body in bodies[first : first + 8]))
         await asyncio.gather(*background)
         return told
 
@@ -172,8 +171,7 @@ def attack(server: Running, *, requests: int, idlers: int, seed: int, good: int)
         assert (told.ids, told.depths) == solo(engine, body)
     assert not any(status >= 500 for status in statuses), statuses
     assert statuses[-1] == 0, f"{statuses[-1]} connections were not taken"
-    wait_for(lambda: at_rest(server.url), "nothing is left of all this", seconds=60)
-    assert server.process.poll() is None
+    wait_for(lambda: at_rest(url), "nothing is left of all this", seconds=60)
     return {
         "thrown": requests,
         "answers_by_status": {str(status): count for status, count in sorted(statuses.items())},
@@ -185,9 +183,12 @@ def attack(server: Running, *, requests: int, idlers: int, seed: int, good: int)
 
 def bytes_at_the_socket(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
-        attack(server, requests=200, idlers=4, seed=options.seed + 1, good=4)
+        attack(server.url, requests=200, idlers=4, seed=options.seed + 1, good=4)
         before = server.rss()
-        found = attack(server, requests=options.requests, idlers=options.idlers, seed=options.seed, good=options.good)
+        found = attack(
+            server.url, requests=options.requests, idlers=options.idlers, seed=options.seed, good=options.good
+        )
+        assert server.process.poll() is None
         after = server.rss()
         assert before is None or after is None or after < before + (64 << 20), (before, after)
         return found | {"rss_before": before, "rss_after": after}

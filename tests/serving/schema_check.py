@@ -22,7 +22,6 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-from adaponder.bench.serve_process import Running
 from soak_support import get, run_parts, serving, wait_for, write_checkpoint
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -46,9 +45,9 @@ def check_answer(case: Any, response: requests.Response, responses: dict[str, An
         assert error["message"], about
 
 
-def run_cases(server: Running, cases: int, number: int) -> dict[str, Counter[str]]:
+def run_cases(url: str, cases: int, number: int) -> dict[str, Counter[str]]:
     """About so many cases, equally over the operations and over valid and broken ones; statuses by operation."""
-    status, _, document = get(server.url, "/openapi.json")
+    status, _, document = get(url, "/openapi.json")
     assert status == 200
     schema = schemathesis.openapi.from_dict(json.loads(document))
     operations = [one.ok() for one in schema.get_all_operations()]
@@ -61,7 +60,7 @@ def run_cases(server: Running, cases: int, number: int) -> dict[str, Counter[str
         each = -(-cases // (2 * len(bodies))) if operation in bodies else max(1, cases // 100)
         statuses = told[f"{operation.method.upper()} {operation.path}"] = Counter()
         for mode in MODES:
-            _run_operation(operation, mode, each, number, server.url, session, statuses)
+            _run_operation(operation, mode, each, number, url, session, statuses)
     return told
 
 
@@ -103,9 +102,9 @@ def cases(options: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         serving(write_checkpoint(Path(folder)), "--max-tokens", "8") as server,
     ):
-        run_cases(server, 400, options.seed + 1)
+        run_cases(server.url, 400, options.seed + 1)
         before = server.rss()
-        told = run_cases(server, options.cases, options.seed)
+        told = run_cases(server.url, options.cases, options.seed)
         wait_for(lambda: not busy(server.url), "nothing is under way")
         after = server.rss()
         total = sum(sum(counts.values()) for counts in told.values())
