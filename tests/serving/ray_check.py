@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,16 +107,20 @@ def replicas(settings: argparse.Namespace) -> dict[str, Any]:
         warm = Load(ask(8), streams=LANES * count)
         run_client(url, warm.bodies(warm.streams, part=0), [0.0] * warm.streams, key=KEY, timeout=60)
         load = Load(ask(50), seed=settings.seed)
-        requests = 6 * LANES * count
-        answers = run_client(url, load.bodies(requests, part=count), [0.0] * requests, key=KEY, timeout=120)
+        # A quarter more than the replicas can do, evenly, for fourteen seconds.
+        rate = 1.25 * count * LANES / TICK / load.ask.new
+        requests = round(14 * rate)
+        due = [number / rate for number in range(requests)]
+        answers = run_client(url, load.bodies(requests, part=count), due, key=KEY, timeout=120)
         found = summary(answers, max(one.ended for one in answers))
         assert found["answered"] == requests, found["failures"]
-        by = {one.served_by for one in answers}
+        by = Counter(one.served_by for one in answers)
         assert len(by) == count, f"{len(by)} of {count} replicas answered"
         rows.append({"replicas": count, "tokens_per_second": middle_rate(answers), "requests": requests})
+        rows[-1]["requests_by_replica"] = sorted(by.values())
         rows[-1] |= {"first_token": found["first_token"], "between_tokens": found["between_tokens"]}
         rows[-1]["engine_tokens_per_second"] = count * LANES / TICK
-        print(f"  {count} replicas: {rows[-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
+        print(f"  {count} replicas: {rows[-1]['tokens_per_second']:,.0f} tokens/s, {sorted(by.values())}", flush=True)
     one, two = rows[0]["tokens_per_second"], rows[1]["tokens_per_second"]
     assert two >= 1.8 * one, f"two replicas make {two / one:.2f} times the tokens/s of one"
     return {"lanes": LANES, "tick_seconds": TICK, "rows": rows, "two_over_one": two / one}
