@@ -129,8 +129,6 @@ class Explorer:
         self.page.set_viewport_size({"width": 1280, "height": 900})
         self.page.mouse.move(2, 2)
         self.page.emulate_media(color_scheme="light")
-        # The address is written a moment after a change: an older one must not come after ours.
-        self.page.wait_for_timeout(260)
         self.page.evaluate("() => { location.hash = `text=&a=gate:0.5&most=64&reset=${Math.random()}`; }")
         self.until("document.getElementById('text').value === ''")
         self.page.wait_for_selector("html:not([data-shown])")

@@ -36,7 +36,7 @@ export function gateChart(gates, thresholds, deepest) {
     `Gates, ${said || "none was asked"}${thresholds.length ? `; threshold ${thresholds.map(short).join(", ")}` : ""}`,
     ...ticks(drawn, y, (value) => (value >= 0.01 ? String(value) : `1e−${Math.round(-Math.log10(value))}`)),
     ...thresholds.map((value, index) =>
-      s("line", { class: "tau", x1: across(index, count) - 22, x2: across(index, count) + 22, y1: y(value), y2: y(value) }),
+      s("line", { class: "tau", x1: Math.max(LEFT, across(index, count) - 22), x2: across(index, count) + 22, y1: y(value), y2: y(value) }),
     ),
     ...Array.from({ length: count }, (_, index) =>
       s("text", { class: "tick", x: across(index, count), y: height - 6 }, `after ${index + 1}`),

@@ -11,7 +11,7 @@ const WHY = { length: "", stop: "end of text", stopped: "stopped", cancelled: "s
 export class Desk {
   /** `tokens()` resolves to the tokens of the text; `grown` and `ended` get the writing. */
   constructor({ notice, grown, ended, tokens }) {
-    Object.assign(this, { notice, grown, ended, tokens, writing: null, last: null, model: null });
+    Object.assign(this, { notice, grown, ended, tokens, writing: null, last: null, wrote: null, model: null });
     byId("continue").addEventListener("click", () => (this.busy ? this.stop() : this.write({})));
     byId("again").addEventListener("click", () => this.again());
     for (const [id, name] of Object.entries(FIELDS)) {
@@ -42,6 +42,9 @@ export class Desk {
   changed(names) {
     for (const [id, name] of Object.entries(FIELDS)) if (names.has(name)) byId(id).value = String(state[name]);
     byId("continue").disabled = state.text === "" && !this.busy;
+    // What was typed since is not thrown away by writing once more.
+    if (names.has("text") && !this.busy && state.text !== this.wrote) this.last = null;
+    byId("again").disabled = this.busy || !this.last;
   }
 
   stop() {
@@ -89,6 +92,7 @@ export class Desk {
       this.notice(failure);
     }
     this.writing = null;
+    this.wrote = writing.text;
     this.pace(writing);
     this.face();
     this.ended(writing);

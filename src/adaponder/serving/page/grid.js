@@ -6,11 +6,11 @@ import { figure, spoken, visible } from "./spelling.js";
 
 const LONGEST = 12;
 
-function described(token, slot, count, deepest) {
+function described(token, slot, deepest) {
   const times = token.depth === 1 ? "once" : `${token.depth} times`;
   const loss = token.nll === null || token.nll === undefined ? "" : `, surprise ${figure(token.nll)} nats`;
   const reads = token.depth ? `, read ${times} of ${deepest}` : ", not read yet";
-  return `${spoken(token.text)}: token ${slot + 1} of ${count}${reads}${loss}`;
+  return `${spoken(token.text)}: token ${slot + 1}${reads}${loss}`;
 }
 
 export class Grid {
@@ -52,6 +52,9 @@ export class Grid {
     const columns = this.element.children;
     tokens.forEach((token, slot) => {
       let column = columns[slot];
+      const before = this.shown[slot];
+      const same = before && before.text === token.text && before.depth === token.depth && before.nll === token.nll;
+      if (column && same && deepest === this.deepest) return;
       if (!column) {
         column = h("div", { class: "column", role: "option", id: `${this.name}-${slot}`, "data-slot": slot });
         column.append(h("span", { class: "well" }), h("span", { class: "label" }));
@@ -61,10 +64,12 @@ export class Grid {
       if (column.lastChild.textContent !== label) column.lastChild.textContent = label;
       attribute(column, "data-depth", token.depth || null);
       column.style.setProperty("--read", token.depth || 0);
-      attribute(column, "aria-label", described(token, slot, tokens.length, deepest));
+      attribute(column, "aria-label", described(token, slot, deepest));
     });
     while (columns.length > tokens.length) columns[columns.length - 1].remove();
-    this.shown = tokens;
+    // Copies: a text that is being written changes its tokens.
+    this.shown = tokens.map(({ text, depth, nll }) => ({ text, depth, nll }));
+    this.deepest = deepest;
     this.light(this.current, "selected");
   }
 

@@ -6,6 +6,10 @@ import { wear } from "./palette.js";
 import { thresholds } from "./rules.js";
 import { figure, percent, spoken, visible } from "./spelling.js";
 
+// So many predictions are shown after the last iteration, which can be written, and after those before it.
+const LAST = 5;
+const EARLIER = 3;
+
 function heading(token, slot, count, deepest, close) {
   const chip = h("span", { class: "chip" }, visible(token.text, 40));
   wear(chip, token.depth, deepest);
@@ -43,7 +47,7 @@ function gatesOf(token, rule, deepest) {
   if (!token.gates?.length || deepest < 2) return null;
   const limits = thresholds(rule, deepest - 1);
   let note = "This rule does not ask the gates.";
-  if (limits.length) note = "It reads on where the gate reaches τ, the dashed line.";
+  if (limits.length) note = "It reads on at τ, the dashed line, or above.";
   else if (rule?.startsWith("budget")) note = "The budget's thresholds decide.";
   return h(
     "section",
@@ -56,6 +60,7 @@ function gatesOf(token, rule, deepest) {
 
 function guesses(token, next, replace) {
   if (!token.iteration_top?.length) return null;
+  const last = token.iteration_top.length - 1;
   const rows = token.iteration_top.map((top, index) =>
     h(
       "li",
@@ -64,7 +69,7 @@ function guesses(token, next, replace) {
       h(
         "span",
         { class: "guesses" },
-        top.slice(0, 4).map((guess) => {
+        top.slice(0, index === last ? LAST : EARLIER).map((guess) => {
           const share = Math.exp(guess.logprob);
           const true_ = next && guess.id === next.id;
           return h(
@@ -125,7 +130,7 @@ function actions(slot, deepest, forced, { force, goOn }) {
   return h(
     "section",
     { class: "actions" },
-    h("div", { class: "segments", role: "group", "aria-label": "Depth of this token" }, button(0, "Free"), ...depths.map((depth) => button(depth, `${depth}×`))),
+    h("div", { class: "segments", role: "group", "aria-label": "Depth of this token" }, button(0, "By rule"), ...depths.map((depth) => button(depth, `${depth}×`))),
     h("button", { type: "button", class: "plain", id: "go-on", onclick: () => goOn(slot) }, "Write on from here"),
   );
 }

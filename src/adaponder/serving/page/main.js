@@ -21,6 +21,7 @@ import { Desk } from "./desk.js";
 let model = null;
 let reading = null; // of rule A
 let hovered = null;
+let fresh = false; // nothing was shown yet, and no address said what to show
 
 const editor = new Editor(byId("text"), byId("mirror"), {
   edited: (text) => set({ text, ids: null, forced: kept(text) }),
@@ -97,6 +98,8 @@ function shown(answer, detailed) {
   summarise(byId("summary-a"), reading, model.iterations);
   comparison.draw();
   byId("spoken").textContent = sentence(reading, model.iterations);
+  if (fresh) firstLook();
+  fresh = false;
   document.documentElement.dataset.shown = detailed ? "detailed" : "read";
 }
 
@@ -166,6 +169,14 @@ function changed(names) {
   }
 }
 
+/** On a wide screen the page opens with a token to look at: the deepest, and of those the one that was hardest to follow. */
+function firstLook() {
+  if (!matchMedia("(min-width: 1081px)").matches || state.selected !== null || !reading) return;
+  const rank = (slot) => 1000 * reading.tokens[slot].depth + (reading.tokens[slot + 1]?.nll ?? 0);
+  const slots = reading.tokens.map((_, slot) => slot).slice(0, -1);
+  if (slots.length) set({ selected: slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)) });
+}
+
 /** Goes to what an address says; rules that this model cannot run are replaced by its own. */
 function arrive(found) {
   desk.stop();
@@ -232,6 +243,7 @@ async function start() {
   watch(changed);
   keepAddress(arrive);
   const own = usual(offered(model)[0], model);
+  fresh = fromFragment(location.hash) === null;
   arrive(fromFragment(location.hash) ?? { ...state, text: EXAMPLES[0].text, a: own });
   draw();
   document.documentElement.dataset.ready = "yes";

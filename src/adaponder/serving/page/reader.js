@@ -4,8 +4,8 @@
 import { score } from "./api.js";
 import { asked } from "./rules.js";
 
-const PAUSE = 25; // ms after a keystroke
-const REST = 220; // ms after an answer
+const PAUSE = 10; // ms after a keystroke
+const REST = 300; // ms after an answer
 const TOP = 5;
 
 /** The body of a question. */

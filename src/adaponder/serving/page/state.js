@@ -85,9 +85,11 @@ const write = debounced(() => {
 /** Keeps the address in step with the state; `arrived` is called with the fields of an address that was followed. */
 export function keepAddress(arrived) {
   watch(write);
-  addEventListener("hashchange", () => {
-    if (location.hash === written) return;
-    const found = fromFragment(location.hash);
+  addEventListener("hashchange", (event) => {
+    // Not location.hash: what was waiting to be written may stand there again by now.
+    const { hash } = new URL(event.newURL);
+    if (hash === written) return;
+    const found = fromFragment(hash);
     if (found) arrived(found);
   });
 }

@@ -34,6 +34,7 @@ export class Spans {
   /** Shows pieces `{text, slot, depth, forced, mark}`; spans that stay the same are left alone. */
   show(pieces, deepest) {
     const spans = this.element.children;
+    let hidden = 0;
     pieces.forEach((piece, index) => {
       const span = spans[index] ?? this.element.appendChild(h("span", { class: "token" }));
       const before = this.pieces[index];
@@ -43,6 +44,8 @@ export class Spans {
       span.classList.toggle("forced", Boolean(piece.forced));
       span.classList.toggle("written", Boolean(piece.written));
       attribute(span, "data-differs", piece.differs ?? null);
+      // Labels of neighbours without width stand at four places, so that none covers another.
+      attribute(span, "data-level", hasHidden(piece.text) ? hidden++ % 4 : null);
     });
     while (spans.length > pieces.length) spans[spans.length - 1].remove();
     this.pieces = pieces;
