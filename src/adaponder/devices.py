@@ -12,7 +12,7 @@ from adaponder.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-# What --dtype takes; auto is the precision that weights were saved in.
+# What --dtype takes; auto is the precision that weights were saved in, on a CPU at least float32.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -136,12 +137,18 @@ def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
 def load(
     name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu"
 ) -> tuple[AdaPonderForCausalLM, Path]:
-    """(model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``."""
+    """(model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
+
+    ``auto`` is the precision that weights were saved in, on a CPU at least float32: many have no fast half precision.
+    """
     target = as_device(device)
     opened = open_checkpoint(name, revision=revision, dtype=dtype)
     model = opened.model
     if not is_ours(model):
         model = AdaPonderForCausalLM.from_backbone(model, **({"method": PLAIN_METHOD} | opened.recurrence))
+    if dtype == "auto" and target.type == "cpu" and model.dtype.itemsize < 4:
+        nn.Module.to(model, torch.float32)
+        model.config.dtype = torch.float32
     nn.Module.to(model, target)
     return model.eval(), opened.folder
 

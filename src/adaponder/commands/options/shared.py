@@ -50,7 +50,7 @@ class Dtype:
         str,
         Option(
             metavar="NAME",
-            help="float32, bfloat16, float16, float64, or auto: as saved.",
+            help="float32, bfloat16, float16, float64, or auto: as saved, on a CPU at least float32.",
             check=values.one_of(*DTYPES),
         ),
     ] = "auto"
