@@ -1,7 +1,7 @@
 """A user's script: opens exported folders where this package cannot be imported, and writes down what they compute.
 
 ``python exported_probe.py JOB RESULT``; ``JOB`` holds ``{"folders": {name: path}, "ids", "mask", "prompts",
-"prompt_mask", "words": path, "again": path, "lm_eval": arguments}`` as torch saved it.
+"prompt_mask", "also": names, "words": path, "again": path, "lm_eval": arguments}`` as torch saved it.
 """
 
 # ruff: noqa: E402 (the package is hidden before anything is imported)
@@ -97,13 +97,18 @@ def everything(model, job) -> dict:
         "greedy depth": greedy.past_key_values.depth,
         "uncached": model.generate(**prompts, max_new_tokens=6, do_sample=False, use_cache=False),
         "alone": model.generate(prompts["input_ids"][:1, 3:], max_new_tokens=6, do_sample=False, pad_token_id=0),
-        "beams": model.generate(**prompts, max_new_tokens=4, do_sample=False, num_beams=3),
     }
-    torch.manual_seed(5)
-    found["sampled"] = model.generate(**prompts, max_new_tokens=6, do_sample=True, top_k=20, temperature=0.8)
     with torch.enable_grad():
         found |= gradients(model, ids, mask)
     return found
+
+
+def other_generation(model, job) -> dict:
+    """What sampling with a seed and what beams write."""
+    prompts = {"input_ids": job["prompts"], "attention_mask": job["prompt_mask"], "pad_token_id": 0}
+    torch.manual_seed(5)
+    sampled = model.generate(**prompts, max_new_tokens=6, do_sample=True, top_k=20, temperature=0.8)
+    return {"sampled": sampled, "beams": model.generate(**prompts, max_new_tokens=4, do_sample=False, num_beams=3)}
 
 
 def pipelined(folder) -> str:
@@ -141,6 +146,8 @@ def main(job_path: str, result_path: str) -> None:
     for name, folder in job["folders"].items():
         model = opened(folder)
         found[name] = everything(model, job) | {"class": f"{type(model).__module__}.{type(model).__name__}"}
+        if name in job["also"]:
+            found[name] |= other_generation(model, job)
     model = opened(job["words"])
     tokenizer = AutoTokenizer.from_pretrained(job["words"], trust_remote_code=True)
     again = saved_again(model, job["again"], tokenizer)

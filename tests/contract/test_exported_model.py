@@ -40,6 +40,7 @@ CASES = {
     },
 }
 HALTING = [name for name in CASES if name != "without gates"]
+SAMPLED = ["mistral", "without gates"]
 TASKS = ("arc_easy", "lambada_openai")
 IDS = ids(3, 12)
 MASK = torch.ones_like(IDS)
@@ -79,7 +80,14 @@ def run_probe(place: Path) -> None:
     """Exports every case to ``place`` and runs the user's script there, which leaves ``result.pt``."""
     folders = {name: str(written(package(name), place / name.replace(" ", "-"))) for name in CASES}
     words = str(written(harness_support.reader(), place / "words"))
-    job = {"folders": folders, "ids": IDS, "mask": MASK, "prompts": PROMPTS, "prompt_mask": PROMPT_MASK}
+    job = {
+        "folders": folders,
+        "ids": IDS,
+        "mask": MASK,
+        "prompts": PROMPTS,
+        "prompt_mask": PROMPT_MASK,
+        "also": SAMPLED,
+    }
     job |= {"words": words, "again": str(place / "again"), "lm_eval": harness_arguments(place, words)}
     torch.save(job, place / "job.pt")
     script = Path(__file__).parent.parent / "exported_probe.py"
@@ -155,6 +163,12 @@ def test_generation_is_the_packages(probe, name):
     assert torch.equal(found["greedy depth"], expected.past_key_values.depth)
     assert torch.equal(found["uncached"], expected.sequences)
     assert torch.equal(found["alone"], expected.sequences[:1, 3:])  # left padding changes nothing
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampling_with_a_seed_and_beams_are_the_packages(probe, name):
+    model, found = package(name), probe[name]
+    prompts = {"attention_mask": PROMPT_MASK, "pad_token_id": 0}
     beams = model.generate(PROMPTS, **prompts, max_new_tokens=4, do_sample=False, num_beams=3)
     assert torch.equal(found["beams"], beams)
     torch.manual_seed(5)
