@@ -34,7 +34,7 @@ def run(options: ExportOptions) -> dict[str, Any]:
     subject = open_subject(CheckpointOptions(checkpoint=options.checkpoint, device=options.device, dtype=options.dtype))
     measured = None if options.data is None else measure(subject, options)
     card = Card(
-        name=options.push or options.out.name,
+        name=options.push or options.out.resolve().name,
         config=subject.model.config,
         dtype=str(subject.model.dtype).removeprefix("torch."),
         training=training_of(subject.folder),

@@ -10,6 +10,7 @@ import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, cli
@@ -126,6 +127,21 @@ def test_the_python_of_the_card_runs(exported, monkeypatch):
     exec(code, {})
     assert trusted == [("river", True)]
     assert opened.config.tau == 0.01
+
+
+def test_the_page_about_it_shows_commands_and_python_that_work(exported, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
+    lines = re.findall(r"^adaponder (.+)$", page, flags=re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        name, *arguments = line.split()
+        get_command(cli.app).commands[name].make_context(name, arguments)
+    (code,) = re.findall(r"```python\n(.+?)```", page, flags=re.DOTALL)
+    opened = []
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **options: opened.append(options))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **options: opened.append(options))
+    exec(code, {})
+    assert opened == [{"trust_remote_code": True}] * 2
 
 
 def test_what_is_not_known_is_said(tmp_path):
