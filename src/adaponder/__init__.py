@@ -18,6 +18,7 @@ from adaponder.errors import AdaPonderError
 from adaponder.version import __version__
 
 if TYPE_CHECKING:
+    from adaponder.checkpoints.shipped import sample_path
     from adaponder.config import AdaPonderConfig
     from adaponder.execution.ledger import Ledger
     from adaponder.inference import Engine, Request
@@ -63,6 +64,7 @@ __all__ = [
     "Request",
     "Uniform",
     "__version__",
+    "sample_path",
 ]
 
 # Where each public name lives; what is not listed is a policy.
@@ -75,6 +77,7 @@ _HOMES = {
     "Ledger": "execution.ledger",
     "Objective": "methods",
     "Request": "inference",
+    "sample_path": "checkpoints.shipped",
 }
 _MODULES = ("config", "inference", "methods", "modeling", "policies")
 _AUTO = "transformers.models.auto.configuration_auto"

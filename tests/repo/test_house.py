@@ -149,6 +149,7 @@ def test_the_public_door_is_this_wide():
         "Request",
         "Uniform",
         "__version__",
+        "sample_path",
     ]
     assert all(hasattr(adaponder, name) for name in adaponder.__all__)
     assert set(adaponder.__all__) <= set(dir(adaponder))

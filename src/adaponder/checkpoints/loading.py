@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from adaponder.checkpoints.manifest import verify_files
+from adaponder.checkpoints.shipped import FULL_NAME, NAME, is_sample, sample_path
 from adaponder.config import AdaPonderConfig, is_our_auto_map
 from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
 from adaponder.files import checksums_wanted, open_plain, read_json
@@ -43,21 +44,31 @@ def find_checkpoint(folder: Path) -> Path:
         return folder / "final"
     steps = sorted(path.parent for path in folder.glob("checkpoints/step-*/config.json"))
     if not steps:
-        raise CheckpointError(f"{folder}: neither a model folder (config.json) nor a run folder (final/, checkpoints/)")
+        raise CheckpointError(
+            f"{folder}: neither a model folder (config.json) nor a run folder (final/, checkpoints/){_hint(folder)}"
+        )
     return steps[-1]
+
+
+def _hint(path: Path) -> str:
+    """What to say where something in the working directory has the short name of the package's checkpoint."""
+    return f"; the checkpoint that comes with adaponder is {FULL_NAME}" if str(path) == NAME else ""
 
 
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
     """The model folder of a checkpoint: found here, or a hub repository's snapshot without anything that could execute.
 
-    ``hub`` goes to the hub's client: revision, cache_dir, token, local_files_only.
+    ``sample`` is the checkpoint that comes with the package, unless something here has that name. ``hub`` goes to the
+    hub's client: revision, cache_dir, token, local_files_only.
     """
+    if is_sample(name):
+        return sample_path()
     folder = Path(name)
     if folder.is_dir():
         return find_checkpoint(folder)
     name = str(name)
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"{name}: not a checkpoint folder")
+        raise InputError(f"{name}: not a checkpoint folder{_hint(folder)}")
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:

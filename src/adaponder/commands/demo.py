@@ -8,16 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from adaponder.checkpoints.shipped import FULL_NAME, data_of, sample_path
 from adaponder.commands.generate import generate, show
 from adaponder.commands.options import DemoOptions
 from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
+from adaponder.evaluation.scoring import default_length, score
+from adaponder.evaluation.summary import summarise
+from adaponder.evaluation.text import open_text, open_vocabulary
+from adaponder.evaluation.windows import Windows
 from adaponder.files import replace_file
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 from adaponder.recipes import Recipe, load_recipe
-from adaponder.terminal import console, line, table, write_json
+from adaponder.terminal import by_depth, console, legend, line, table, write_json
 from adaponder.training.loop import Trainer
 from adaponder.training.run import open_finished, train
 from adaponder.training.validation import whole_windows
@@ -48,6 +53,9 @@ def run(options: DemoOptions) -> dict[str, Any]:
     words = open_tokenizer(model, done.final, None)
     settings = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, [PROMPT], settings=settings), colours=True)
+
+    console.rule("4  beside it, the checkpoint that comes with adaponder: adaponder generate sample")
+    result |= {"beside": beside(done.final)}
     replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, result).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
     write_json(options.json, result)
@@ -66,6 +74,38 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     untrained = math.log(trainer.model.config.vocab_size)
     known = {"unigram": unigram_loss(shards, trainer, tokens), "uniform": untrained}
     return learned | {"forced": forced, "tokens": validation_tokens(trainer, tokens)} | known
+
+
+def beside(trained: Path) -> list[dict[str, Any]]:
+    """Shows text of the package's checkpoint, and what it and the one in ``trained`` lose on the same unseen text.
+
+    Losses are bits per byte of the text: tokens of two vocabularies are not equally long.
+    """
+    sample = sample_path()
+    model = AdaPonderForCausalLM.from_pretrained(sample).eval()
+    settings = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 1}
+    (made,) = generate(model, open_tokenizer(model, sample, None), [PROMPT], settings=settings)
+    console.print(by_depth(made.pieces, made.depths, made.deepest))
+    console.print()
+    console.print(legend(made.deepest))
+    compared = {"just trained": trained, "sample": sample}
+    rows = [{"model": name} | _on_held_out(folder) for name, folder in compared.items()]
+    cells = [
+        (row["model"], f"{row['parameters']:,}", f"{row['bits_per_byte']:.3f}", f"{row['depth']:.2f}") for row in rows
+    ]
+    title = f"\nOn {rows[0]['bytes']:,} bytes of Python that neither was trained on"
+    console.print(table(title, ("", "parameters", "bits/byte", "mean depth"), cells))
+    return rows
+
+
+def _on_held_out(folder: Path) -> dict[str, Any]:
+    """Parameters, bits per byte and mean depth of the model in ``folder`` on the package's held-out text."""
+    model = AdaPonderForCausalLM.from_pretrained(folder).eval()
+    text = open_text(data_of(FULL_NAME), open_vocabulary(str(folder)), whose=str(folder))
+    scores = score(model, text, Windows(default_length(model)))
+    summary = summarise(text, scores.nll, scores.depth)
+    facts = {"parameters": model.num_parameters(), "bytes": int(text.utf8_bytes.sum())}
+    return facts | {"bits_per_byte": summary.bits_per_byte, "depth": summary.depth}
 
 
 def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
+from adaponder.checkpoints.shipped import data_of
 from adaponder.commands.options.shared import CheckpointOptions, DepthOptions, WindowOptions
 from adaponder.conversion.open import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
@@ -29,7 +30,8 @@ class Subject(NamedTuple):
     vocabulary: Vocabulary
 
     def text(self, data: str, options: WindowOptions) -> Text:
-        """The part of ``data`` that the options name, as the checkpoint's tokens."""
+        """The part of ``data`` that the options name, as the checkpoint's tokens; ``sample`` is the shipped text."""
+        data = data_of(data)
         with console.status(f"reading {data} …"):
             return open_text(data, self.vocabulary, whose=self.name, split=options.split, max_tokens=options.max_tokens)
 
