@@ -1,0 +1,113 @@
+"""The checkpoint that comes with the package: whole, small, opened by name without a network, as its card says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import adaponder
+from adaponder.checkpoints.loading import fetch
+from adaponder.checkpoints.manifest import read_manifest, verify_files
+from adaponder.checkpoints.shipped import FULL_NAME, TEXT, data_of, is_sample
+from adaponder.cli import app
+from adaponder.errors import CheckpointError, InputError
+from adaponder.recipes import load_recipe
+from adaponder.reproduction.queue import identity, read_queue
+
+ROOT = Path(__file__).parents[3]
+SAMPLE = adaponder.sample_path()
+RECORD = ROOT / "experiments" / "records" / "sample-python-closed-seed-0.json"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(SAMPLE).eval()
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads(RECORD.read_text())
+
+
+def test_it_is_whole_and_small_and_every_weight_is_stored_once_in_bfloat16():
+    verify_files(SAMPLE)
+    listed = set(read_manifest(SAMPLE)["files"]) | {"manifest.json", "profiles.json"}
+    assert {path.name for path in SAMPLE.iterdir()} <= listed
+    assert (SAMPLE / "model.safetensors").stat().st_size < 8_000_000
+    with safe_open(SAMPLE / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
+        numbers = sum(file.get_tensor(name).numel() for name in names)
+    assert numbers == AutoModelForCausalLM.from_pretrained(SAMPLE).num_parameters()
+    assert not [name for name in names if "embed_out" in name or "lm_head" in name]
+
+
+def test_its_name_means_a_folder_here_first_and_its_full_name_always_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fetch("sample") == fetch(FULL_NAME) == SAMPLE
+    assert data_of("sample") == str(SAMPLE / TEXT)
+    (tmp_path / "sample").mkdir()
+    assert not is_sample("sample")
+    assert data_of("sample") == "sample"
+    with pytest.raises(CheckpointError, match=f"comes with adaponder is {FULL_NAME}"):
+        fetch("sample")
+    assert fetch(FULL_NAME) == SAMPLE
+    (tmp_path / "sample").rmdir()
+    (tmp_path / "sample").write_text("")
+    with pytest.raises(InputError, match=f"comes with adaponder is {FULL_NAME}"):
+        fetch("sample")
+
+
+def test_it_reads_python_and_gives_tokens_different_depths(model):
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE)
+    code = (SAMPLE / TEXT).read_text()
+    ids = tokenizer(code, return_tensors="pt").input_ids[:, :512]
+    with torch.no_grad():
+        output = model(ids, labels=ids)
+    read = len(tokenizer.decode(ids[0, 1:]).encode())
+    bits_per_byte = float(output.loss) * (ids.shape[1] - 1) / read / 0.6931
+    assert bits_per_byte < 1.6, "an untrained model needs more than 3"
+    shares = torch.bincount(output.depth.flatten().long(), minlength=5) / output.depth.numel()
+    assert shares[2] > 0.5
+    assert shares[4] > 0.05
+
+
+def test_generate_opens_it_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["generate", "sample", "--prompt", "def ", "--max-new-tokens", "6"])
+    assert done.exit_code == 0, done.output
+    assert "def " in done.output
+    assert "Mean depth" in done.output
+
+
+def test_the_card_says_what_the_record_says_and_the_recipe_is_the_one_it_was_trained_by(record):
+    card = (SAMPLE / "README.md").read_text()
+    own = record["measured"]["held_out"][0]
+    for fact in (
+        f"{own['loss']:.4f} nats per token",
+        f"{own['bits_per_byte']:.4f} bits per byte",
+        f"{own['tokens']:,} tokens",
+        f"| mean depth there | {own['depth']:.3f} |",
+        f"{record['parameters']:,}",
+        f"`{record['data']}`",
+        record["hardware"],
+        RECORD.name,
+    ):
+        assert fact in card, fact
+    shares = [count / own["tokens"] for count in own["tokens_by_depth"]]
+    assert " · ".join(f"{i}: {share:.2%}" for i, share in enumerate(shares, 1)) in card
+    recipe = load_recipe("sample/python")
+    assert identity(recipe.as_dict()) == identity(record["recipe"])
+    assert record["data"] == read_queue(ROOT / "experiments" / "queue.yaml").corpora["python"].hash
+    permissive = re.compile(r"(Apache|BSD|MIT|PSF|Python-2\.0|0BSD)")
+    listed = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \| [\d,]+ \| [\d,]+ \|$", card, re.MULTILINE)
+    assert len(listed) > 100
+    assert all(permissive.search(licence) and "GPL" not in licence for _, licence in listed)
