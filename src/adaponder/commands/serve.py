@@ -76,7 +76,8 @@ def _serve(options: ServeOptions, settings: Settings, worker: Worker, listening:
         # One plain line first: what starts the server from a script looks for it.
         print(f"Serving {served.name} at {address} (API: {address}/v1)", flush=True)
         halting = f"up to {served.iterations} iterations a token" + ("" if facts["halts"] else ", none halts earlier")
-        console.print(line(f"Model: {facts['method']}, {facts['parameters']:,} parameters, {halting}"))
+        where = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
+        console.print(line(f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"))
         console.print(
             f"Limits: {options.lanes} lanes, {limits.waiting} completions waiting, {served.tokens} tokens a sequence, "
             f"n up to {limits.n}"
@@ -99,6 +100,9 @@ def open_worker(options: ServeOptions) -> Worker:
         torch.set_num_threads(options.threads)
     with console.status(f"loading {options.checkpoint} …"):
         model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
+        if options.dtype == "auto" and model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16):
+            # Most processors compute half precision hundreds of times slower; float32 holds the same weights exactly.
+            torch.nn.Module.float(model)
         tokenizer = open_tokenizer(model, folder, options.tokenizer)
         served = Served.of(model, tokenizer, folder, name=name_of(options, folder), tokens=options.tokens)
 

@@ -23,11 +23,13 @@ class Outbox:
 
     Attributes:
         why: ``left``, ``stalled`` or ``overflow`` where the client got no end; ``None`` otherwise.
+        on_give_up: called when there is such a reason.
     """
 
     def __init__(self, most: int):
         self.why: str | None = None
         self.problem: ApiError | None = None
+        self.on_give_up: Callable[[], None] = lambda: None
         self._most, self._parts, self._size, self._ended = most, [], 0, False
         self._something = asyncio.Event()
 
@@ -47,6 +49,7 @@ class Outbox:
     def give_up(self, why: str) -> None:
         self.why = self.why or why
         self._something.set()
+        self.on_give_up()
 
     async def take(self) -> tuple[bytes, bool]:
         """All that waits, and whether nothing follows; waits for something."""
@@ -77,6 +80,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = self._outbox
         watcher = asyncio.ensure_future(_left(receive, lambda: outbox.give_up("left")))
+        stalls = _Stalls(self._limits.stall_seconds, outbox)
         begun = False
         try:
             over = False
@@ -90,21 +94,56 @@ class EventStream(Response):
                     begun = True
                 if over and outbox.problem is not None:
                     part += _error_event(outbox.problem)
-                await self._send(send, part, more=not (over and outbox.why is None))
+                stalls.since = stalls.loop.time()
+                await send({"type": "http.response.body", "body": part, "more_body": not (over and outbox.why is None)})
+                stalls.since = None
+        except asyncio.CancelledError:
+            if not stalls.ended:
+                raise
+            stalls.task.uncancel()
         finally:
             watcher.cancel()
+            stalls.stop()
             if outbox.why is not None or not self._run.done.done():
                 self._run.cancel()
             if outbox.why is not None:
                 self._metrics.disconnects.labels(outbox.why).inc()
                 hang_up(receive)
 
-    async def _send(self, send: Send, part: bytes, *, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._limits.stall_seconds):
-                await send({"type": "http.response.body", "body": part, "more_body": more})
-        except TimeoutError:
-            self._outbox.give_up("stalled")
+
+class _Stalls:
+    """Looks now and then whether the current task waits for a client too long, and ends it: one timer for a stream.
+
+    Attributes:
+        since: when the task began to send; ``None`` while it does not.
+        ended: whether the task was ended from here.
+    """
+
+    def __init__(self, seconds: float, outbox: Outbox):
+        task = asyncio.current_task()
+        assert task is not None
+        self.task, self.loop = task, asyncio.get_running_loop()
+        self.since: float | None = None
+        self.ended = False
+        outbox.on_give_up = self.end
+        self._seconds, self._outbox = seconds, outbox
+        self._timer = self.loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        waited = 0.0 if self.since is None else self.loop.time() - self.since
+        if waited < self._seconds:
+            self._timer = self.loop.call_later(max(0.01, self._seconds - waited), self._look)
+            return
+        self._outbox.give_up("stalled")
+
+    def end(self) -> None:
+        """The client is given up: a task that waits for it waits no more."""
+        if self.since is not None and not self.ended:
+            self.ended = True
+            self.task.cancel()
+
+    def stop(self) -> None:
+        self._timer.cancel()
 
 
 async def _left(receive: Receive, then: Callable[[], None]) -> None:

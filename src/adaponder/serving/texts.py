@@ -134,9 +134,9 @@ class Run:
             self.done.set_result(None)
 
     def _time(self, events: list[Event]) -> None:
-        now = time.monotonic()
-        if not any(event.token is not None for event in events):
+        if events[0].token is None:  # tokens come before their end
             return
+        now = time.monotonic()
         if self.first_token is None:
             self.first_token = now
             self.metrics.first_token.observe(now - self.began)

@@ -6,9 +6,11 @@ its space in some vocabularies. So each token is decoded together with the few b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # What a decoder makes of bytes that are no character, or not yet one.
 UNFINISHED = "\ufffd"
@@ -29,7 +31,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+        self._decode_ids = _decoder_of(tokenizer)
         # The last tokens: the text of ids[:returned] has been returned, or is the prompt's.
         self._ids = self._context(list(before))
         self._returned = len(self._ids)
@@ -77,7 +79,14 @@ class Detokenizer:
         return ids[next(whole, starts[0]) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
+        return self._decode_ids(ids) if ids else ""
+
+
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Decodes ids as ``tokenizer.decode`` does; where nothing stands between, by the library below it, sooner."""
+    if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+        return partial(cast(Any, tokenizer).backend_tokenizer.decode, skip_special_tokens=False)
+    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> list[str]:
