@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +12,8 @@ from starlette.responses import Response
 
 from adaponder.serving.errors import ErrorAnswer
 from adaponder.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, ScoreBody, TokenizeBody
+from adaponder.serving.served import Served
+from adaponder.serving.settings import Limits
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ScoreBody)
@@ -54,8 +57,11 @@ def operation(
     return {"summary": about, "response_class": Response, "response_model": None, "openapi_extra": extra}
 
 
-def describe(app: FastAPI) -> None:
-    """Adds the schemas of bodies and errors to the document that the app makes of its routes."""
+def describe(app: FastAPI, served: Served, limits: Limits) -> None:
+    """Adds the schemas of bodies and errors to the document that the app makes of its routes.
+
+    They name the model that is served, its vocabulary and this server's limits.
+    """
     plain = app.openapi
     document: dict[str, Any] = {}
 
@@ -66,6 +72,9 @@ def describe(app: FastAPI) -> None:
             _, schemas = models_json_schema(wanted, ref_template=_REF)
             components = made.setdefault("components", {})
             components["schemas"] = schemas["$defs"]
+            for name, schema in schemas["$defs"].items():
+                if name != TokenizeBody.__name__:  # any text has tokens, and none has none
+                    _narrow(schema.get("properties", {}), served, limits)
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             for path in made["paths"].values():
                 for one in path.values():
@@ -74,3 +83,32 @@ def describe(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi
+
+
+def _narrow(fields: dict[str, Any], served: Served, limits: Limits) -> None:
+    """Says of a body's fields what this server takes of them."""
+    most = {"n": limits.n, "best_of": limits.best_of, "logprobs": limits.logprobs, "top_logprobs": limits.logprobs}
+    for name, field in fields.items():
+        for kind in _kinds(field):
+            if name == "model" and kind.get("type") == "string":
+                kind["enum"] = [served.name]
+            elif name in ("prompt", "tokens") and kind.get("type") == "integer":
+                kind["maximum"] = served.vocabulary - 1
+            elif name == "prompt" and kind.get("type") == "string":
+                kind["minLength"] = 1
+                kind.pop("maxLength", None)  # a body of several long prompts is too long before any of them is
+            elif name in most and kind.get("type") == "integer":
+                kind["maximum"] = most[name]
+            elif name == "stop" and kind.get("type") == "array":
+                kind["maxItems"] = limits.stops
+            elif name == "stop" and kind.get("type") == "string":
+                kind["maxLength"] = limits.stop_characters
+
+
+def _kinds(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schema of a field, and those of what it may be or hold."""
+    yield field
+    for kind in field.get("anyOf", ()):
+        yield from _kinds(kind)
+    if "items" in field:
+        yield from _kinds(field["items"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from adaponder.inference.request import MOST_BIASES, MOST_SAMPLES, MOST_TOP
 from adaponder.text.stops import LONGEST_STOP, MOST_STOPS
@@ -22,6 +22,15 @@ Text = Annotated[str, Field(max_length=_PROMPT)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Seed = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _refuse_true(value: bool) -> bool:
+    if value:
+        raise ValueError("this server does not support it; leave it out")
+    return value
+
+
+Never = Annotated[bool, AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})]
 Unsupported = Annotated[None, Field(description="Not supported: only null is taken.")]
 
 
@@ -66,7 +75,7 @@ class Generation(DepthControl):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Never | None = None
 
 
 class _Common(Body):
@@ -156,7 +165,7 @@ class ChatBody(_Common):
     response_format: TextFormat | None = None
     safety_identifier: str | None = Field(None, max_length=512, description="Changes nothing.")
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: Never | None = None
     audio: Unsupported = None
     function_call: Unsupported = None
     functions: Unsupported = None

@@ -158,6 +158,11 @@ def test_the_document_tells_every_route(server):
         assert document["components"]["schemas"][reference.rpartition("/")[2]]["additionalProperties"] is False
         assert {"200", "400", "401", "413", "415", "429", "503"} <= set(told["responses"])
         assert "422" not in told["responses"]
+    fields = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert fields["model"]["enum"] == ["tiny"]
+    assert {kind.get("maximum") for kind in fields["n"]["anyOf"]} == {16, None}
+    ids = next(kind for kind in fields["prompt"]["anyOf"] if kind.get("items", {}).get("type") == "integer")
+    assert ids["items"]["maximum"] == 60
     names = set(_references(document))
     assert names <= set(document["components"]["schemas"])
 
