@@ -63,11 +63,15 @@ def test_only_the_newest_answer_is_shown(explorer):
           const answer = await fetched(...given);
           await new Promise((resolve) => setTimeout(resolve, 300));
           return answer;
-        }; }""")
+        };
+        window.counts = new Set();
+        new MutationObserver(() => window.counts.add(document.querySelectorAll("#grid-a .column").length))
+          .observe(document.getElementById("grid-a"), {childList: true}); }""")
     explorer.page.fill("#text", "self self self self")
     explorer.page.wait_for_timeout(80)
     explorer.fill("def f")
     shows(explorer, "def f", policy="gate:0.5")
+    assert explorer.page.evaluate("[...window.counts]") == [len(explorer.columns())]
 
 
 def test_input_methods_compose_undisturbed(explorer):
