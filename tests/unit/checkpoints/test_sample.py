@@ -18,6 +18,7 @@ from adaponder.checkpoints.manifest import read_manifest, verify_files
 from adaponder.checkpoints.shipped import FULL_NAME, TEXT, data_of, is_sample
 from adaponder.cli import app
 from adaponder.errors import CheckpointError, InputError
+from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe
 from adaponder.reproduction.queue import identity, read_queue
 
@@ -39,7 +40,7 @@ def record() -> dict:
 def test_it_is_whole_and_small_and_every_weight_is_stored_once_in_bfloat16():
     verify_files(SAMPLE)
     listed = set(read_manifest(SAMPLE)["files"]) | {"manifest.json", "profiles.json"}
-    assert {path.name for path in SAMPLE.iterdir()} <= listed
+    assert {path.name for path in SAMPLE.iterdir()} == listed
     assert (SAMPLE / "model.safetensors").stat().st_size < 8_000_000
     with safe_open(SAMPLE / "model.safetensors", "pt") as file:
         names = list(file.keys())
@@ -111,3 +112,17 @@ def test_the_card_says_what_the_record_says_and_the_recipe_is_the_one_it_was_tra
     listed = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \| [\d,]+ \| [\d,]+ \|$", card, re.MULTILINE)
     assert len(listed) > 100
     assert all(permissive.search(licence) and "GPL" not in licence for _, licence in listed)
+
+
+def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_them():
+    found, card = profiles.stored(SAMPLE), (SAMPLE / "README.md").read_text()
+    ladder = sorted(found, key=lambda name: found[name]["budget"])
+    depths = [found[name]["depth"] for name in ladder]
+    assert [found[name]["budget"] for name in ladder] == [1.25 + 0.25 * i for i in range(11)]
+    assert depths == sorted(depths)
+    for name in ladder:
+        measured = found[name]
+        assert abs(measured["depth"] - measured["budget"]) < 0.1
+        assert f"| `{name}` | {measured['depth']:.2f} | {measured['loss']:.4f} | {measured['mflops']:.1f} |" in card
+        assert profiles.policy_of(SAMPLE, name).fingerprint
+    assert found[ladder[0]]["loss"] > found[ladder[-1]]["loss"]
