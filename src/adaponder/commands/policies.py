@@ -129,8 +129,8 @@ FOOTNOTES = (
     "differ a little: look at both.\n"
     "ranked: the lowest gates of each window are pruned, as in section 5.2 of the paper. Not causal: looks at later "
     "tokens (the oracle at the target itself), cannot generate.\n"
-    "KL and hidden-state change compare two iterations: every token is read at least twice.\n"
-    "MFLOP/token counts the logits that entropy and KL compute only to decide."
+    "KL, hidden-state change and similarity compare two iterations: every token is read at least twice.\n"
+    "MFLOP/token counts the logits that entropy, KL and the top-two gap compute only to decide."
 )
 
 

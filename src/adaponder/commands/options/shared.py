@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from adaponder.policies import Policy
 
 POLICIES = (
-    "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  random:0.5  exit:0.9  router  "
-    "ranked-uniform:0.8  ranked-geometric:0.8"
+    "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  confidence:0.9  similarity:0.95  "
+    "random:0.5  exit:0.9  sampled-exit  router  ranked-uniform:0.8  ranked-geometric:0.8"
 )
 CHECKPOINT = Option(
     argument=True,
