@@ -63,6 +63,7 @@ def shared(browser: Browser, address: str) -> Iterator[Explorer]:
     context.set_default_timeout(15_000)
     explorer = Explorer(context, address)
     explorer.open()
+    explorer.check()
     yield explorer
     context.close()
 

@@ -104,9 +104,13 @@ function shown(answer, detailed) {
 }
 
 function showWriting(writing) {
+  const sheet = byId("text").closest(".sheet");
+  // The end stays in view, unless somebody has scrolled up to read.
+  const follows = writing.made <= 1 || sheet.scrollHeight - sheet.scrollTop - sheet.clientHeight < 60;
   reading = { ...reading, tokens: writing.tokens };
   editor.write(writing.text);
   draw();
+  if (follows) sheet.scrollTop = sheet.scrollHeight;
 }
 
 /** The text with all that was written becomes the text; its exact tokens are kept and read again. */
