@@ -1,6 +1,6 @@
 """Puzzles that are made, not read: each question's needed depth is known again from its text alone.
 
-``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,nodes=16`` changes settings. A document depends
+``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
 on the settings and its number alone, all have the same number of tokens, and their tokenizer is ``symbols``. With
 ``data.sequence`` = ``length`` - 1 a window of training is one document.
 """
@@ -23,7 +23,7 @@ from adaponder.errors import InputError
 
 PUZZLES = {"hops": Hops(), "mano": Mano()}
 # Raised with every change of what a seed gives: folders made before are then not continued.
-_VERSION = 1
+_VERSION = 2
 _LARGEST = 2**31
 
 

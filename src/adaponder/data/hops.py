@@ -1,9 +1,9 @@
-"""p-hop induction: a letter leads to the one that follows its latest earlier occurrence, p times over.
+"""Hops: a letter leads to the one written after it, again and again, until a capital is reached.
 
-A document is a context of lower-case letters, ``|``, and questions ``p X Y``. Begin at the latest x of the context that
-has a successor and step to that successor: one hop. For each further hop find the latest earlier occurrence of the
-letter arrived at and step to its successor. Y is the letter after p hops. In ``c a b a c b | 1 A C 2 A A`` the latest a
-leads to c, and from that c the earlier c leads to a. Every hop needs the result of the one before.
+A document is a list of steps ``x y .``, then ``|``, then questions ``x Y``: Y is the capital that x leads to. In
+``a b . c D . b E . | a E c D`` the first question takes two hops and the second one. Every hop needs the result of the
+one before, and nothing in a question says how many there are. Each question has steps of its own, whose order in the
+document is the order in which they are taken; steps of different questions are mixed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import NamedTuple, TypeVar
 from adaponder.data.symbols import LETTERS, MOST_LETTERS
 from adaponder.errors import InputError
 
-BAR = "|"
+BAR, STOP = "|", "."
 _MOST_HOPS = 16
-_ATTEMPTS = 1000
 
 # A function that gives the next random number from 0 up to, but not, 1.
 Draw = Callable[[], float]
@@ -34,90 +33,61 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """How p-hop documents are made. Neighbours in a context differ; a document asks nothing twice.
+    """How documents of hops are made. No letter leads to two others, and none is led to twice.
 
     Attributes:
         documents: how many.
-        length: tokens of each document, its end token included; the context is what the questions leave.
-        nodes: number of different letters.
-        most: the largest p; all from 1 on are asked equally often, up to one.
+        most: hops of the longest question; all numbers from 1 on are asked equally often, up to one.
         questions: of each document.
+        letters: small letters to choose from.
+        ends: capitals to choose from; several questions of a document may have the same answer.
     """
 
     seed: int = 0
     documents: int = 50_000
-    length: int = 129
-    nodes: int = 8
     most: int = 4
-    questions: int = 24
+    questions: int = 8
+    letters: int = MOST_LETTERS
+    ends: int = 8
 
     @property
-    def context(self) -> int:
-        return self.length - len(BAR) - 1 - 3 * self.questions
+    def hops(self) -> list[int]:
+        """What the questions of a document need, unordered."""
+        counts = [(self.questions + self.most - p) // self.most for p in range(1, self.most + 1)]
+        return [p for p, count in enumerate(counts, 1) for _ in range(count)]
+
+    @property
+    def length(self) -> int:
+        """Tokens of each document, its end token included."""
+        return 3 * sum(self.hops) + 1 + 2 * self.questions + 1
 
     def check(self) -> None:
-        if not 3 <= self.nodes <= MOST_LETTERS:
-            raise InputError(f"hops: nodes={self.nodes}: from 3 to {MOST_LETTERS} letters")
         if not 1 <= self.most <= _MOST_HOPS:
             raise InputError(f"hops: most={self.most}: from 1 to {_MOST_HOPS} hops")
-        if not 1 <= self.questions <= self.nodes * self.most:
+        if self.questions < 1:
+            raise InputError(f"hops: questions={self.questions}: at least one")
+        if not 2 <= self.ends <= MOST_LETTERS:
+            raise InputError(f"hops: ends={self.ends}: from 2 to {MOST_LETTERS} capitals")
+        if not sum(self.hops) <= self.letters <= MOST_LETTERS:
             raise InputError(
-                f"hops: questions={self.questions}: from 1 to nodes * most = {self.nodes * self.most}, "
-                "as nothing is asked twice"
-            )
-        if self.context < self.nodes + self.most:
-            raise InputError(
-                f"hops: length={self.length}: {self.questions} questions take {3 * self.questions + 2} tokens, and "
-                f"the context needs nodes + most = {self.nodes + self.most}: give a larger length or fewer questions"
+                f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take "
+                f"{sum(self.hops)} letters, and there are {MOST_LETTERS}: lower questions or most"
             )
 
     def document(self, draw: Draw) -> list[str]:
         """The words of one document, without its end."""
-        for _ in range(_ATTEMPTS):
-            context = self._context(draw)
-            asked = self._asked(chains(context, self.most), draw)
-            if asked is not None:
-                spelled = [word for p, x, y in asked for word in (str(p), LETTERS[x].upper(), LETTERS[y].upper())]
-                return [*(LETTERS[letter] for letter in context), BAR, *spelled]
-        raise InputError(
-            f"hops: length={self.length}: in a context of {self.context} letters too few chains have {self.most} hops: "
-            "give a larger length, or lower questions or most"
-        )
-
-    def _context(self, draw: Draw) -> list[int]:
-        context = [int(draw() * self.nodes)]
-        while len(context) < self.context:
-            context.append((context[-1] + 1 + int(draw() * (self.nodes - 1))) % self.nodes)
-        return context
-
-    def _asked(self, chain_of: dict[int, list[int]], draw: Draw) -> list[tuple[int, int, int]] | None:
-        """(p, first letter, last letter) of every question, shuffled; ``None`` where chains are too short."""
-        asked = []
-        for p in range(1, self.most + 1):
-            count = (self.questions + self.most - p) // self.most
-            starts = [letter for letter in range(self.nodes) if len(chain_of.get(letter, ())) >= p]
-            if len(starts) < count:
-                return None
-            asked += [(p, letter, chain_of[letter][p - 1]) for letter in shuffled(starts, draw)[:count]]
-        return shuffled(asked, draw)
-
-
-def chains(context: Sequence[int], most: int) -> dict[int, list[int]]:
-    """For each letter of the context, the letters met on up to ``most`` hops from it."""
-    earlier: list[int | None] = []
-    latest: dict[int, int] = {}
-    for place, letter in enumerate(context):
-        earlier.append(latest.get(letter))
-        if place + 1 < len(context):
-            latest[letter] = place
-    found = {}
-    for letter, last in latest.items():
-        place, met = last + 1, [context[last + 1]]
-        while len(met) < most and (back := earlier[place]) is not None:
-            place = back + 1
-            met.append(context[place])
-        found[letter] = met
-    return found
+        names = iter(shuffled(LETTERS[: self.letters], draw))
+        chains = [
+            [*(next(names) for _ in range(p)), LETTERS[int(draw() * self.ends)].upper()]
+            for p in shuffled(self.hops, draw)
+        ]
+        taken = [0] * len(chains)
+        words = []
+        for number in shuffled([number for number, chain in enumerate(chains) for _ in chain[1:]], draw):
+            chain, place = chains[number], taken[number]
+            words += [chain[place], chain[place + 1], STOP]
+            taken[number] += 1
+        return [*words, BAR, *(word for chain in shuffled(chains, draw) for word in (chain[0], chain[-1]))]
 
 
 def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
@@ -130,20 +100,12 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def questions(words: Sequence[str]) -> Iterator[Question]:
-    """Reads a document as a person would, hop by hop; questions that have no answer are left out."""
+    """Reads a document as a person would, hop by hop; questions that lead to no capital are left out."""
     bar = words.index(BAR)
-    context = words[:bar]
-    for place in range(bar + 3, len(words), 3):
-        p, x = words[place - 2], words[place - 1]
-        if not (p.isdecimal() and x.isalpha() and x.isupper()):
-            return
-        letter, before = x.lower(), len(context) - 1
-        for _ in range(int(p)):
-            occurrences = [j for j in range(before) if context[j] == letter]
-            if not occurrences:
-                break
-            before = occurrences[-1] + 1
-            letter = context[before]
-        else:
-            if int(p):
-                yield Question(place, int(p), letter.upper())
+    leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
+    for place in range(bar + 2, len(words), 2):
+        word, hops = words[place - 1], 0
+        while word in leads and hops < len(leads):
+            word, hops = leads[word], hops + 1
+        if hops and word.isupper():
+            yield Question(place, hops, word)
