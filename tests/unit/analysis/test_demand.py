@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.analysis.demand import measure_demand
 from adaponder.commands.measures import measuring
-from adaponder.data.generated import needed
+from adaponder.data.generated import PUZZLES, needed
 from adaponder.data.prepare import prepare
 from adaponder.data.symbols import END_ID, ids_of
 from adaponder.errors import InputError
@@ -89,9 +89,11 @@ def test_a_method_that_never_halts_is_measured_at_every_depth(data):
 
 
 def test_a_document_that_was_cut_is_measured_as_far_as_it_goes(data):
-    whole, cut = (opened(data, max_tokens=tokens) for tokens in (3 * 129, 2 * 129 + 100))
+    length = PUZZLES[data.name].length
+    cutting = 2 * length + length * 7 // 8
+    whole, cut = (opened(data, max_tokens=tokens) for tokens in (3 * length, cutting))
     first, last = measure_demand(Reader(), whole), measure_demand(Reader(), cut)
-    assert sum(last.questions) == sum(first.questions) - (needed(whole.stream[1:])[2 * 129 + 100 :] > 0).sum()
+    assert sum(last.questions) == sum(first.questions) - (needed(whole.stream[1:])[cutting:] > 0).sum()
     assert sum(last.questions) < sum(first.questions)
     assert last.accuracy == [1, 1, 1, 0]
 
@@ -109,7 +111,7 @@ def test_a_real_model_document_by_document(model, data):
     """Equals each document read alone; and a model that answers by chance gets about as much."""
     text = opened(data)
     found = measure_demand(model, text, batch_size=7)
-    tokens = torch.from_numpy(text.stream[1:].reshape(-1, 129))
+    tokens = torch.from_numpy(text.stream[1:].reshape(-1, PUZZLES[data.name].length))
     for arguments, accuracy in [({}, found.accuracy), ({"policy": FixedDepth(2)}, found.at_depth[2])]:
         right, depth = {need: [] for need in found.needs}, {need: [] for need in found.needs}
         for row in tokens:
@@ -138,7 +140,11 @@ def test_the_measure_of_reproduce_goes_into_a_record(model, data, tmp_path):
 
 
 def test_a_model_that_cannot_hold_a_document_or_its_words_is_refused(data):
-    for field, value, said in (("max_position_embeddings", 127, "128"), ("vocab_size", END_ID, "vocabulary")):
+    length = PUZZLES[data.name].length
+    for field, value, said in (
+        ("max_position_embeddings", length - 2, str(length - 1)),
+        ("vocab_size", END_ID, "vocabulary"),
+    ):
         reader = Reader()
         setattr(reader.config, field, value)
         with pytest.raises(InputError, match=said):
