@@ -1,7 +1,7 @@
-"""Hops: a letter leads to the one written after it, again and again, until a capital is reached.
+"""Hops: a letter leads to the one written after it, again and again, until one that leads nowhere.
 
-A document is a list of steps ``x y .``, then ``|``, then questions ``x Y``: Y is the capital that x leads to. In
-``a b . c D . b E . | a E c D`` the first question takes two hops and the second one. Every hop needs the result of the
+A document is a list of steps ``x y .``, then ``|``, then questions ``x y``: y is where x ends. In
+``a b . c d . b e . | a e c d`` the first question takes two hops and the second one. Every hop needs the result of the
 one before, and nothing in a question says how many there are. Each question has steps of its own, whose order in the
 document is the order in which they are taken; steps of different questions are mixed.
 """
@@ -33,22 +33,20 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """How documents of hops are made. No letter leads to two others, and none is led to twice.
+    """How documents of hops are made. No letter leads to two others; only a last one may be reached twice.
 
     Attributes:
         documents: how many.
         most: hops of the longest question; all numbers from 1 on are asked equally often, up to one.
         questions: of each document.
-        letters: small letters to choose from.
-        ends: capitals to choose from; several questions of a document may have the same answer.
+        letters: to choose from; several questions of a document may have the same answer.
     """
 
     seed: int = 0
     documents: int = 50_000
     most: int = 4
-    questions: int = 8
+    questions: int = 6
     letters: int = MOST_LETTERS
-    ends: int = 8
 
     @property
     def hops(self) -> list[int]:
@@ -66,21 +64,20 @@ class Hops:
             raise InputError(f"hops: most={self.most}: from 1 to {_MOST_HOPS} hops")
         if self.questions < 1:
             raise InputError(f"hops: questions={self.questions}: at least one")
-        if not 2 <= self.ends <= MOST_LETTERS:
-            raise InputError(f"hops: ends={self.ends}: from 2 to {MOST_LETTERS} capitals")
-        if not sum(self.hops) <= self.letters <= MOST_LETTERS:
+        if not sum(self.hops) + 2 <= self.letters <= MOST_LETTERS:
             raise InputError(
                 f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take "
-                f"{sum(self.hops)} letters, and there are {MOST_LETTERS}: lower questions or most"
+                f"{sum(self.hops) + 2}, two of them to end with, and there are {MOST_LETTERS}: lower questions or most"
             )
 
     def document(self, draw: Draw) -> list[str]:
         """The words of one document, without its end."""
-        names = iter(shuffled(LETTERS[: self.letters], draw))
-        chains = [
-            [*(next(names) for _ in range(p)), LETTERS[int(draw() * self.ends)].upper()]
-            for p in shuffled(self.hops, draw)
-        ]
+        names = shuffled(LETTERS[: self.letters], draw)
+        ends = names[sum(self.hops) :]
+        chains, start = [], 0
+        for p in shuffled(self.hops, draw):
+            chains.append([*names[start : start + p], ends[int(draw() * len(ends))]])
+            start += p
         taken = [0] * len(chains)
         words = []
         for number in shuffled([number for number, chain in enumerate(chains) for _ in chain[1:]], draw):
@@ -100,12 +97,12 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def questions(words: Sequence[str]) -> Iterator[Question]:
-    """Reads a document as a person would, hop by hop; questions that lead to no capital are left out."""
+    """Reads a document as a person would, hop by hop; letters that lead nowhere, or round and round, ask nothing."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     for place in range(bar + 2, len(words), 2):
         word, hops = words[place - 1], 0
         while word in leads and hops < len(leads):
             word, hops = leads[word], hops + 1
-        if hops and word.isupper():
+        if hops and word not in leads:
             yield Question(place, hops, word)
