@@ -66,7 +66,9 @@ def test_what_is_no_question_asks_nothing(text):
     assert answers(text) == []
 
 
-@pytest.mark.parametrize("text", ["+ " * 5000, "7 " + "+ " * 5000 + "1", "a b " * 99, "a b . | b a", "a b . b a . | a b", "a b | a b"])
+@pytest.mark.parametrize(
+    "text", ["+ " * 5000, "7 " + "+ " * 5000 + "1", "a b " * 99, "a b . | b a", "a b . b a . | a b", "a b | a b"]
+)
 def test_garbage_asks_nothing(text):
     assert answers(text) == []
 
