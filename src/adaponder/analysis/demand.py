@@ -28,6 +28,7 @@ class Demand(NamedTuple):
         at_depth: share answered rightly, by the depth that every token was given, from 1 to K.
         accuracy: share answered rightly at the checkpoint's own depths.
         depth: mean depth, under its own policy, of the token that answers.
+        by_depth: how many of those tokens have depth 1, 2, … K.
         rho: Spearman's correlation of need and own depth over questions; ``None`` where all have the same depth.
     """
 
@@ -36,6 +37,7 @@ class Demand(NamedTuple):
     at_depth: dict[int, list[float]]
     accuracy: list[float]
     depth: list[float]
+    by_depth: list[list[int]]
     rho: float | None
 
     def least_depth(self, share: float = 0.95) -> list[int | None]:
@@ -79,6 +81,7 @@ def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int =
         at_depth={depth: _means(found.right, groups) for depth, found in fixed.items()},
         accuracy=_means(own.right, groups),
         depth=_means(own.depth, groups),
+        by_depth=[np.bincount(own.depth[group], minlength=len(depths) + 1)[1:].tolist() for group in groups],
         rho=spearman(own.needed, own.depth),
     )
 
