@@ -8,6 +8,7 @@ from typing import Any
 
 from adaponder.errors import InputError
 from adaponder.files import read_json, write_whole
+from adaponder.reproduction import demand
 from adaponder.reproduction.claims import Judge, read_claims
 from adaponder.reproduction.evidence import Evidence
 from adaponder.reproduction.page import BEGIN, END, readme_part, results_page
@@ -16,7 +17,7 @@ from adaponder.reproduction.tables import learning_rates
 from adaponder.terminal import console, line
 
 LEARNING_RATE, FRONTIER = "loss-by-learning-rate", "loss-against-iterations"
-STEPS, POLICIES = "loss-by-halting-step", "policies-at-equal-depth"
+STEPS, POLICIES, DEMAND = "loss-by-halting-step", "policies-at-equal-depth", "depth-on-demand"
 CAPTIONS = {
     LEARNING_RATE: "Validation loss by learning rate, seed 0; the best rate of each method is ringed.",
     FRONTIER: "Loss minus the plain model's of the same seed, against mean iterations and against true FLOPs: "
@@ -25,11 +26,14 @@ CAPTIONS = {
     "token at depth 1 and at full depth.",
     POLICIES: "Loss of each policy minus the learned gate's, on AdaPonder's checkpoints, at equal realised depth: a "
     "point per seed, a bar at the mean.",
+    DEMAND: "Left: share of right answers by the hops that a question needs, of models that read every token K times "
+    "and of one that halts. Right: how often that one reads the token that answers, in % of the questions.",
 }
 
 
 def run(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> int:
     """Writes everything beside the folder ``experiments``: ``docs/results.md``, ``docs/figures``, ``README.md``."""
+    from adaponder.analysis import demand_figure
     from adaponder.analysis import results_figures as figures
 
     root = experiments.parent
@@ -37,7 +41,7 @@ def run(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -
     page, readme = page_of(judge, experiments), readme_of(judge, (root / "README.md").read_text())
     points = figure_points(judge)
     draw = {LEARNING_RATE: figures.learning_rates, FRONTIER: figures.frontier}
-    draw |= {STEPS: figures.steps, POLICIES: figures.policies}
+    draw |= {STEPS: figures.steps, POLICIES: figures.policies, DEMAND: demand_figure.demand}
     for name, shown in points.items():
         figures.save(draw[name](*shown), root / "docs" / "figures" / f"{name}.png", shown)
     write_whole(root / "docs" / "results.md", page.encode())
@@ -91,7 +95,8 @@ def figure_points(judge: Judge) -> dict[str, Any]:
     """What each figure shows, by its name; one for which nothing was measured is absent."""
     points = {LEARNING_RATE: (_learning_rate_points(judge),), FRONTIER: _frontier_points(judge)}
     points |= {STEPS: _step_points(judge)} if judge.measured(_ANALYSED, "steps") else {}
-    return points | ({POLICIES: (gaps,)} if (gaps := _policy_points(judge)) else {})
+    points |= {POLICIES: (gaps,)} if (gaps := _policy_points(judge)) else {}
+    return points | ({DEMAND: shown} if (shown := demand.figure_points(judge)) else {})
 
 
 # The run whose traces and policies are drawn.

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from adaponder.reproduction import demand
 from adaponder.reproduction.answers import answers
 from adaponder.reproduction.claims import Finding, Judge
 from adaponder.reproduction.statistics import MARGIN, NOT_RUN, VERDICTS, paired
@@ -28,7 +29,7 @@ from adaponder.reproduction.tables import (
 COMMAND = "adaponder reproduce --results"
 BEGIN, END = f"<!-- made by {COMMAND} -->", "<!-- end -->"
 # Claims that have a section of their own.
-_OWN_SECTION = ("lr", "table1", "frontier")
+_OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM)
 # Figures of other claims.
 _DRAWN = {"nll-by-step": "loss-by-halting-step", "policies": "policies-at-equal-depth"}
 
@@ -36,7 +37,15 @@ _DRAWN = {"nll-by-step": "loss-by-halting-step", "policies": "policies-at-equal-
 def results_page(judge: Judge, *, figures: Mapping[str, str], others: Mapping[str, str]) -> str:
     """The whole page. ``figures`` are captions by file, ``others`` records that are not compared and why."""
     parts = [_opening(judge), _statements(judge), _lr(judge, figures), _table1(judge), _frontier(judge, figures)]
-    parts += [_claims(judge, figures), _table3(judge), answers(judge), _noise(judge), _rerun(judge), _apart(others)]
+    parts += [
+        _demand(judge, figures),
+        _claims(judge, figures),
+        _table3(judge),
+        answers(judge),
+        _noise(judge),
+        _rerun(judge),
+        _apart(others),
+    ]
     parts += [_pile()]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -196,6 +205,11 @@ def _frontier(judge: Judge, figures: Mapping[str, str]) -> list[str]:
         *dials,
         *_figure(figures, "loss-against-iterations"),
     ]
+
+
+def _demand(judge: Judge, figures: Mapping[str, str]) -> list[str]:
+    said = demand.section(judge, command(demand.CLAIM), _figure(figures, "depth-on-demand"))
+    return said or ["## Depth on demand: puzzles whose needed depth is known", "", f"{NOT_RUN.capitalize()}."]
 
 
 def _claims(judge: Judge, figures: Mapping[str, str]) -> list[str]:

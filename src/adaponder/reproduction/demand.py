@@ -1,0 +1,228 @@
+"""Depth on demand: accuracy and depth by need, of separately trained depths and of models that halt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaponder.registry import method_class
+from adaponder.reproduction.claims import Judge, title_of
+from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN
+from adaponder.reproduction.tables import NONE, markdown, prose
+
+CLAIM, MEASURE = "hops", "demand"
+# Share of right answers from which on a question counts as solved; fixed beforehand, as are the three aims.
+SOLVED = 0.95
+_RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model of the claim and what was measured on it (see :class:`adaponder.analysis.demand.Demand`)."""
+
+    title: str
+    seed: int
+    iterations: int
+    halts: bool
+    made: Mapping[str, Any]
+
+    @property
+    def full(self) -> Sequence[float]:
+        """Accuracy by need with every token read K times."""
+        return self.made["at_depth"][str(self.iterations)]
+
+    @property
+    def by_depth(self) -> Sequence[Sequence[int]]:
+        return self.made["by_depth"]
+
+
+def subjects(judge: Judge) -> list[Subject]:
+    """Every model of the claim that was measured, in the order of the queue."""
+    found = []
+    for each in dict.fromkeys(judge.evidence.queue.of_claim(CLAIM)):
+        made = judge.evidence.measured(each.setting, MEASURE).get(each.seed)
+        if made is not None:
+            model = each.resolved().model
+            halts = method_class(model.method).halts
+            title = title_of(judge.claims, judge.evidence, each.setting)
+            found.append(Subject(title, each.seed, model.iterations, halts, made))
+    return found
+
+
+def needed_depths(found: Sequence[Subject]) -> list[int | None]:
+    """For each need, in order, the least K of separately trained models, the mean over seeds, that solves it."""
+    fixed: dict[int, list[Sequence[float]]] = {}
+    for each in found:
+        if not each.halts:
+            fixed.setdefault(each.iterations, []).append(each.full)
+    needs = range(len(found[0].made["needs"])) if found else range(0)
+    return [
+        next((k for k in sorted(fixed) if sum(full[i] for full in fixed[k]) / len(fixed[k]) >= SOLVED), None)
+        for i in needs
+    ]
+
+
+def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Sequence[int | None]) -> float | None:
+    """Spearman's correlation of needed depth and depth over questions, from their counts; ``None`` without spread."""
+    cells = [
+        (need, depth, count)
+        for need, counts in zip(needed, by_depth, strict=True)
+        for depth, count in enumerate(counts, 1)
+        if need is not None and count
+    ]
+    total = sum(count for _, _, count in cells)
+    ranks = [_mean_ranks(cells, place) for place in (0, 1)]
+    middle = (total + 1) / 2
+    moments = [0.0, 0.0, 0.0]
+    for need, depth, count in cells:
+        x, y = ranks[0][need] - middle, ranks[1][depth] - middle
+        moments = [moments[0] + count * x * x, moments[1] + count * y * y, moments[2] + count * x * y]
+    spread = math.sqrt(moments[0] * moments[1])
+    return moments[2] / spread if spread else None
+
+
+def _mean_ranks(cells: Sequence[tuple[int, int, int]], place: int) -> dict[int, float]:
+    """The mean rank of each value that stands at ``place`` of the cells, whose last entry counts questions."""
+    counts: dict[int, int] = {}
+    for cell in cells:
+        counts[cell[place]] = counts.get(cell[place], 0) + cell[2]
+    before, found = 0, {}
+    for value in sorted(counts):
+        found[value] = before + (counts[value] + 1) / 2
+        before += counts[value]
+    return found
+
+
+@dataclass(frozen=True)
+class Aims:
+    """What a model that halts reaches: rank correlation, accuracy lost to its full depth, iterations over need."""
+
+    rho: float | None
+    lost: float
+    spare: float | None
+
+    @property
+    def met(self) -> list[bool]:
+        return [
+            self.rho is not None and self.rho >= _RHO,
+            self.lost <= _POINT,
+            self.spare is not None and self.spare <= _SPARE,
+        ]
+
+
+def aims(subject: Subject, needed: Sequence[int | None]) -> Aims:
+    """Over all questions; iterations over need only over questions whose needed depth is known."""
+    made = subject.made
+    total = sum(made["questions"])
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(count * value for count, value in zip(made["questions"], values, strict=True)) / total
+
+    known = [
+        (count, depth - need)
+        for count, depth, need in zip(made["questions"], made["depth"], needed, strict=True)
+        if need is not None
+    ]
+    spare = sum(count * over for count, over in known) / sum(count for count, _ in known) if known else None
+    lost = mean(subject.full) - mean(made["accuracy"])
+    return Aims(rank_correlation(subject.by_depth, needed), lost, spare)
+
+
+def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
+    """The section of the results page; empty where nothing was measured."""
+    found = subjects(judge)
+    fixed, halting = [each for each in found if not each.halts], [each for each in found if each.halts]
+    if not fixed:
+        return []
+    needs, needed = fixed[0].made["needs"], needed_depths(found)
+    asked = sum(fixed[0].made["questions"])
+    lines = [
+        "## Depth on demand: puzzles whose needed depth is known",
+        "",
+        *prose(
+            f"`{command}`. A letter leads to another, that one to the next, until one leads nowhere; a question names",
+            "the first and wants the last, and nothing says how many hops there are. Two layers, d 128; share of right",
+            f"answers to {asked:,} questions that were held out. The *needed depth* of a number of hops is the least K",
+            f"of separately trained models that answers {SOLVED:.0%} of its questions.",
+        ),
+        "",
+        *markdown(
+            ["every token read K times", "seed", *(f"{need} hop{'s' if need > 1 else ''}" for need in needs)],
+            [[each.title, str(each.seed), *(_percent(share) for share in each.full)] for each in fixed]
+            + [["**needed depth**", "", *(NONE if depth is None else f"**{depth}**" for depth in needed)]],
+        ),
+    ]
+    if halting:
+        lines += ["", *_halting(halting, needs, needed), "", *_verdicts(fixed, halting, needed)]
+    return [*lines, "", *drawn] if drawn else lines
+
+
+def _halting(halting: Sequence[Subject], needs: Sequence[int], needed: Sequence[int | None]) -> list[str]:
+    head = ["models that halt", "seed", *(f"{need} hop{'s' if need > 1 else ''}" for need in needs)]
+    head += ["rank correlation", "accuracy lost to full depth", "iterations over need"]
+    rows = []
+    for each in halting:
+        cells = [
+            f"{_percent(share)} at {depth:.2f}"
+            for share, depth in zip(each.made["accuracy"], each.made["depth"], strict=True)
+        ]
+        reached = aims(each, needed)
+        cells += [NONE if reached.rho is None else f"{reached.rho:.3f}", f"{100 * reached.lost:+.1f} points"]
+        rows.append([each.title, str(each.seed), *cells, NONE if reached.spare is None else f"{reached.spare:+.2f}"])
+    return markdown(head, rows)
+
+
+def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Sequence[int | None]) -> list[str]:
+    least = min(each.iterations for each in fixed)
+    most = max(each.iterations for each in fixed)
+    hard = [i for i, depth in enumerate(needed) if depth == most]
+    failing = all(each.full[i] < SOLVED for each in fixed if each.iterations == least for i in hard)
+    lines = [
+        f"- K = {least} fails where K = {most} succeeds: **{(HOLDS if hard and failing else FAILS)}**",
+    ]
+    best = best_of(halting, needed)
+    if best is None:
+        return [
+            *lines,
+            f"- depth follows need: **{NOT_RUN if not halting else FAILS}** (no model that halts solves them)",
+        ]
+    reached = aims(best, needed)
+    rho = NONE if reached.rho is None else f"{reached.rho:.3f}"
+    said = [
+        f"its depth follows the needed depth (rank correlation {rho}, aim {_RHO})",
+        f"it is within a point of its full depth ({100 * reached.lost:+.1f} points)",
+        f"at needed depth + {_SPARE} at most ({NONE if reached.spare is None else f'{reached.spare:+.2f}'})",
+    ]
+    return [
+        *lines,
+        *(
+            f"- {best.title}: {what}: **{HOLDS if met else FAILS}**"
+            for what, met in zip(said, reached.met, strict=True)
+        ),
+    ]
+
+
+def best_of(halting: Sequence[Subject], needed: Sequence[int | None]) -> Subject | None:
+    """Of those that solve every need at full depth the one that meets most aims, then of the best correlation."""
+    solving = [each for each in halting if min(each.full) >= SOLVED]
+    reached = [aims(each, needed) for each in solving]
+    order = sorted(range(len(solving)), key=lambda i: (sum(reached[i].met), reached[i].rho or -1.0))
+    return solving[order[-1]] if order else None
+
+
+def figure_points(judge: Judge) -> tuple[Any, ...]:
+    """What the figure shows: accuracy by need of every fixed depth and of the best that halts, and its depths."""
+    found = subjects(judge)
+    needed = needed_depths(found)
+    best = best_of([each for each in found if each.halts], needed)
+    fixed = {each.iterations: list(each.full) for each in reversed(found) if not each.halts}
+    if best is None or not fixed:
+        return ()
+    made = best.made
+    return made["needs"], dict(sorted(fixed.items())), best.title, made["accuracy"], made["by_depth"]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

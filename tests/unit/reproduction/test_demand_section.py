@@ -1,0 +1,104 @@
+"""The section on depth on demand: needed depths, correlations from counts, aims and verdicts of made-up models."""
+
+import types
+
+import pandas as pd
+import pytest
+
+from adaponder.reproduction import demand
+from adaponder.reproduction.demand import Subject, aims, best_of, needed_depths, rank_correlation, section
+from adaponder.reproduction.statistics import FAILS, HOLDS
+
+QUESTIONS = [100, 100, 50, 50]
+
+
+def fixed(k: int, *shares: float, seed: int = 0) -> Subject:
+    made = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {str(k): list(shares)}}
+    return Subject(f"K = {k}", seed, k, False, made)
+
+
+def halting(name: str, by_depth: list[list[int]], accuracy: list[float], full: list[float]) -> Subject:
+    depth = [sum(d * n for d, n in enumerate(row, 1)) / sum(row) for row in by_depth]
+    made = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {"4": full}, "accuracy": accuracy}
+    return Subject(name, 0, 4, True, made | {"depth": depth, "by_depth": by_depth})
+
+
+SEPARATE = [
+    fixed(1, 0.99, 0.3, 0.2, 0.2),
+    fixed(2, 1.0, 0.96, 0.4, 0.3),
+    fixed(3, 1.0, 1.0, 0.97, 0.5),
+    fixed(4, 1.0, 1.0, 0.99, 0.96),
+]
+FOLLOWS = halting(
+    "good", [[98, 2, 0, 0], [0, 95, 5, 0], [0, 0, 48, 2], [0, 0, 1, 49]], [0.99, 0.99, 0.98, 0.96], [1, 1, 0.99, 0.96]
+)
+FULL = halting("deep", [[0, 0, 0, n] for n in QUESTIONS], [1, 1, 0.99, 0.96], [1, 1, 0.99, 0.96])
+LOST = halting("lost", [[n, 0, 0, 0] for n in QUESTIONS], [1, 0.3, 0.2, 0.2], [1, 0.6, 0.3, 0.2])
+
+
+def test_the_least_depth_that_solves_each_need_over_seeds():
+    assert needed_depths(SEPARATE) == [1, 2, 3, 4]
+    assert needed_depths(SEPARATE[:3]) == [1, 2, 3, None]
+    assert needed_depths([*SEPARATE, fixed(1, 0.8, 0.3, 0.2, 0.2, seed=1)]) == [2, 2, 3, 4]  # a mean of 0.895
+    assert needed_depths([FOLLOWS]) == [None] * 4  # one that halts proves nothing about a depth
+    assert needed_depths([]) == []
+
+
+@pytest.mark.parametrize("needed", [[1, 2, 3, 4], [1, 1, 2, 3], [1, 2, 3, None]])
+def test_correlations_from_counts_are_those_of_the_questions(needed):
+    rows = [
+        (need, depth)
+        for need, counts in zip(needed, FOLLOWS.by_depth, strict=True)
+        for depth, count in enumerate(counts, 1)
+        for _ in range(count)
+        if need is not None
+    ]
+    ranks = pd.DataFrame(rows).rank()
+    assert rank_correlation(FOLLOWS.by_depth, needed) == pytest.approx(ranks[0].corr(ranks[1]))
+
+
+def test_no_spread_has_no_correlation():
+    assert rank_correlation(FULL.by_depth, [1, 2, 3, 4]) is None
+    assert rank_correlation(FOLLOWS.by_depth, [None] * 4) is None
+
+
+def test_aims_of_models_that_follow_read_all_or_lose():
+    good, full = aims(FOLLOWS, [1, 2, 3, 4]), aims(FULL, [1, 2, 3, 4])
+    assert good.met == [True, True, True]
+    assert good.spare == pytest.approx((2 + 5 + 2 - 1) / 300)
+    assert good.lost == pytest.approx((100 * 0.01 + 100 * 0.01 + 50 * 0.01) / 300)
+    assert full.met == [False, True, False]
+    assert aims(LOST, [1, 2, 3, 4]).met == [False, False, True]
+    assert aims(FOLLOWS, [None] * 4).spare is None
+
+
+def test_only_models_that_solve_the_puzzles_are_judged():
+    needed = [1, 2, 3, 4]
+    assert best_of([FULL, FOLLOWS, LOST], needed) is FOLLOWS
+    assert best_of([FULL, LOST], needed) is FULL
+    assert best_of([LOST], needed) is None
+
+
+@pytest.fixture
+def page(monkeypatch):
+    def made(found: list[Subject]) -> str:
+        monkeypatch.setattr(demand, "subjects", lambda judge: found)
+        return "\n".join(section(types.SimpleNamespace(), "adaponder reproduce hops", []))
+
+    return made
+
+
+def test_the_section_says_what_holds(page):
+    text = page([*SEPARATE, FULL, FOLLOWS])
+    assert "| **needed depth** |  | **1** | **2** | **3** | **4** |" in text
+    assert f"K = 1 fails where K = 4 succeeds: **{HOLDS}**" in text
+    assert text.count("- good: ") == 3
+    assert "99.0 % at 1.02" in text
+    assert FAILS not in text
+
+
+def test_the_section_says_what_does_not_hold(page):
+    text = page([fixed(1, 1, 1, 1, 1), fixed(4, 1, 1, 1, 1), LOST])
+    assert f"K = 1 fails where K = 4 succeeds: **{FAILS}**" in text
+    assert f"depth follows need: **{FAILS}**" in text
+    assert page([FOLLOWS]) == ""
