@@ -33,6 +33,7 @@ _FAMILY: dict[str, _Entry] = {
     "act": _Entry("adaponder.methods.act:AdaptiveComputationTime"),
     "pondernet": _Entry("adaponder.methods.pondernet:PonderNet"),
     "anytime": _Entry("adaponder.methods.anytime:Anytime"),
+    "relay": _Entry("adaponder.methods.relay:Relay"),
     "vanilla": _Entry("adaponder.methods.loop:Vanilla"),
 }
 

@@ -23,7 +23,7 @@ from adaponder.errors import InputError
 
 PUZZLES = {"hops": Hops(), "mano": Mano()}
 # Raised with every change of what a seed gives: folders made before are then not continued.
-_VERSION = 3
+_VERSION = 4
 _LARGEST = 2**31
 
 

@@ -39,7 +39,9 @@ class Hops:
         documents: how many.
         most: hops of the longest question; all numbers from 1 on are asked equally often, up to one.
         questions: of each document.
-        letters: to choose from; several questions of a document may have the same answer.
+        letters: to choose from.
+        ends: different last letters of a document; several questions may have the same answer.
+        capitals: 1 writes last letters as capitals, so that they can be told from others; 0 does not.
     """
 
     seed: int = 0
@@ -47,6 +49,8 @@ class Hops:
     most: int = 4
     questions: int = 6
     letters: int = MOST_LETTERS
+    ends: int = 4
+    capitals: int = 1
 
     @property
     def hops(self) -> list[int]:
@@ -64,16 +68,23 @@ class Hops:
             raise InputError(f"hops: most={self.most}: from 1 to {_MOST_HOPS} hops")
         if self.questions < 1:
             raise InputError(f"hops: questions={self.questions}: at least one")
-        if not sum(self.hops) + 2 <= self.letters <= MOST_LETTERS:
+        if self.capitals not in (0, 1):
+            raise InputError(f"hops: capitals={self.capitals}: 0 or 1")
+        taken = sum(self.hops) + (0 if self.capitals else self.ends)
+        if not 2 <= self.ends <= self.letters:
+            raise InputError(f"hops: ends={self.ends}: from 2 to letters={self.letters}")
+        if not taken <= self.letters <= MOST_LETTERS:
             raise InputError(
-                f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take "
-                f"{sum(self.hops) + 2}, two of them to end with, and there are {MOST_LETTERS}: lower questions or most"
+                f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take {taken}, "
+                f"and there are {MOST_LETTERS}: lower questions or most"
             )
 
     def document(self, draw: Draw) -> list[str]:
         """The words of one document, without its end."""
         names = shuffled(LETTERS[: self.letters], draw)
-        ends = names[sum(self.hops) :]
+        ends = names[sum(self.hops) : sum(self.hops) + self.ends]
+        if self.capitals:
+            ends = [name.upper() for name in shuffled(LETTERS[: self.letters], draw)[: self.ends]]
         chains, start = [], 0
         for p in shuffled(self.hops, draw):
             chains.append([*names[start : start + p], ends[int(draw() * len(ends))]])
