@@ -75,8 +75,8 @@ class Hops:
             raise InputError(f"hops: ends={self.ends}: from 2 to letters={self.letters}")
         if not taken <= self.letters <= MOST_LETTERS:
             raise InputError(
-                f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take {taken}, "
-                f"and there are {MOST_LETTERS}: lower questions or most"
+                f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take "
+                f"{taken}, and there are {MOST_LETTERS}: lower questions or most"
             )
 
     def document(self, draw: Draw) -> list[str]:
