@@ -27,8 +27,8 @@ from adaponder import AdaPonderForCausalLM
 
 VOCABULARY = 61
 POSITIONS = 64
-METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet", "anytime", "vanilla")
-HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime")
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet", "anytime", "relay", "vanilla")
+HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime", "relay")
 
 _SHAPE = {
     "hidden_size": 16,

@@ -18,6 +18,7 @@ SETTINGS = {
     "act": {"exit_threshold": 0.6},
     "pondernet": {"exit_threshold": 0.6},
     "anytime": {"tau": 0.5},
+    "relay": {"tau": 0.5},
 }
 POLICIES = {
     "its own": None,
@@ -28,7 +29,7 @@ POLICIES = {
     "equal depths": FixedDepth(2),
 }
 # Thresholds at which this rule, which compares two iterations, keeps some tokens and halts others.
-DIVERGENCE = {"adaponder": 0.3, "mor": 0.001, "ouro": 2.0, "act": 0.3, "pondernet": 2.0, "anytime": 0.3}
+DIVERGENCE = {"adaponder": 0.3, "mor": 0.001, "ouro": 2.0, "act": 0.3, "pondernet": 2.0, "anytime": 0.3, "relay": 2.0}
 
 
 def assert_rows_apart_equal_dense(method: str, policy: str, family: str = "gpt_neox", rule=None) -> None:
