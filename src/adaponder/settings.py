@@ -267,17 +267,17 @@ class Recurrence:
     )
     halt_prior: float = setting(
         1.0,
-        "anytime and relay, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",
+        "anytime, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",
         Span(0, 1_000_000, above=True),
     )
     loss_prior: list[float] | None = setting(
         None,
-        "anytime and relay, share of each depth 1 … K in the training loss; they add up to 1, and None makes them equal",
+        "anytime, share of each depth 1 … K in the training loss; they add up to 1, and None makes them equal",
         Span(0, 1),
     )
     lookahead_delta: float = setting(
         0.05,
-        "anytime and relay, gates learn whether some later iteration lowers a token's loss by more than so many nats",
+        "anytime, gates learn whether some later iteration lowers a token's loss by more than so many nats",
         Span(0, 1_000),
     )
 
