@@ -100,9 +100,6 @@ def open_worker(options: ServeOptions) -> Worker:
         torch.set_num_threads(options.threads)
     with console.status(f"loading {options.checkpoint} …"):
         model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
-        if options.dtype == "auto" and model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16):
-            # Most processors compute half precision hundreds of times slower; float32 holds the same weights exactly.
-            torch.nn.Module.float(model)
         tokenizer = open_tokenizer(model, folder, options.tokenizer)
         served = Served.of(model, tokenizer, folder, name=name_of(options, folder), tokens=options.tokens)
 
