@@ -28,10 +28,12 @@ from adaponder.files import open_plain, parse_json, replacing
 from adaponder.methods.cost import cost_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
+from adaponder.version import __version__
 
 NAME = "trace.parquet"
 _KEY = b"adaponder.trace"
 _ROWS = 65_536
+_LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _WORDS = ("token", "target", "source")
 # Columns of every trace: the token and the one predicted from it, their position, the depth and the loss.
 FIXED: dict[str, Any] = {
@@ -234,7 +236,7 @@ def _about(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         spent=_spent(model, own.spent, how),
-        versions={name: version(name) for name in ("adaponder", "torch", "transformers", "numpy", "pyarrow")},
+        versions={"adaponder": __version__} | {name: version(name) for name in _LIBRARIES},
     )
 
 

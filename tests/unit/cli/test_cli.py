@@ -346,6 +346,12 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
     assert len(found["forced"]) == 4
     assert found["forced"][-1] == pytest.approx(found["validation_loss"], abs=0.05)
     assert found["unigram"] < found["uniform"]
+    trained, sample = found["beside"]
+    assert (trained["model"], sample["model"]) == ("just trained", "sample")
+    assert trained["bytes"] == sample["bytes"]
+    assert sample["bits_per_byte"] < 0.5 * trained["bits_per_byte"], "six steps against three thousand"
+    assert 1.5 < sample["depth"] < 3.5
+    assert "bytes of Python that neither was trained on" in shown
     readme = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "adaponder generate" in readme
     assert demo.run(DemoOptions(out=tmp_path / "runs" / "demo", overrides=small)) == found, (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
 from adaponder.commands.measures import MEASURES, measuring
@@ -63,3 +65,18 @@ def test_speed_is_of_every_token_asked_for(tmp_path):
     assert decode["depth"] == K
     assert decode["tokens_per_second"] > 0
     assert set(MEASURES) == {"steps", "policies", "dial", "reuse", "rules", "demand", "speed", "tasks"}
+
+
+def test_steps_are_measured_where_the_package_lies_uninstalled_on_the_path(tmp_path, monkeypatch):
+    from adaponder.analysis import trace
+
+    installed = trace.version
+
+    def of_libraries(name: str) -> str:
+        if name == "adaponder":
+            raise PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(trace, "version", of_libraries)
+    made = measured(tmp_path, "steps")
+    assert sum(made["steps"]["tokens"]) > 0
