@@ -118,7 +118,7 @@ def test_evaluation_sees_nothing_of_the_training_objective():
     assert model(ids(), labels=ids(), objective=Objective()).terms.keys() == {"cross_entropy"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("act", "pondernet")])  # as ouro's
 def test_gates_trained_without_a_ponder_term_are_told_of_once(method, tmp_path):
     model = tiny(method, dtype=torch.float32)
     with warnings.catch_warnings(record=True) as told:
