@@ -13,7 +13,7 @@ from adaponder.checkpoints import loading as checkpoints
 from adaponder.conversion import convert
 from adaponder.errors import CheckpointError, InputError
 from stock_support import make_stock
-from support import FAMILIES, METHODS, ids, stock
+from support import ALIKE, FAMILIES, METHODS, ids, stock
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def ponderlm(folder, *, steps=3, scale=True, multiply=True):
 
 
 # Conversion asks a method nothing but its name: one family is enough for some.
-PAIRS = [(m, f) for m in METHODS for f in FAMILIES if m not in ("act", "pondernet") or f == "gpt_neox"]
+PAIRS = [(m, f) for m in METHODS for f in FAMILIES if m not in ALIKE or f == "gpt_neox"]
 
 
 @pytest.mark.parametrize(("method", "family"), PAIRS)
