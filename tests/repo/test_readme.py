@@ -52,7 +52,7 @@ def test_the_commands_of_the_documents_parse(line):
 def test_what_the_first_commands_read_is_there_in_a_fresh_clone():
     """What ``make demo`` left, what a line before it made, or a file of the checkout."""
     block = README[README.index("On a CPU, nothing downloaded") :].split("```")[1]
-    made = {"runs/demo", "data/stdlib-train-bpe-2048"}
+    made = {"runs/demo", "data/stdlib-train-bpe-2048", "sample"}
     for line in commands_of(block):
         words = shlex.split(line)
         taken = {word for word, before in zip(words[1:], words, strict=False) if before == "--data"}
