@@ -7,7 +7,7 @@ JOBS ?= 2
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test test-faults test-engine test-compiler test-floor mutants check format clean
+.PHONY: help setup demo test test-faults test-engine test-serve test-ray test-compiler test-floor mutants check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -32,6 +32,16 @@ test-faults: setup  ## two hundred random kills of a training run
 
 test-engine: setup  ## two thousand mixed requests and random engines: each says what it says alone
 	$(PYTEST) $(BIN)/python tests/laws/engine_soak.py --record
+
+test-serve: setup  ## a server for minutes: 500 streams, 1,000 hang-ups, 10,000 schema cases, broken bytes, lm-eval
+	$(PYTEST) $(BIN)/python tests/serving/soak.py --record
+	$(PYTEST) $(BIN)/python tests/serving/schema_check.py --record
+	$(PYTEST) $(BIN)/python tests/serving/fuzz.py --record
+	$(PYTEST) $(BIN)/python tests/serving/harness_check.py --record
+
+test-ray: setup  ## replicas on Ray Serve: throughput, a killed replica, keys and limits (installs the extra scale)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,scale]'
+	$(PYTEST) $(BIN)/python tests/serving/ray_check.py --record
 
 test-compiler: setup  ## what torch's compiler changes, in every variant
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m compiler
