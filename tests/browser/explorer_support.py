@@ -58,17 +58,19 @@ def small_model() -> AdaPonderForCausalLM:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """The address of a running server."""
+def serving(*, key: str | None = None) -> Iterator[str]:
+    """The address of a running server, which asks for the key if one is given."""
     import uvicorn
 
     from adaponder.serving.app import make_app
     from adaponder.serving.served import Served
+    from adaponder.serving.settings import Access, Key, Settings
     from adaponder.serving.worker import Worker
 
     model, tokenizer = small_model(), byte_tokenizer()
     worker = Worker(lambda: Engine(model, lanes=4), Served.of(model, tokenizer, name="small"))
-    config = uvicorn.Config(make_app(worker), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+    settings = Settings(lanes=4, access=Access(keys=() if key is None else (Key.of(key),)))
+    config = uvicorn.Config(make_app(worker, settings), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
