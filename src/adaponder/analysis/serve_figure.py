@@ -30,9 +30,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, title: str, *, most: float 
                 ]
                 if points:
                     axes.plot(*zip(*points, strict=True), **series(index, 3), label=share)
-            axes.set(title=what + (" tokens" if name == "between_tokens" else ""), ylabel="ms", yscale="log")
+            axes.set(title=what + (" tokens" if name == "between_tokens" else ""), ylabel="ms")
+            axes.set_ylim(bottom=0)
         for axes in (speed, first, between):
             axes.set(xlabel="offered tokens/s")
             axes.set_xlim(left=0)
-            axes.legend(loc="best", fontsize="small")
+            axes.legend(loc="upper left", fontsize="small")
         return save(figure, path)

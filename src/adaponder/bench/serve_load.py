@@ -119,7 +119,7 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """What a load of ``seconds`` showed: tokens/s within it, waiting times in seconds, failures, mean depth.
+    """What a load of ``seconds`` showed: tokens/s of its second half, waiting times in seconds, failures, mean depth.
 
     The time to the first token counts from when the request was due, so that a client or server that falls behind is
     not flattered.
@@ -127,7 +127,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     done = [one for one in answers if one.works]
     first = [one.arrivals[0][0] - one.due for one in done if one.arrivals]
     gaps = [gap for one in done for gap in one.gaps()]
-    within = sum(count for one in done for when, count in one.scaled() if when <= seconds)
+    within = sum(count for one in done for when, count in one.scaled() if seconds / 2 < when <= seconds)
     failures = _failures(answers)
     return {
         "requests": len(answers),
@@ -136,7 +136,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "failed": sum(failures.values()),
         "failures": failures,
         "tokens": sum(one.tokens for one in done),
-        "tokens_per_second": within / seconds if seconds else 0.0,
+        "tokens_per_second": within / (seconds / 2) if seconds else 0.0,
         "first_token": spread(first),
         "between_tokens": spread(gaps),
         "mean_depth": _mean_depth(done),
