@@ -80,8 +80,6 @@ def deployed(replicas: int, **options: Any) -> str:
         from ray import serve
 
         url = f"http://127.0.0.1:{PORT}"
-        if _deployed[-1].routing != where.routing:
-            serve.delete(ours.APPLICATION)  # a proxy keeps the router that it has made for an application
         if _deployed[-1] != where:
             application = ours._application(make, where, {"enable_access_log": False, "log_level": "WARNING"})
             serve.run(application, name=ours.APPLICATION, route_prefix="/")
@@ -197,32 +195,6 @@ def left(settings: argparse.Namespace) -> dict[str, Any]:
     return {"clients": 13, "cancelled_after_seconds": round(seconds, 2)}
 
 
-def sessions(settings: argparse.Namespace) -> dict[str, Any]:
-    """With session routing, equal ``x-session-id`` headers meet one replica."""
-    deployed(2, routing="session")
-    wait_for(lambda: len({_met(f"warm-up {number}") for number in range(20)}) == 2, "the proxy knows both replicas")
-    time.sleep(2)
-    met: dict[str, set[str]] = {}
-    for number in range(60):
-        name = f"s{number % 10}"
-        met.setdefault(name, set()).add(_met(name))
-    assert all(len(by) == 1 for by in met.values()), met
-    assert len(set.union(*met.values())) > 1
-    return {"sessions": len(met), "requests": 60, "replicas_met": len(set.union(*met.values()))}
-
-
-def _met(session: str) -> str:
-    """The replica that answers a request of this session."""
-    import http.client
-
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
-    connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}", "X-Session-Id": session})
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    return answer.getheader("x-served-by") or ""
-
-
 def security(settings: argparse.Namespace) -> dict[str, Any]:
     """Keys, hosts and limits hold behind the proxy; nothing but it listens for clients; no dashboard."""
     url = deployed(1)
@@ -309,7 +281,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    parts = [security, replicas, left, killed, sessions, command]
+    parts = [security, replicas, left, killed, command]
     began = time.monotonic()
     try:
         return run_parts(
