@@ -88,9 +88,11 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
         settings: those of the app; what bounds headers, waiting requests and the drain holds at the proxy, too.
     """
     ended = threading.Event()
-    handlers = {kind: signal.signal(kind, lambda *_: ended.set()) for kind in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
     try:
         url = deploy(make, cluster, limits=settings.limits)
+        for kind in handlers:  # Ray has put its own in their place, which dump a stack and die
+            signal.signal(kind, lambda *_: ended.set())
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
         ended.wait()
     finally:
