@@ -7,6 +7,9 @@ at random), or, with ``routing="session"``, to the one that the request's ``x-se
 Ray is imported when it is asked for and nowhere else.
 """
 
+# Ray is an extra of its own, which a checker may not find installed.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import os
