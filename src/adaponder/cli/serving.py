@@ -33,7 +33,6 @@ def serve(options: ServeOptions) -> None:
             replicas=options.replicas > 1,
             max_replicas=options.max_replicas,
             ray_address=options.ray_address,
-            routing=options.routing != "least-loaded",
         )
     from adaponder.commands import serve as command
 

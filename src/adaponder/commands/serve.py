@@ -55,7 +55,6 @@ def _run_on_ray(options: ServeOptions, settings: Settings) -> None:
         port=options.port,
         replicas=options.replicas,
         most_replicas=options.max_replicas,
-        routing=options.routing,
         gpus=1.0 if options.device.startswith("cuda") else 0.0,
         lanes=options.lanes,
         waiting=options.max_waiting,

@@ -1,8 +1,8 @@
 """The same app in several processes or on several machines, as a deployment of Ray Serve.
 
 Each replica is a process with its own model, engine and app: keys, limits and drain are the app's and hold behind Ray
-as they do without. Ray's proxy listens, and sends each request to the replica with the fewest under way (of two drawn
-at random), or, with ``routing="session"``, to the one that the request's ``x-session-id`` names, where its prefix lies.
+as they do without. Ray's proxy listens, and sends each request to the replica with fewer under way, of two drawn at
+random.
 
 Ray is imported when it is asked for and nowhere else.
 """
@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from adaponder.errors import InputError, choice
+from adaponder.errors import InputError
 from adaponder.serving.proxy import VARIABLE
 from adaponder.serving.settings import Limits, Settings
 
@@ -30,8 +30,6 @@ Scope = MutableMapping[str, Any]
 ASGIApp = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
 APPLICATION = "adaponder"
-ROUTINGS = ("least-loaded", "session")
-_SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 # What Ray reads when it is imported, here and in the processes that it starts: no figures are sent anywhere, and the
 # proxy asks :func:`adaponder.serving.proxy.layers` what to put before every app.
 _ENVIRONMENT = {
@@ -50,7 +48,6 @@ class Cluster:
         port: its port; 0: a free one.
         replicas: how many, or the fewest where ``most_replicas`` is given.
         most_replicas: as many as this when requests pile up, and fewer again later; ``None``: always ``replicas``.
-        routing: ``least-loaded``, or ``session``: requests with equal ``x-session-id`` meet the same replica.
         gpus: GPUs of each replica.
         cpus: processor cores that Ray sets aside for each replica.
         lanes: sequences that a replica runs at a time; with that many requests under way it is busy.
@@ -64,7 +61,6 @@ class Cluster:
     port: int = 8000
     replicas: int = 1
     most_replicas: int | None = None
-    routing: str = "least-loaded"
     gpus: float = 0.0
     cpus: float = 1.0
     lanes: int = 64
@@ -78,8 +74,6 @@ class Cluster:
             raise InputError(f"--replicas {self.replicas}: at least one is needed")
         if self.most_replicas is not None and self.most_replicas < self.replicas:
             raise InputError(f"--max-replicas {self.most_replicas}: fewer than --replicas {self.replicas}; raise it")
-        if self.routing not in ROUTINGS:
-            raise InputError(f"--routing {self.routing}: {choice(self.routing, list(ROUTINGS))}")
 
 
 def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> None:
@@ -146,7 +140,7 @@ def stop(*, started: bool) -> None:
 def _application(make: Callable[[], ASGIApp], cluster: Cluster, logging: dict[str, Any]) -> Any:
     """The deployment, bound."""
     _, serve = _import_ray()
-    from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
+    from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
     replica = serve.ingress(_as_function(make))(_replica_class())
     options: dict[str, Any] = {
@@ -162,9 +156,6 @@ def _application(make: Callable[[], ASGIApp], cluster: Cluster, logging: dict[st
         "ray_actor_options": {"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         "logging_config": logging,
     }
-    if cluster.routing == "session":
-        router: dict[str, Any] = {"request_router_class": _SESSION_ROUTER}
-        options["request_router_config"] = RequestRouterConfig(**router)
     if cluster.most_replicas is None:
         options["num_replicas"] = cluster.replicas
     else:

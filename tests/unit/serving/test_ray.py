@@ -91,7 +91,6 @@ assert not {"torch", "transformers", "ray"} & set(sys.modules)
     [
         ({"replicas": 0}, "--replicas 0"),
         ({"replicas": 3, "most_replicas": 2}, "--max-replicas 2"),
-        ({"routing": "nearest"}, "--routing nearest"),
     ],
 )
 def test_clusters_that_make_no_sense_are_refused_by_name(options, said):

@@ -70,14 +70,6 @@ class _Cluster:
     max_replicas: Annotated[
         int | None, Option(metavar="N", min=1, max=10000, help="With --ray: as many where load asks for them.")
     ] = None
-    routing: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="With --ray: least-loaded, or session: one user's requests to one server, which knows their prefix.",
-            check=values.one_of("least-loaded", "session"),
-        ),
-    ] = "least-loaded"
     ray_address: Annotated[
         str | None, Option(metavar="ADDRESS", help="With --ray: of a cluster that runs; default: one of its own.")
     ] = None
