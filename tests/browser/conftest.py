@@ -1,4 +1,7 @@
-"""One browser and one server for all tests of the page; without a browser they are left out, and it is said which."""
+"""One browser and one server for the tests of a file; without a browser they are left out, and it is said which.
+
+A browser is closed before tests of other files begin: while one is open, asyncio cannot run in that thread.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,7 @@ LEFT_OUT = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All on one process where tests run on several: a browser and a server are not started twice."""
-    for item in items:
-        if "tests/browser" in item.path.as_posix():
-            item.add_marker(pytest.mark.xdist_group("browser"))
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
@@ -45,7 +41,7 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def address(browser: Browser) -> Iterator[str]:
     """Where the server of a small model answers."""
     from explorer_support import serving
@@ -54,7 +50,7 @@ def address(browser: Browser) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared(browser: Browser, address: str) -> Iterator[Explorer]:
     """The tab that most tests use one after another."""
     from explorer_support import Explorer

@@ -10,15 +10,18 @@ from adaponder.commands import (
     analyze,
     bench,
     bench_decode,
+    bench_serve,
     calibrate,
     convert,
     demo,
     doctor,
     evaluate,
+    export,
     generate,
     policies,
     recipes,
     reproduce,
+    serve,
     train,
 )
 from adaponder.commands import subject as subjects
@@ -78,6 +81,7 @@ def no_work(monkeypatch, place, parser):
     monkeypatch.setattr(reproduce, "read_queue", read)
     monkeypatch.setattr(subjects, "load", load)
     monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr("adaponder.conversion.open.load", load)
     monkeypatch.setattr(recipes, "recipe_names", lambda: ["cpu/demo"])
     for module, name in (
         (evaluate, "scored"),
@@ -91,6 +95,9 @@ def no_work(monkeypatch, place, parser):
         (doctor, "examine"),
         (generate, "generate"),
         (convert, "convert"),
+        (export, "export"),
+        (serve, "run_server"),
+        (bench_serve, "_known"),
     ):
         monkeypatch.setattr(module, name, start)
 
@@ -116,6 +123,9 @@ BASE = {
     "bench prefill": ("--trust", "--no-record", "--batch", "1"),
     "bench ops": ("--trust", "--no-record"),
     "bench decode": ("--trust", "--no-record"),
+    "bench serve": ("--url", "http://127.0.0.1:9", "--no-record"),
+    "export": ("ada", "--out", "exported"),
+    "serve": ("ada", "--port", "0"),
 }
 
 

@@ -133,6 +133,7 @@ def test_under_the_compiler_it_changes_no_bit(monkeypatch):
     assert torch.equal(found, gradient(options={op._SETTING: None}))
 
 
+@pytest.mark.compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++ on a CPU")
 def test_compiled_every_part_is_written_to_its_place_and_nothing_is_copied():
     def joined(query, key, value):

@@ -444,7 +444,7 @@ def traced(monkeypatch):
     return with_backend
 
 
-@pytest.mark.parametrize("by", ["pass", "layer"])
+@pytest.mark.parametrize("by", [pytest.param("pass", marks=pytest.mark.compiler), "layer"])
 def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards, tmp_path, traced, by):
     traced("aot_eager")
     long = ["train.steps=14", "train.ponder_start=3", "train.ponder_full=11", "train.save_every=0"]
@@ -458,7 +458,7 @@ def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards,
     assert 5 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
 
 
-@pytest.mark.parametrize("by", ["pass", "layer"])
+@pytest.mark.parametrize("by", [pytest.param("pass", marks=pytest.mark.compiler), "layer"])
 def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, traced, by):
     """Each phase has graphs of its own for training and evaluation; past its limit the compiler would go eager."""
     traced("eager")
