@@ -20,12 +20,14 @@ from adaponder.version import __version__
 if TYPE_CHECKING:
     from adaponder.checkpoints.shipped import sample_path
     from adaponder.config import AdaPonderConfig
+    from adaponder.evaluation.lab.profiles import load_profile
     from adaponder.execution.ledger import Ledger
     from adaponder.inference import Engine, Request
-    from adaponder.methods import Iteration, Objective
+    from adaponder.methods import Iteration, Method, Objective, register_method
     from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
     from adaponder.policies import (
         Change,
+        Confidence,
         Divergence,
         Entropy,
         ExitThreshold,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
         PolicyInput,
         Random,
         Ranked,
+        SampledExit,
+        Similarity,
         Uniform,
     )
 
@@ -46,6 +50,7 @@ __all__ = [
     "AdaPonderForCausalLM",
     "AdaPonderOutput",
     "Change",
+    "Confidence",
     "Divergence",
     "Engine",
     "Entropy",
@@ -56,14 +61,19 @@ __all__ = [
     "Iteration",
     "LearnedGate",
     "Ledger",
+    "Method",
     "Objective",
     "Policy",
     "PolicyInput",
     "Random",
     "Ranked",
     "Request",
+    "SampledExit",
+    "Similarity",
     "Uniform",
     "__version__",
+    "load_profile",
+    "register_method",
     "sample_path",
 ]
 
@@ -75,8 +85,11 @@ _HOMES = {
     "Engine": "inference",
     "Iteration": "methods",
     "Ledger": "execution.ledger",
+    "Method": "methods",
     "Objective": "methods",
     "Request": "inference",
+    "load_profile": "evaluation.lab.profiles",
+    "register_method": "methods",
     "sample_path": "checkpoints.shipped",
 }
 _MODULES = ("config", "inference", "methods", "modeling", "policies")

@@ -106,7 +106,7 @@ def choose_policy(model: AdaPonderForCausalLM, folder: Path, options: DepthOptio
     if len(named) > 1:
         raise InputError(f"{' and '.join(named)} both say who halts: give one")
     if options.profile is not None:
-        from adaponder.evaluation.lab.profiles import policy_of
+        from adaponder.evaluation.lab.profiles import load_profile
 
-        return policy_of(folder, options.profile, option=f"--profile{side}")
+        return load_profile(folder, options.profile, option=f"--profile{side}")
     return LearnedGate(options.tau) if options.tau is not None else options.policy

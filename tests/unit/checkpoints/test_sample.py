@@ -124,5 +124,5 @@ def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_
         measured = found[name]
         assert abs(measured["depth"] - measured["budget"]) < 0.1
         assert f"| `{name}` | {measured['depth']:.2f} | {measured['loss']:.4f} | {measured['mflops']:.1f} |" in card
-        assert profiles.policy_of(SAMPLE, name).fingerprint
+        assert profiles.load_profile(SAMPLE, name).fingerprint
     assert found[ladder[0]]["loss"] > found[ladder[-1]]["loss"]

@@ -33,7 +33,7 @@ from adaponder.evaluation.lab.calibration import (
 )
 from adaponder.evaluation.lab.dials import Dial, FullDepth, Setting
 from adaponder.evaluation.lab.lab import Lab
-from adaponder.evaluation.lab.profiles import FILE, policy_of
+from adaponder.evaluation.lab.profiles import FILE, load_profile
 from adaponder.evaluation.lab.tuning import REACHED, Tuned
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import open_text, open_vocabulary
@@ -222,7 +222,7 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
     result = command.run(CalibrateOptions(checkpoint=str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked))
     chosen = result["calibration"]["choices"][0]
     assert chosen["tuning_depth"] == pytest.approx(2.2, abs=REACHED)
-    policy = policy_of(checkpoint, "budget-2.2")
+    policy = load_profile(checkpoint, "budget-2.2")
     assert isinstance(policy, LearnedGate)
     model = AdaPonderForCausalLM.from_pretrained(checkpoint).eval()
     text = open_text(str(data), open_vocabulary(str(checkpoint)), whose="it")

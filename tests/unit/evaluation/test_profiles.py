@@ -13,7 +13,7 @@ import support
 from adaponder import AdaPonderError, LearnedGate, Uniform
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
-from adaponder.evaluation.lab.profiles import FILE, identity, policy_of, store, stored
+from adaponder.evaluation.lab.profiles import FILE, identity, load_profile, store, stored
 from adaponder.files import lock
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.checkpoint import save_checkpoint, verify_checkpoint
@@ -30,8 +30,8 @@ def folder(tmp_path):
 def test_what_was_stored_comes_back_to_the_last_digit(folder):
     store(folder, "cheap", {"policy": "gate:6.90378840e-07,0.9999999403953552"})
     store(folder, "even", {"policy": "uniform:0.5@0.1,inf"})
-    assert policy_of(folder, "cheap") == LearnedGate((6.90378840e-07, 0.9999999403953552))
-    assert policy_of(folder, "even") == Uniform((0.1, float("inf")), keep=0.5)
+    assert load_profile(folder, "cheap") == LearnedGate((6.90378840e-07, 0.9999999403953552))
+    assert load_profile(folder, "even") == Uniform((0.1, float("inf")), keep=0.5)
     assert list(stored(folder)) == ["cheap", "even"]
 
 
@@ -39,16 +39,16 @@ def test_a_profile_is_replaced_and_the_others_stay(folder):
     store(folder, "a", PROFILE)
     store(folder, "b", PROFILE)
     store(folder, "a", PROFILE | {"policy": "gate:0.3"})
-    assert policy_of(folder, "a") == LearnedGate(0.3)
-    assert policy_of(folder, "b") == LearnedGate((0.1, 0.2))
+    assert load_profile(folder, "a") == LearnedGate(0.3)
+    assert load_profile(folder, "b") == LearnedGate((0.1, 0.2))
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_are_named(folder):
     with pytest.raises(InputError, match=r"--profile cheap.*there are none.*calibrate"):
-        policy_of(folder, "cheap")
+        load_profile(folder, "cheap")
     store(folder, "dear", PROFILE)
     with pytest.raises(InputError, match=r"--profile cheap.*dear"):
-        policy_of(folder, "cheap")
+        load_profile(folder, "cheap")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "-x", "a/b", "x" * 65, "ä"])
@@ -81,7 +81,7 @@ EDITS = {
 def test_what_was_edited_by_hand_is_refused_with_the_cure(folder, what):
     store(folder, "a", PROFILE)
     edit(folder, EDITS[what])
-    for use in (lambda: policy_of(folder, "a"), lambda: store(folder, "b", PROFILE)):
+    for use in (lambda: load_profile(folder, "a"), lambda: store(folder, "b", PROFILE)):
         with pytest.raises(CheckpointError, match=r"profiles\.json.*calibrate again"):
             use()
 
@@ -91,13 +91,13 @@ def test_what_is_damaged_is_refused(folder, content):
     store(folder, "a", PROFILE)
     (folder / FILE).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"profiles\.json"):
-        policy_of(folder, "a")
+        load_profile(folder, "a")
 
 
 def test_a_file_laid_out_otherwise_is_still_what_was_written(folder):
     store(folder, "a", PROFILE)
     edit(folder, lambda content: None)
-    assert policy_of(folder, "a") == LearnedGate((0.1, 0.2))
+    assert load_profile(folder, "a") == LearnedGate((0.1, 0.2))
 
 
 def test_other_weights_are_refused_even_if_one_number_moved(folder):
@@ -107,7 +107,7 @@ def test_other_weights_are_refused_even_if_one_number_moved(folder):
         next(model.method.parameters()).view(-1)[0] += 1e-3
     model.save_pretrained(folder)
     with pytest.raises(CheckpointError, match="other weights"):
-        policy_of(folder, "a")
+        load_profile(folder, "a")
 
 
 def test_another_config_is_refused(folder):
@@ -115,7 +115,7 @@ def test_another_config_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"expectation_top_k": 7}))
     with pytest.raises(CheckpointError, match="another config"):
-        policy_of(folder, "a")
+        load_profile(folder, "a")
 
 
 def test_large_weights_are_known_by_blocks_spread_over_them(folder, monkeypatch):
@@ -146,7 +146,7 @@ def test_profiles_lie_outside_the_checkpoints_manifest(tmp_path):
     store(folder, "a", PROFILE)
     assert verify_checkpoint(folder)["step"] == 1
     AdaPonderForCausalLM.from_pretrained(folder)
-    assert policy_of(folder, "a") == LearnedGate((0.1, 0.2))
+    assert load_profile(folder, "a") == LearnedGate((0.1, 0.2))
 
 
 def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):

@@ -25,8 +25,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
 
 
-def policy_of(folder: Path, name: str, *, option: str = "--profile") -> Policy:
-    """The policy of profile ``name`` of the model in ``folder``; ``option`` is what errors name."""
+def load_profile(folder: str | Path, name: str, *, option: str = "--profile") -> Policy:
+    """The policy of profile ``name`` of the model in ``folder``, which ``adaponder calibrate`` stored there.
+
+    ``option`` is what errors name.
+    """
+    folder = Path(folder)
     profiles = stored(folder)
     if name not in profiles:
         cure = f"there are {', '.join(profiles)}" if profiles else "there are none"

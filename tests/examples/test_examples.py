@@ -1,0 +1,86 @@
+"""Every example runs as its first lines say, at a size of seconds, and prints what it promises."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaponder import cli, registry
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# By file: arguments that make it small, and what its output must contain.
+RUNS = {
+    "wrap_a_decoder": ([], r"largest difference 0\.0e\+00[\s\S]*ForcedDepths\(…\)\s+\[1, 2, 3, 4, 1"),
+    "train": (["--steps", "5", "--out", "model"], r"stage 1  loss 5\.\d+  mean depth 3\.00[\s\S]*stage 2  loss"),
+    "own_policy": (["--tokens", "4"], r"its own gates: mean depth [12]\.[\s\S]*until 90%: mean depth [34]\."),
+    "own_method": (
+        ["--steps", "2"],
+        r"goes on with \[[\d, ]+\], read \[[123, ]+\] times\n.* the same: True",
+    ),
+    "generate_under_a_budget": (["--tokens", "4"], r"budget 1\.25  mean depth 1\.[\s\S]*budget 3\.75  mean depth 3\."),
+    "read_a_trace": (["runs/sample/trace.parquet"], r"tokens, loss \d\.\d+, mean depth [23]\.\d+ of 4"),
+}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Runs an example or a command where it may write, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_FAMILY", dict(registry._FAMILY))
+
+    def start(program: Path | None, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(program or "adaponder"), *arguments])
+        if program is None:
+            with pytest.raises(SystemExit, match=r"^0$"):
+                cli.main()
+        else:
+            runpy.run_path(str(program), run_name="__main__")
+        return capsys.readouterr().out
+
+    return start
+
+
+def docstring(name: str) -> str:
+    return str(ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())))
+
+
+@pytest.mark.parametrize("name", sorted(RUNS))
+def test_an_example_runs_and_shows_what_it_says(run, name):
+    arguments, shown = RUNS[name]
+    if name == "read_a_trace":
+        (command,) = re.findall(r"^ +adaponder (.+)$", docstring(name), flags=re.MULTILINE)
+        run(None, *command.split(), "--max-tokens", "200")
+    printed = run(EXAMPLES / f"{name}.py", *arguments)
+    assert re.search(shown, printed), printed
+
+
+def test_a_trained_example_opens_by_the_auto_class(run, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run(EXAMPLES / "train.py", "--steps", "1", "--out", "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.iterations == 3
+
+
+def test_every_example_is_tried_says_how_it_is_called_and_what_is_learned_and_is_one_page():
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert {path.stem for path in files} == set(RUNS)
+    for path in files:
+        assert f"    python examples/{path.name}" in docstring(path.stem), path.name
+        assert "You learn" in docstring(path.stem), path.name
+        assert len(path.read_text().splitlines()) <= 100, path.name
+    assert len((EXAMPLES / "train.py").read_text().splitlines()) <= 60
+
+
+def test_examples_come_in_by_the_public_door():
+    """What a method of one's own needs beyond it are types of its arguments."""
+    deeper = {"own_method": {"adaponder.execution.base", "adaponder.methods"}}
+    for path in EXAMPLES.glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        inside = {str(node.module) for node in nodes if str(node.module).startswith("adaponder.")}
+        assert inside <= deeper.get(path.stem, set()), path.name
