@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # What --dtype takes; auto is the precision that weights were saved in, on a CPU at least float32.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+# What --weights takes: quantised in the layers, or half precision throughout.
+WEIGHTS = ("int8", "fp8", "bfloat16", "float16")
 
 
 def as_device(name: str) -> torch.device:

@@ -9,11 +9,12 @@ from typing import Any
 from adaponder.commands.options import CompareOptions, EvalOptions
 from adaponder.commands.options.shared import CheckpointOptions, DepthOptions
 from adaponder.commands.subject import Subject, open_subject
+from adaponder.conversion.narrow import narrow, weight_bytes
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation.agreement import agreement
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import Scores, ScoringOptions, score
-from adaponder.evaluation.summary import FEW, Summary, by_source, paired_difference, summarise
+from adaponder.evaluation.summary import FEW, Difference, Summary, by_source, paired_difference, summarise
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.policies import FixedDepth
@@ -65,8 +66,14 @@ def run(options: EvalOptions) -> dict[str, Any]:
     by_label = {own_label(subject, how): how} | forced(subject, options.depths, how)
     text = subject.text(options.data, options)
     scorings = [scored(subject, text, windows, label, one, options.batch_size) for label, one in by_label.items()]
+    narrowed = None
+    if options.weights is not None:
+        narrowed = Narrowed.of(subject, options.weights, scorings[0], text, windows, how, options.batch_size)
+        scorings.append(narrowed.scoring)
     console.print(described(options.data, text, windows), soft_wrap=True)
     show_scorings(options.checkpoint, scorings)
+    if narrowed is not None:
+        console.print(f"\n{narrowed}", soft_wrap=True)
     parts = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=options.seed)
     show_sources(parts)
     result: dict[str, Any] = {
@@ -85,6 +92,8 @@ def run(options: EvalOptions) -> dict[str, Any]:
         "rows": [scoring.as_dict() for scoring in scorings],
         "sources": {name: part.as_dict() for name, part in parts.items()},
     }
+    if narrowed is not None:
+        result["weights"] = narrowed.as_dict()
     if subject.model.method.halts and not options.dense and options.check_tokens:
         few = text.first(options.check_tokens)
         agreed = agreement(subject.model, few, windows, how=how, batch_size=options.batch_size)
@@ -95,6 +104,68 @@ def run(options: EvalOptions) -> dict[str, Any]:
             raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense is the plain way")
     write_json(options.json, result)
     return result
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """What narrower weights change: a scoring with them beside one without, on the same tokens.
+
+    Attributes:
+        other_depth: share of the tokens that they give another depth.
+        bytes_before: memory of the weights as opened.
+        bytes_after: memory of the narrower weights.
+    """
+
+    weights: str
+    before: Scoring
+    scoring: Scoring
+    difference: Difference
+    other_depth: float
+    bytes_before: int
+    bytes_after: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        weights: str,
+        before: Scoring,
+        text: Text,
+        windows: Windows,
+        how: ScoringOptions,
+        batch_size: int,
+    ) -> Narrowed:
+        """Makes the weights of ``subject`` narrower, in place, and scores the text once more."""
+        wide = weight_bytes(subject.model)
+        narrow(subject.model, weights)
+        after = scored(subject, text, windows, f"{before.label}, {weights} weights", how, batch_size)
+        return cls(
+            weights,
+            before,
+            after,
+            paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed),
+            float((before.scores.depth != after.scores.depth).mean()),
+            wide,
+            weight_bytes(subject.model),
+        )
+
+    def __str__(self) -> str:
+        one, two = self.before.summary.depth, self.scoring.summary.depth
+        spread = "" if self.difference.interval is None else f" (95 % {self.difference.interval})"
+        return (
+            f"{self.weights} weights: {self.difference.mean:+.4f} nats per token{spread}, mean depth {one:.3f} to "
+            f"{two:.3f}, {self.other_depth:.1%} of the tokens at another depth; {self.bytes_before / 1e6:,.1f} MB of "
+            f"weights become {self.bytes_after / 1e6:,.1f}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "weights": self.weights,
+            "difference": self.difference.as_dict(),
+            "depth": [self.before.summary.depth, self.scoring.summary.depth],
+            "other_depth": self.other_depth,
+            "bytes": [self.bytes_before, self.bytes_after],
+        }
 
 
 def described(data: str, text: Text, windows: Windows) -> str:

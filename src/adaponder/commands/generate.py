@@ -74,7 +74,7 @@ def run(options: GenerateOptions) -> list[Generated]:
     """Continues each prompt with the checkpoint, and prints texts, depths and cost."""
     prompts = [] if options.interactive else prompts_of(options)
     with console.status(f"loading {options.checkpoint} …"):
-        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
+        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device, weights=options.weights)
         words = open_tokenizer(model, folder, options.tokenizer)
         chosen = choose_policy(model, folder, options)
     if options.interactive:

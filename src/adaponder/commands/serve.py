@@ -98,7 +98,7 @@ def open_worker(options: ServeOptions) -> Worker:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with console.status(f"loading {options.checkpoint} …"):
-        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
+        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device, weights=options.weights)
         tokenizer = open_tokenizer(model, folder, options.tokenizer)
         served = Served.of(model, tokenizer, folder, name=name_of(options, folder), tokens=options.tokens)
 

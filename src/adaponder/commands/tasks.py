@@ -36,7 +36,7 @@ def run(options: EvalOptions) -> dict[str, Any]:
     tasks, fewshot = plan(options.tasks, options.fewshot, chosen)
     data = None if options.task_data is None else TaskData(options.task_data)
     with console.status(f"loading {options.checkpoint} …"):
-        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device)
+        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device, weights=options.weights)
         words = open_tokenizer(model, folder, options.tokenizer)
     policy = choose_policy(model, folder, options)
     how = ScoringOptions(policy=policy, max_iterations=options.max_iterations, seed=options.seed)

@@ -23,6 +23,7 @@ from adaponder.checkpoints.loading import (
 )
 from adaponder.checkpoints.manifest import verify_files
 from adaponder.config import AdaPonderConfig
+from adaponder.conversion.narrow import narrow
 from adaponder.devices import as_device, as_dtype
 from adaponder.errors import CheckpointError
 from adaponder.files import checksums_wanted, read_json
@@ -135,11 +136,17 @@ def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
 
 
 def load(
-    name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu"
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    weights: str | None = None,
 ) -> tuple[AdaPonderForCausalLM, Path]:
     """(model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
 
     ``auto`` is the precision that weights were saved in, on a CPU at least float32: many have no fast half precision.
+    ``weights`` makes them narrower afterwards, as :func:`~adaponder.conversion.narrow.narrow` does.
     """
     target = as_device(device)
     opened = open_checkpoint(name, revision=revision, dtype=dtype)
@@ -150,6 +157,8 @@ def load(
         nn.Module.to(model, torch.float32)
         model.config.dtype = torch.float32
     nn.Module.to(model, target)
+    if weights is not None:
+        narrow(model, weights)
     return model.eval(), opened.folder
 
 

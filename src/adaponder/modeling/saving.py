@@ -94,6 +94,9 @@ class StrictCheckpointMixin:
         A tokenizer that lies in the folder already must name the same end and padding tokens as the model.
         """
         folder = Path(save_directory)
+        for name, parameter in self.named_parameters():
+            if type(parameter.data).__module__.startswith("torchao."):
+                raise CheckpointError(f"{name} is quantised (--weights): save the model that it was made from")
         if folder.is_dir():
             require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())
         # Weights are named as the model names them. Hugging Face would write older names (GPT-NeoX: embed_out), under

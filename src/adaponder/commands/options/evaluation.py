@@ -12,6 +12,7 @@ from adaponder.commands.options.shared import (
     BatchSize,
     CheckpointOptions,
     DepthOptions,
+    NarrowWeights,
     OpenedModel,
     WindowOptions,
 )
@@ -37,7 +38,7 @@ class _ForcedDepths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(WindowOptions, _ForcedDepths, DepthOptions, BatchSize, CheckpointOptions):
+class EvalOptions(WindowOptions, _ForcedDepths, DepthOptions, BatchSize, NarrowWeights, CheckpointOptions):
     """``adaponder eval``: on a text (``data``), or on tasks of lm-eval (``tasks`` or ``suite``)."""
 
     data: Annotated[str | None, Option(metavar="TEXT", help=DATA)] = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
-from adaponder.commands.options.shared import CHECKPOINT, TOKENIZER, DepthOptions, OpenedModel
+from adaponder.commands.options.shared import CHECKPOINT, TOKENIZER, DepthOptions, NarrowWeights, OpenedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Showing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(SamplingOptions, DepthOptions, _Showing, OpenedModel):
+class GenerateOptions(SamplingOptions, DepthOptions, _Showing, NarrowWeights, OpenedModel):
     """``adaponder generate``; a ``prompt`` may be one text."""
 
     checkpoint: Annotated[str, CHECKPOINT]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
-from adaponder.commands.options.shared import CHECKPOINT, TOKENIZER, Device, Dtype
+from adaponder.commands.options.shared import CHECKPOINT, TOKENIZER, Device, Dtype, NarrowWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class _Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(_Bounds, _Engine, _Cluster, Device, Dtype):
+class ServeOptions(_Bounds, _Engine, _Cluster, Device, NarrowWeights, Dtype):
     """``adaponder serve``."""
 
     checkpoint: Annotated[str, CHECKPOINT]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
-from adaponder.devices import DTYPES
+from adaponder.devices import DTYPES, WEIGHTS
 
 if TYPE_CHECKING:
     from adaponder.policies import Policy
@@ -54,6 +54,21 @@ class Dtype:
             check=values.one_of(*DTYPES),
         ),
     ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowWeights:
+    """Whether weights are made narrower once they are opened."""
+
+    weights: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="int8, fp8 (in the layers; extra quantize), on a GPU bfloat16, float16: less memory. eval says what "
+            "it changes.",
+            check=values.one_of(*WEIGHTS),
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,8 @@ def _in_modules(body: nn.Module, linears: Iterable[Any], norms: Iterable[Any]) -
 def _in_parameters(parameters: list[nn.Parameter]) -> str | None:
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1:
         return "its weights lie on several devices or in several precisions"
-    if any(parameter.is_meta or not parameter.is_floating_point() for parameter in parameters):
+    plain = all(type(parameter.data) is Tensor and parameter.is_floating_point() for parameter in parameters)
+    if not plain or any(parameter.is_meta for parameter in parameters):
         return "its weights are offloaded or quantised"
     return None
 

@@ -1,0 +1,117 @@
+"""Narrower weights: what is quantised, what stays, and that a quantised model is as exact a member as any."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from adaponder import Engine, Request
+from adaponder.commands import evaluate
+from adaponder.commands.options import EvalOptions
+from adaponder.conversion import narrow as narrowing
+from adaponder.conversion.narrow import narrow, weight_bytes
+from adaponder.conversion.open import load
+from adaponder.errors import CheckpointError, InputError
+from adaponder.inference.bodies.neox import NeoxBody
+from support import ids, tiny
+
+KINDS = ("int8", "fp8")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request):
+    """A model, and the same with quantised weights."""
+    models = [tiny(dtype=torch.float32).eval() for _ in range(2)]
+    narrow(models[1], request.param)
+    return models
+
+
+def test_layers_are_quantised_and_nothing_else(pair):
+    wide, narrowed = (dict(model.named_parameters()) for model in pair)
+    inside = {name for name in wide if ".layers." in name and name.endswith("weight") and wide[name].dim() == 2}
+    assert inside
+    for name, parameter in narrowed.items():
+        quantised = type(parameter.data) is not torch.Tensor
+        assert quantised == (name in inside), name
+        if not quantised:
+            assert torch.equal(parameter, wide[name]), name
+    assert {id(module) for module in narrowing.layer_linears(pair[1])} == {
+        id(module) for name, module in pair[1].named_modules() if f"{name}.weight" in inside
+    }
+
+
+def test_memory_is_counted_with_scales_and_without_counting_shared_weights_twice(pair):
+    wide, narrowed = pair
+    assert weight_bytes(wide) == sum(p.numel() * 4 for p in wide.parameters())
+    weights = [module.weight for module in narrowing.layer_linears(wide)]
+    saved = sum(w.numel() * 3 for w in weights)
+    outputs = sum(w.shape[0] for w in weights)
+    beside = saved - (weight_bytes(wide) - weight_bytes(narrowed))
+    assert 4 * outputs <= beside <= 8 * outputs  # a scale for each output, and perhaps a zero point
+
+
+def test_it_computes_nearly_the_same_but_not_the_same(pair):
+    with torch.no_grad():
+        wide, narrowed = (model(ids(), max_iterations=1).logits for model in pair)
+    error = float((wide - narrowed).norm() / wide.norm())
+    assert 1e-5 < error < 0.1
+
+
+def test_skipping_is_exact_and_no_row_sees_the_others(pair):
+    model, given = pair[1], ids(3, 9)
+    with torch.no_grad():
+        dense, compact = (model(given, execution=how) for how in ("dense", "compact"))
+        alone = [model(row[None]) for row in given]
+    assert len(dense.depth.unique()) > 1
+    assert torch.equal(dense.depth, compact.depth)
+    torch.testing.assert_close(dense.logits, compact.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dense.logits, torch.cat([each.logits for each in alone]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_engine_says_what_generate_says(pair):
+    model, prompt = pair[1], ids(1, 5)[0].tolist()
+    with torch.no_grad():
+        said = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    ((done,),) = Engine(model, lanes=1).generate(
+        [Request(prompt=prompt, max_new_tokens=6, temperature=0, ignore_eos=True)]
+    )
+    assert [token.id for token in done.tokens] == said[0, len(prompt) :].tolist()
+
+
+def test_no_kernel_reads_quantised_weights_as_if_they_were_plain(pair):
+    reasons = [NeoxBody.fits(model._wrapped) for model in pair]
+    assert reasons[0] is None or "quantised" not in reasons[0]
+    assert "quantised" in (reasons[1] or "")
+
+
+def test_a_quantised_model_is_not_saved(pair, tmp_path):
+    with pytest.raises(CheckpointError, match=r"query_key_value.weight is quantised .--weights.: save the model"):
+        pair[1].save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_had_is_refused_by_name(monkeypatch):
+    with pytest.raises(InputError, match="--weights int4: one of int8, fp8, bfloat16, float16"):
+        narrow(tiny(), "int4")
+    with pytest.raises(InputError, match=r"--weights bfloat16: a CPU .* --dtype bfloat16"):
+        narrow(tiny(), "bfloat16")
+    monkeypatch.setattr(narrowing, "find_spec", lambda name: None if name == "torchao" else importlib.util.find_spec)
+    with pytest.raises(InputError, match=r"torchao is not installed: pip install 'adaponder\[quantize\]'"):
+        narrow(tiny(), "int8")
+
+
+def test_eval_says_what_narrower_weights_change(tmp_path, capsys):
+    options = EvalOptions(checkpoint="sample", data="sample", max_tokens=64, weights="int8", json=tmp_path / "out.json")
+    evaluate.run(options)
+    found = json.loads((tmp_path / "out.json").read_text())["weights"]
+    plain = evaluate.run(EvalOptions(checkpoint="sample", data="sample", max_tokens=64))["rows"][0]
+    opened, _ = load("sample")
+    assert found["bytes"][0] == weight_bytes(opened)
+    assert found["bytes"][1] < 0.6 * found["bytes"][0]
+    assert found["depth"][0] == pytest.approx(plain["depth"])
+    assert 0 < abs(found["difference"]["mean"]) < 0.05
+    assert 0 <= found["other_depth"] < 0.2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "its own depths, int8 weights" in shown
+    assert f"int8 weights: {found['difference']['mean']:+.4f} nats per token" in shown
