@@ -1,22 +1,49 @@
-"""A model with narrower weights: int8 or fp8 where its layers multiply, by torchao, or half precision throughout.
+"""A model with narrower weights: int8 or fp8 where its layers multiply, or half precision throughout.
 
-Only the linear maps inside the decoder's layers are quantised, one scale for each output; they are most of the weights.
-Embeddings and head stay as they are, since every iteration mixes them, and so do the gates, which are small and decide
-depth. Inputs are not quantised, so a token's result depends on no other token of the batch.
+Only the linear maps inside the decoder's layers are quantised, with one scale for each output; they are most of the
+weights. Embeddings and head stay as they are, since every iteration mixes them, and so do the gates, which are small
+and decide depth. Inputs are not quantised, so a token's result depends on no other token of the batch.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from adaponder.devices import WEIGHTS
 from adaponder.errors import InputError
 from adaponder.modeling import AdaPonderForCausalLM
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+class NarrowLinear(nn.Module):
+    """A linear map whose weight is kept in one byte a number; it is widened to the input's precision when used."""
+
+    can_be_saved = False
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, wide: nn.Linear, dtype: torch.dtype):
+        super().__init__()
+        self.in_features, self.out_features = wide.in_features, wide.out_features
+        weight = wide.weight.detach()
+        most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
+        scale = weight.abs().amax(1).clamp(min=torch.finfo(weight.dtype).tiny) / most
+        steps = weight / scale[:, None]
+        self.register_buffer("weight", (steps.round() if dtype == torch.int8 else steps).to(dtype))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if wide.bias is None else wide.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = functional.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        return product if self.bias is None else product + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.weight.dtype}"
 
 
 def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
@@ -32,31 +59,26 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
         return
     if weights not in WEIGHTS:
         raise InputError(f"--weights {weights}: one of {', '.join(WEIGHTS)}")
-    if find_spec("torchao") is None:
-        raise InputError(f"--weights {weights}: torchao is not installed: pip install 'adaponder[quantize]'")
-    linears = layer_linears(model)
-    if not linears:
+    places = [(module, name) for module in layers_of(model) for name in _linears(module)]
+    if not places:
         family = model.config.backbone_config.model_type
-        raise InputError(f"--weights {weights}: {family} has no plain linear map in its layers; try bfloat16")
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-
-    rule = Int8WeightOnlyConfig() if weights == "int8" else Float8WeightOnlyConfig()
-    quantize_(model, rule, filter_fn=lambda module, _: module in linears)
+        raise InputError(f"--weights {weights}: {family} has no plain linear map in its layers")
+    for module, name in places:
+        setattr(module, name, NarrowLinear(getattr(module, name), _QUANTISED[weights]))
 
 
-def layer_linears(model: AdaPonderForCausalLM) -> set[nn.Module]:
-    """The linear maps inside the decoder's layers."""
+def layers_of(model: AdaPonderForCausalLM) -> set[nn.Module]:
+    """Every module inside the decoder's layers."""
     stacks = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
-    return {module for stack in stacks for module in stack.modules() if type(module) is nn.Linear}
+    return {module for stack in stacks for module in stack.modules()}
+
+
+def _linears(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_children() if type(child) is nn.Linear]
 
 
 def weight_bytes(model: AdaPonderForCausalLM) -> int:
     """The memory that the weights take, scales of quantised ones included; shared weights count once."""
-    return sum(_bytes(parameter) for parameter in model.parameters())
-
-
-def _bytes(tensor: Tensor) -> int:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.numel() * tensor.element_size()
-    names, _ = tensor.__tensor_flatten__()
-    return sum(_bytes(getattr(tensor, name)) for name in names)
+    quantised = [module for module in model.modules() if isinstance(module, NarrowLinear)]
+    held = [*model.parameters(), *(buffer for module in quantised for buffer in module.buffers())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)

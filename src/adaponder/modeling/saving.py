@@ -94,8 +94,8 @@ class StrictCheckpointMixin:
         A tokenizer that lies in the folder already must name the same end and padding tokens as the model.
         """
         folder = Path(save_directory)
-        for name, parameter in self.named_parameters():
-            if type(parameter.data).__module__.startswith("torchao."):
+        for name, module in self.named_modules():
+            if not getattr(module, "can_be_saved", True):
                 raise CheckpointError(f"{name} is quantised (--weights): save the model that it was made from")
         if folder.is_dir():
             require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())

@@ -64,8 +64,7 @@ class NarrowWeights:
         str | None,
         Option(
             metavar="NAME",
-            help="int8, fp8 (in the layers; extra quantize), on a GPU bfloat16, float16: less memory. eval says what "
-            "it changes.",
+            help="int8, fp8 (in the layers), on a GPU bfloat16, float16: less memory. eval says what it changes.",
             check=values.one_of(*WEIGHTS),
         ),
     ] = None
