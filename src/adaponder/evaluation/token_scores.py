@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,8 +63,11 @@ class Row:
     Attributes:
         gates: what the policy was given as ``gate`` after each iteration that it was asked about.
         nll: loss of the next token after each iteration, in nats.
-        top: the likeliest next tokens after each iteration, with their log-probabilities.
+        top: the likeliest next tokens after each iteration, with their log-probabilities: as many as were asked for when
+            any were, and none before.
         hidden: final-normed hidden state after each iteration: what another next token would be scored by.
+        notes: what users of the row have made of it and may want again, by name; a row that says something else is
+            another row, without notes.
     """
 
     gates: list[float] = field(default_factory=list)
@@ -72,6 +75,7 @@ class Row:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list, repr=False)
     depth: int = 0
+    notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -149,30 +153,51 @@ class TokenScorer:
         """Bytes of keys and values that are kept."""
         return sum(entry.ledger.nbytes for _, entry in self._kept.values())
 
-    @torch.no_grad()
     def score(self, ids: Sequence[int], how: Reading) -> TokenScores:
         """The scores of a text of at least one token; raises :class:`InputError` where it cannot be read so."""
+        parts = self.in_parts(ids, how, len(ids))
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                return end.value
+
+    def in_parts(self, ids: Sequence[int], how: Reading, size: int) -> Generator[None, None, TokenScores]:
+        """Returns what :meth:`score` does, and yields after each ``size`` tokens that were read.
+
+        Other texts may be scored in between. What was read is kept, even if nobody goes on.
+        """
         ids = [int(one) for one in ids]
         self._check(ids, how)
         rule = how.policy or self.model.method.default_policy(training=False)
         decides = shareable(rule, how.seed)
         depths = tuple(sorted((how.depths or {}).items()))
-        key = None if decides is None else (how.salt, decides, how.max_iterations, depths, how.top)
+        key = None if decides is None else (how.salt, decides, how.max_iterations, depths)
         number, entry, common = self._find(key, ids)
         if entry is not None and common == len(ids):
             self._kept.move_to_end(number)
-            return TokenScores(entry.rows[: len(ids)], len(ids))
+            rows = entry.rows[: len(ids)]
+            self._name_likeliest(rows, how.top)
+            return TokenScores(rows, len(ids))
         entry = self._cut(number, entry, common, how.max_iterations)
         past = len(entry.rows)
-        if past:
-            entry.rows[-1] = self._followed_by(entry.rows[-1], ids[past])
-        entry.rows += self._read(ids, past, entry.ledger, how, rule)
-        entry.ids = ids
-        if key is not None:
-            self._numbers += 1
-            self._kept[self._numbers] = (key, entry)
-            self._make_room()
-        return TokenScores(entry.rows, past)
+        try:
+            if past:
+                entry.rows[-1] = self._followed_by(entry.rows[-1], ids[past])
+            for start in range(past, len(ids), size):
+                end = min(start + size, len(ids))
+                entry.rows += self._read(ids, start, end, entry.ledger, how, rule)
+                entry.ids = ids[:end]
+                if end < len(ids):
+                    yield
+        finally:
+            if key is not None and entry.ids:
+                self._numbers += 1
+                self._kept[self._numbers] = (key, entry)
+                self._make_room()
+        rows = list(entry.rows)
+        self._name_likeliest(rows, how.top)
+        return TokenScores(rows, past)
 
     def _check(self, ids: list[int], how: Reading) -> None:
         config = self.model.config
@@ -181,8 +206,10 @@ class TokenScorer:
         limit = config.max_position_embeddings
         if limit is not None and len(ids) > limit:
             raise InputError(f"prompt: it has {len(ids)} tokens, the backbone's positions end at {limit}; shorten it")
-        if wrong := [one for one in ids if not 0 <= one < config.vocab_size]:
-            raise InputError(f"prompt: {wrong[0]} is no token id; they go from 0 to {config.vocab_size - 1}")
+        last = config.vocab_size - 1
+        if min(ids) < 0 or max(ids) > last:
+            wrong = next(one for one in ids if not 0 <= one <= last)
+            raise InputError(f"prompt: {wrong} is no token id; they go from 0 to {last}")
         most = config.iterations
         for slot, depth in (how.depths or {}).items():
             if slot < 0 or not 1 <= depth <= most:
@@ -221,6 +248,7 @@ class TokenScorer:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _followed_by(self, row: Row, token: int) -> Row:
         """The row with the loss of another next token."""
         log_p = self._log_probabilities(torch.stack(row.hidden))
@@ -230,11 +258,31 @@ class TokenScorer:
         logits = self.model.wrapped.logits(hidden)
         return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
-    def _read(self, ids: list[int], past: int, ledger: Ledger, how: Reading, rule: Policy) -> list[Row]:
-        """What the tokens after the first ``past`` say."""
+    @torch.no_grad()
+    def _name_likeliest(self, rows: list[Row], top: int) -> None:
+        """Gives each row its ``top`` likeliest tokens after each iteration, unless it has just so many."""
+        top = min(top, self.model.config.vocab_size)
+        lacking = [row for row in rows if top and not (row.top and len(row.top[0]) == top)]
+        states = [(row, state) for row in lacking for state in row.hidden]
+        for row in lacking:
+            row.top = []
+        size = self._rows_at_once
+        for start in range(0, len(states), size):
+            some = states[start : start + size]
+            log_p = self._log_probabilities(torch.stack([state for _, state in some]))
+            for (row, _), likeliest in zip(some, _likeliest(log_p, top), strict=True):
+                row.top.append(likeliest)
+
+    @property
+    def _rows_at_once(self) -> int:
+        return max(1, _CHUNK // self.model.config.vocab_size)
+
+    @torch.no_grad()
+    def _read(self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy) -> list[Row]:
+        """What the tokens from ``past`` to ``end`` say; those before have rows in the ledger."""
         model, device = self.model, self.model.device
-        rows = [Row() for _ in ids[past:]]
-        targets = torch.tensor([*ids[past + 1 :], 0], device=device)
+        rows = [Row() for _ in ids[past:end]]
+        targets = torch.tensor([*ids, 0][past + 1 : end + 1], device=device)
         policy = how.policy
         if how.depths:
             forced = torch.zeros(len(ids), dtype=torch.long)
@@ -248,7 +296,7 @@ class TokenScorer:
             self._note(iteration, active, targets, rows, how.top)
 
         output = model(
-            torch.tensor([ids[past:]], device=device),
+            torch.tensor([ids[past:end]], device=device),
             past_key_values=ledger,
             use_cache=True,
             policy=policy,
@@ -264,7 +312,7 @@ class TokenScorer:
 
     def _note(self, iteration: Iteration, active: Tensor, targets: Tensor, rows: list[Row], top: int) -> None:
         """Writes down what these rows say after an iteration."""
-        size = max(1, _CHUNK // self.model.config.vocab_size)
+        size = self._rows_at_once
         numbers = active.tolist()
         if iteration.gate is not None:
             for number, gate in zip(numbers, iteration.gate[0, active].tolist(), strict=True):
@@ -280,10 +328,14 @@ class TokenScorer:
                 rows[number].nll.append(loss)
                 rows[number].hidden.append(state)
             if top:
-                values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
-                pairs = zip(numbers[start : start + size], ids.tolist(), values.tolist(), strict=True)
-                for number, likeliest, logs in pairs:
-                    rows[number].top.append(list(zip(likeliest, logs, strict=True)))
+                for number, likeliest in zip(numbers[start : start + size], _likeliest(log_p, top), strict=True):
+                    rows[number].top.append(likeliest)
+
+
+def _likeliest(log_p: Tensor, top: int) -> list[list[tuple[int, float]]]:
+    """Of each row the ``top`` likeliest tokens and their log-probabilities."""
+    values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
+    return [list(zip(*one, strict=True)) for one in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -223,7 +223,14 @@ class Ledger(Cache):
             return
         living, renumbered = self.table.unique(return_inverse=True)
         dead_entry = int(living.numel() > 0 and living[0] < 0)
-        if self.rows - (living.numel() - dead_entry) <= spare:
+        count = living.numel() - dead_entry
+        if self.rows - count <= spare:
+            return
+        if 2 * count > self.rows and int(living[-1]) == count - 1:
+            # The dead are the last rows: what is appended next takes their place, and nothing is copied.
+            for store in self.stores:
+                if store is not None:
+                    store.count = count
             return
         self.table = renumbered - dead_entry
         for store in self.stores:

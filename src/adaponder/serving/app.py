@@ -194,7 +194,7 @@ async def _score(context: Context, request: HttpRequest) -> Response:
     salt = salt_of(request)
     try:
         answer = await worker.job(
-            lambda: context.scores(
+            context.scores(
                 ids,
                 depth,
                 gates=own.gates,
@@ -206,7 +206,7 @@ async def _score(context: Context, request: HttpRequest) -> Response:
         )
     except Exception as problem:
         raise as_api_error(problem) from problem
-    return JSONResponse(answer)
+    return Response(answer, media_type="application/json")
 
 
 def _model(context: Context) -> dict[str, Any]:

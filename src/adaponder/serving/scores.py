@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from json import dumps
+from json.encoder import encode_basestring
 from typing import Any
 
 from adaponder.errors import AdaPonderError
@@ -17,6 +19,10 @@ from adaponder.serving.usage import text_cost
 from adaponder.text import pieces
 
 
+# Tokens that are read before others may go first.
+_PART = 256
+
+
 class Scores:
     """Scored texts of one model; the worker's thread alone calls it."""
 
@@ -26,39 +32,54 @@ class Scores:
 
     def __call__(
         self, ids: Sequence[int], depth: Depth, *, gates: bool, top: int, full_depth: bool, seed: int, salt: str
-    ) -> dict[str, Any]:
-        """The answer of ``/score``."""
+    ) -> Generator[None, None, bytes]:
+        """Returns the answer of ``/score`` as JSON, and yields where other work may go first."""
         began = time.perf_counter()
         how = Reading(depth.policy, depth.max_iterations, depth.depths, top, seed, salt)
-        scores = self.scorer.score(ids, how)
-        full = self.scorer.score(ids, how.at_full_depth(self.served.model)) if full_depth else None
-        texts = pieces(self.served.tokenizer, ids)
-        before: list[Row | None] = [None, *scores.rows[:-1]]
-        fuller: list[float | None] = [None] * len(ids) if full is None else [None, *full.nll]
-        tokens = []
-        for token, text, row, earlier, other in zip(ids, texts, scores.rows, before, fuller, strict=True):
-            told: dict[str, Any] = {"id": token, "text": text, "depth": row.depth}
-            told["nll"] = None if earlier is None else earlier.nll[-1]
-            told["nll_by_iteration"] = [] if earlier is None else earlier.nll
-            if gates:
-                told["gates"] = [finite(gate) for gate in row.gates]
-            if top:
-                told["iteration_top"] = [top_tokens(self.served, tuple(one)) for one in row.top]
-            if full_depth:
-                told["full_nll"] = other
-            tokens.append(told)
+        scores = yield from self.scorer.in_parts(ids, how, _PART)
+        full = None
+        if full_depth:
+            yield
+            full = yield from self.scorer.in_parts(ids, how.at_full_depth(self.served.model), _PART)
         answer = {
             "object": "score",
             "model": self.served.name,
             "policy": _line(depth, self.served),
-            "tokens": tokens,
             **_means("loss", scores.nll),
             "mean_depth": sum(scores.depths) / len(ids),
         }
         if full is not None:
             answer["full_loss"] = _means("loss", full.nll)["loss"]
         answer["usage"] = self._usage(scores, depth)
-        return answer | {"seconds": time.perf_counter() - began}
+        tokens = self._tokens(ids, scores.rows, None if full is None else full.rows, gates=gates, top=top)
+        answer["seconds"] = time.perf_counter() - began
+        return f'{_json(answer)[:-1]},"tokens":[{tokens}]}}'.encode()
+
+    def _tokens(self, ids: Sequence[int], rows: list[Row], full: list[Row] | None, *, gates: bool, top: int) -> str:
+        """The tokens of an answer. What a row says is written once: after an edit only rows that it changed are."""
+        before: list[Row | None] = [None, *rows[:-1]]
+        fuller: list[Row | None] = [None] * len(rows) if full is None else [None, *full[:-1]]
+        told = []
+        for token, text, row, earlier, deeper in zip(
+            ids, pieces(self.served.tokenizer, ids), rows, before, fuller, strict=True
+        ):
+            parts = [f'{{"id":{token},"text":{encode_basestring(text)}', _loss(earlier), self._depth(row, gates, top)]
+            if full is not None:
+                parts.append(_full_loss(deeper))
+            told.append(",".join(parts) + "}")
+        return ",".join(told)
+
+    def _depth(self, row: Row, gates: bool, top: int) -> str:
+        """What reading a token said of it and of what comes next."""
+        name = ("depth", gates, top)
+        if name not in row.notes:
+            told: dict[str, Any] = {"depth": row.depth}
+            if gates:
+                told["gates"] = [finite(gate) for gate in row.gates]
+            if top:
+                told["iteration_top"] = [top_tokens(self.served, tuple(one)) for one in row.top]
+            row.notes[name] = _json(told)[1:-1]
+        return row.notes[name]
 
     def _usage(self, scores: TokenScores, depth: Depth) -> dict[str, Any]:
         deepest, depths = depth.max_iterations or self.served.iterations, scores.depths
@@ -78,6 +99,23 @@ class Scores:
             "kv_bytes": spent.kv_bytes,
             "kv_bytes_full_depth": full.kv_bytes,
         }
+
+
+def _loss(earlier: Row | None) -> str:
+    """How well the row before a token foresaw it."""
+    if earlier is None:
+        return '"nll":null,"nll_by_iteration":[]'
+    if "loss" not in earlier.notes:
+        earlier.notes["loss"] = _json({"nll": earlier.nll[-1], "nll_by_iteration": earlier.nll})[1:-1]
+    return earlier.notes["loss"]
+
+
+def _full_loss(earlier: Row | None) -> str:
+    return f'"full_nll":{"null" if earlier is None else _json(earlier.nll[-1])}'
+
+
+def _json(value: Any) -> str:
+    return dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def _means(name: str, nll: Sequence[float]) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """One thread owns engine and model: requests go in by a queue, and each step's events come out in one call.
 
 The event loop never waits for the model, and the model's thread never makes text. Between two steps the thread runs at
-most one job (a text to be scored), so neither starves the other.
+most one part of one job (a text to be scored), so neither starves the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -26,6 +26,8 @@ _log = logging.getLogger("adaponder.serving")
 _Result = TypeVar("_Result")
 # Steps whose events the event loop has not taken yet: then the model waits for it.
 _STEPS_AHEAD = 4
+# Jobs that take turns; the others wait until one of them is done.
+_JOBS_AT_ONCE = 4
 # Steps in a row that may break off before the engine is given up.
 _MOST_BROKEN = 3
 
@@ -66,9 +68,9 @@ class _Ticket:
 
 @dataclass
 class _Job:
-    """Something to be done between two steps."""
+    """Something to be done between two steps, part by part."""
 
-    function: Callable[[], Any]
+    parts: Generator[None, None, Any]
     done: asyncio.Future[Any]
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -145,11 +147,14 @@ class Worker:
         """Ends a request whose text is complete; its sink is told the ends."""
         self._commands.put(lambda engine: self._end(engine, number))
 
-    async def job(self, function: Callable[[], _Result]) -> _Result:
-        """The result of a function that the model's thread calls; a caller that leaves takes it back if it waits."""
+    async def job(self, parts: Generator[None, None, _Result]) -> _Result:
+        """What a generator returns that the model's thread runs; others go first where it yields.
+
+        A caller that leaves takes it back: the part that runs is its last.
+        """
         if self.state in ("broken", "stopped"):
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
-        job = _Job(function, asyncio.get_running_loop().create_future())
+        job = _Job(parts, asyncio.get_running_loop().create_future())
         self.jobs += 1
         self._idle.clear()
         self._commands.put(lambda _: self._waiting_jobs.append(job))
@@ -236,7 +241,7 @@ class Worker:
             return
         broken = 0
         while self._obey(engine):
-            self._do_one_job()
+            self._do_a_part()
             if not engine.busy:
                 continue
             self._room.acquire()
@@ -251,6 +256,7 @@ class Worker:
                     self._post(self._set_state, "broken", f"step after step breaks off: {in_one_line(problem)}")
                     self._refuse_all()
                     return
+        self._refuse_jobs("the server is stopping")
 
     def _obey(self, engine: Steps) -> bool:
         """Does what the queue says, waiting for something to do; false at the end."""
@@ -296,25 +302,33 @@ class Worker:
         else:
             self._room.release()
 
-    def _do_one_job(self) -> None:
+    def _do_a_part(self) -> None:
         if not self._waiting_jobs:
             return
         job = self._waiting_jobs.popleft()
         if job.cancelled.is_set():
+            job.parts.close()
             return
         try:
-            result = job.function()
+            next(job.parts)
+        except StopIteration as end:
+            self._post(_finish, job.done, end.value)
         except Exception as problem:
             self._post(_fail, job.done, problem)
         else:
-            self._post(_finish, job.done, result)
+            self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, job)
 
     def _refuse_all(self) -> None:
         """Nobody is left waiting for a thread that is gone."""
         while (command := self._commands.get()) is not None:
             command(_Gone())
-            while self._waiting_jobs:
-                self._post(_fail, self._waiting_jobs.popleft().done, UnavailableError("engine: it is not running"))
+            self._refuse_jobs("it is not running")
+
+    def _refuse_jobs(self, why: str) -> None:
+        while self._waiting_jobs:
+            job = self._waiting_jobs.popleft()
+            job.parts.close()
+            self._post(_fail, job.done, UnavailableError(f"engine: {why}"))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the event loop's thread."""

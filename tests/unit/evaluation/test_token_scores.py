@@ -50,10 +50,22 @@ def by_forward(model, text, how: Reading) -> list[dict]:
     return told
 
 
-def check(model, scorer, text, how=None) -> int:
+def parted(scorer, text, how, size):
+    """The scores of a text that is read part by part, with another one between, and how many parts there were."""
+    parts, count = scorer.in_parts(text, how, size), 1
+    while True:
+        try:
+            next(parts)
+            count += 1
+            scorer.score([3, *text[:4]], how)
+        except StopIteration as end:
+            return end.value, count
+
+
+def check(model, scorer, text, how=None, size=None) -> int:
     """Compares with :func:`by_forward`; returns how many rows were kept from before."""
     how = how or Reading(top=3)
-    scores = scorer.score(text, how)
+    scores = scorer.score(text, how) if size is None else parted(scorer, text, how, size)[0]
     assert len(scores.rows) == len(text)
     for slot, (row, expected) in enumerate(zip(scores.rows, by_forward(model, text, how), strict=True)):
         assert row.depth == expected["depth"]
@@ -103,6 +115,52 @@ def test_any_policy_and_forced_depths(how):
     check(model, scorer, text, how)
     kept = check(model, scorer, [*text[:-1], 7, 8], how)
     assert kept == (0 if isinstance(how.policy, Custom) else 13)
+
+
+@pytest.mark.parametrize("how", [Reading(top=2), Reading(depths={0: 3, 13: 3}, top=1)], ids=["learned", "forced"])
+def test_a_text_read_in_parts_equals_one_read_at_once(how):
+    model = tiny()
+    text = ids(1, 22)[0].tolist()
+    for size in (1, 5, 22):
+        scorer = TokenScorer(model)
+        assert check(model, scorer, text, how, size) == 0
+        assert check(model, scorer, [*text[:20], 9, 8, 7], how, size) == 20
+    assert parted(TokenScorer(model), text, how, 5)[1] == 5
+    assert parted(TokenScorer(model, kept_bytes=0), text, how, 5)[1] == 5  # what is not kept is not read again either
+
+
+def test_parts_that_nobody_goes_on_with_are_kept():
+    model = tiny()
+    scorer = TokenScorer(model)
+    text = ids(1, 22)[0].tolist()
+    parts = scorer.in_parts(text, Reading(), 8)
+    next(parts)
+    next(parts)
+    parts.close()
+    assert check(model, scorer, text) == 16
+
+
+def test_more_likeliest_tokens_are_told_of_rows_that_were_read_without():
+    model = tiny()
+    scorer = TokenScorer(model)
+    text = ids(1, 12)[0].tolist()
+    for top in (0, 3, 1, VOCABULARY + 5):
+        how = Reading(top=top)
+        if top > VOCABULARY:
+            assert {len(one) for row in scorer.score(text, how).rows for one in row.top} == {VOCABULARY}
+        elif top:
+            assert check(model, scorer, text, how) == 12
+        else:
+            assert not any(row.top for row in scorer.score(text, how).rows)
+
+
+def test_notes_of_a_row_are_gone_when_it_says_something_else():
+    scorer = TokenScorer(tiny())
+    text = ids(1, 12)[0].tolist()
+    for row in scorer.score(text, Reading()).rows:
+        row.notes["mark"] = True
+    rows = scorer.score([*text[:8], 1, 2], Reading()).rows
+    assert [bool(row.notes) for row in rows] == [True] * 7 + [False] * 3  # of the eighth the next token is another
 
 
 def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():

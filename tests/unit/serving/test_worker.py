@@ -82,6 +82,24 @@ class Told:
             self.end.set_result(self.events[-1].completion)
 
 
+def one_part(function):
+    """A job that does it all at once."""
+    return function()
+    yield
+
+
+def counted(name, parts, done):
+    """A job of so many parts; each says its name in ``done``."""
+    try:
+        for _ in range(parts - 1):
+            done.append(name)
+            yield
+        done.append(name)
+        return name
+    finally:
+        done.append(f"{name} ends")
+
+
 def run(function, engine=None, **options):
     """Runs an async function with a worker over this engine."""
 
@@ -175,7 +193,7 @@ def test_an_engine_that_breaks_for_good_is_given_up_and_nobody_waits():
         with pytest.raises(UnavailableError):
             worker.submit(Request([1]), Told())
         with pytest.raises(UnavailableError):
-            await worker.job(lambda: 1)
+            await worker.job(one_part(lambda: 1))
 
     run(main, Dead)
 
@@ -212,13 +230,69 @@ def test_jobs_run_between_steps_and_their_errors_come_back():
     async def main(worker):
         told = Told()
         number = worker.submit(Request([1], max_new_tokens=10**9), told)
-        assert await worker.job(threading.get_ident) != threading.get_ident()
+        assert await worker.job(one_part(threading.get_ident)) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
-            await worker.job(lambda: 1 // 0)
+            await worker.job(one_part(lambda: 1 // 0))
         worker.cancel(number)
         assert worker.jobs == 0
 
     run(main)
+
+
+def test_between_two_parts_of_a_job_the_engine_steps_and_others_take_their_turn():
+    engine = ScriptedEngine()
+
+    async def main(worker):
+        told, done, steps = Told(), [], []
+        number = worker.submit(Request([1], max_new_tokens=10**9), told)
+        while not told.events:
+            await asyncio.sleep(0.001)
+
+        def noting():
+            for _ in range(20):
+                steps.append(len(next(iter(engine.requests.values())).tokens))
+                yield
+
+        await worker.job(noting())
+        assert len(set(steps)) == len(steps)
+        jobs = [worker.job(counted(name, parts, done)) for name, parts in (("long", 60), ("a", 2), ("b", 1))]
+        assert await asyncio.gather(*jobs) == ["long", "a", "b"]
+        assert done.index("b ends") < done.index("a ends") < 12
+        assert done[-1] == "long ends"
+        worker.cancel(number)
+
+    run(main, engine)
+
+
+def test_a_job_whose_caller_left_ends_at_its_next_part():
+    async def main(worker):
+        done = []
+        task = asyncio.create_task(worker.job(counted("long", 10**9, done)))
+        while len(done) < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        assert await worker.drained(5)
+        while done[-1] != "long ends":
+            await asyncio.sleep(0.001)
+
+    run(main)
+
+
+def test_a_job_under_way_when_the_server_stops_is_told_so():
+    done = []
+
+    async def main():
+        worker = Worker(ScriptedEngine, tiny_served())
+        worker.start()
+        task = asyncio.create_task(worker.job(counted("long", 10**9, done)))
+        while len(done) < 3:
+            await asyncio.sleep(0.001)
+        await worker.stop()
+        with pytest.raises(UnavailableError, match="stopping"):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+    assert done[-1] == "long ends"
 
 
 def test_what_is_under_way_at_the_end_is_told_so():

@@ -1,10 +1,12 @@
 // Tokens by iterations: a column per token, its computed iterations filled from below, the reused ones hatched.
-// It is also the list of tokens: focus it, and the arrow keys move through them.
+// It is also the list of tokens: focus it, and the arrow keys move through them. Columns stand in blocks, so that the
+// browser leaves alone what is scrolled out of view.
 
 import { attribute, h, onPointer } from "./dom.js";
 import { figure, spoken, visible } from "./spelling.js";
 
 const LONGEST = 12;
+const BLOCK = 24; // columns
 
 function described(token, slot, deepest) {
   const times = token.depth === 1 ? "once" : `${token.depth} times`;
@@ -16,7 +18,7 @@ function described(token, slot, deepest) {
 export class Grid {
   /** `hovered(slot)`, `selected(slot)`; `name` tells the two grids of a comparison apart. */
   constructor(element, { name, hovered, selected }) {
-    Object.assign(this, { element, name, selected, shown: [], current: null });
+    Object.assign(this, { element, name, selected, shown: [], columns: [], lit: {}, current: null });
     attribute(element, "role", "listbox");
     attribute(element, "aria-orientation", "horizontal");
     attribute(element, "tabindex", "0");
@@ -49,7 +51,7 @@ export class Grid {
 
   /** Draws the tokens; columns that stay the same are left alone. */
   show(tokens, deepest) {
-    const columns = this.element.children;
+    const { columns } = this;
     tokens.forEach((token, slot) => {
       let column = columns[slot];
       const before = this.shown[slot];
@@ -58,7 +60,10 @@ export class Grid {
       if (!column) {
         column = h("div", { class: "column", role: "option", id: `${this.name}-${slot}`, "data-slot": slot });
         column.append(h("span", { class: "well" }), h("span", { class: "label" }));
-        this.element.append(column);
+        if (slot % BLOCK === 0) this.element.append(h("div", { class: "block", role: "presentation" }));
+        this.element.lastChild.append(column);
+        columns.push(column);
+        this.measure();
       }
       const label = visible(token.text, LONGEST);
       if (column.lastChild.textContent !== label) column.lastChild.textContent = label;
@@ -66,21 +71,33 @@ export class Grid {
       column.style.setProperty("--read", token.depth || 0);
       attribute(column, "aria-label", described(token, slot, deepest));
     });
-    while (columns.length > tokens.length) columns[columns.length - 1].remove();
+    while (columns.length > tokens.length) {
+      columns.pop().remove();
+      if (columns.length % BLOCK === 0) this.element.lastChild.remove();
+      this.measure();
+    }
     // Copies: a text that is being written changes its tokens.
     this.shown = tokens.map(({ text, depth, nll }) => ({ text, depth, nll }));
     this.deepest = deepest;
     this.light(this.current, "selected");
   }
 
+  /** Tells the last block its width, which it has out of view too. */
+  measure() {
+    const block = this.element.lastChild;
+    block?.style.setProperty("--columns", block.childElementCount);
+  }
+
   /** Lights the column of a slot up. */
   light(slot, name) {
-    for (const column of this.element.querySelectorAll(`.${name}`)) {
-      column.classList.remove(name);
-      if (name === "selected") attribute(column, "aria-selected", "false");
+    const column = slot === null ? undefined : this.columns[slot];
+    const before = this.lit[name];
+    if (before !== column) {
+      before?.classList.remove(name);
+      if (name === "selected" && before) attribute(before, "aria-selected", "false");
+      column?.classList.add(name);
+      this.lit[name] = column;
     }
-    const column = slot === null ? null : this.element.children[slot];
-    column?.classList.add(name);
     if (name !== "selected") return;
     this.current = column ? slot : null;
     if (column) attribute(column, "aria-selected", "true");
@@ -89,10 +106,11 @@ export class Grid {
 
   /** Scrolls sideways, and only sideways, until the selected column is seen. */
   reveal() {
-    const column = this.current === null ? null : this.element.children[this.current];
+    const column = this.current === null ? null : this.columns[this.current];
     if (!column) return;
     const frame = this.element;
-    const [left, width] = [column.offsetLeft - frame.offsetLeft, column.offsetWidth];
+    const { left: edge, width } = column.getBoundingClientRect();
+    const left = edge - frame.getBoundingClientRect().left + frame.scrollLeft;
     if (left < frame.scrollLeft + width) frame.scrollLeft = left - 4 * width;
     else if (left > frame.scrollLeft + frame.clientWidth - 2 * width) frame.scrollLeft = left - frame.clientWidth + 5 * width;
   }

@@ -1,10 +1,10 @@
 // Asks the server for readings of the text: one question at a time, only the newest answer is shown, and what takes
-// longer (predictions after each iteration, full depth) follows when the text rests.
+// longer (predictions after each iteration, full depth) follows when the text rests. A question goes out at once, before
+// the browser draws the keystroke; what changes while one is under way is asked for after it.
 
 import { score } from "./api.js";
 import { asked } from "./rules.js";
 
-const PAUSE = 10; // ms after a keystroke
 const REST = 300; // ms after an answer
 const TOP = 5;
 
@@ -23,14 +23,14 @@ export class Reader {
     Object.assign(this, { shown, failed, wanted: null, busy: false, answered: "", timer: 0, tries: 0, detail: null });
   }
 
-  /** Asks soon; `null`: there is nothing to read. */
+  /** Asks as soon as no other question is under way; `null`: there is nothing to read. */
   want(body) {
     this.wanted = body;
     clearTimeout(this.timer);
     this.detail?.abort();
     this.detail = null;
     this.tries = 0;
-    if (body) this.timer = setTimeout(() => this.pump(), PAUSE);
+    if (body) this.pump();
     else this.answered = "";
   }
 

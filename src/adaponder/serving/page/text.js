@@ -5,6 +5,9 @@ import { attribute, h, onPointer, put } from "./dom.js";
 import { wear } from "./palette.js";
 import { align, hasHidden, parts } from "./spelling.js";
 
+// What a span shows of a piece.
+const PARTS = ["text", "slot", "depth", "forced", "written", "differs", "level"];
+
 /** Fills a span with a token's text; characters without shape get a label that takes no room. */
 function spell(span, text) {
   if (span.textContent === text && !span.dataset.parts) return;
@@ -28,7 +31,7 @@ export class Spans {
   constructor(element) {
     this.element = element;
     this.pieces = [];
-    this.lit = [];
+    this.deepest = 0;
   }
 
   /** Shows pieces `{text, slot, depth, forced, mark}`; spans that stay the same are left alone. */
@@ -38,17 +41,20 @@ export class Spans {
     pieces.forEach((piece, index) => {
       const span = spans[index] ?? this.element.appendChild(h("span", { class: "token" }));
       const before = this.pieces[index];
-      if (!before || before.text !== piece.text) spell(span, piece.text);
+      // Labels of neighbours without width stand at four places, so that none covers another.
+      piece.level = hasHidden(piece.text) ? hidden++ % 4 : null;
+      if (before && PARTS.every((part) => before[part] === piece[part]) && deepest === this.deepest) return;
+      if (before?.text !== piece.text) spell(span, piece.text);
       wear(span, piece.depth, deepest);
       attribute(span, "data-slot", piece.slot ?? null);
       span.classList.toggle("forced", Boolean(piece.forced));
       span.classList.toggle("written", Boolean(piece.written));
       attribute(span, "data-differs", piece.differs ?? null);
-      // Labels of neighbours without width stand at four places, so that none covers another.
-      attribute(span, "data-level", hasHidden(piece.text) ? hidden++ % 4 : null);
+      attribute(span, "data-level", piece.level);
     });
     while (spans.length > pieces.length) spans[spans.length - 1].remove();
     this.pieces = pieces;
+    this.deepest = deepest;
   }
 
   /** Lights the spans of a slot up in place of what was lit so. */
