@@ -248,7 +248,7 @@ class TokenScorer:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _followed_by(self, row: Row, token: int) -> Row:
         """The row with the loss of another next token."""
         log_p = self._log_probabilities(torch.stack(row.hidden))
@@ -258,7 +258,7 @@ class TokenScorer:
         logits = self.model.wrapped.logits(hidden)
         return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _name_likeliest(self, rows: list[Row], top: int) -> None:
         """Gives each row its ``top`` likeliest tokens after each iteration, unless it has just so many."""
         top = min(top, self.model.config.vocab_size)
@@ -277,7 +277,7 @@ class TokenScorer:
     def _rows_at_once(self) -> int:
         return max(1, _CHUNK // self.model.config.vocab_size)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _read(self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy) -> list[Row]:
         """What the tokens from ``past`` to ``end`` say; those before have rows in the ledger."""
         model, device = self.model, self.model.device
