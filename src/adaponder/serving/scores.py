@@ -18,7 +18,6 @@ from adaponder.serving.served import Served
 from adaponder.serving.usage import text_cost
 from adaponder.text import pieces
 
-
 # Tokens that are read before others may go first.
 _PART = 256
 
