@@ -63,8 +63,8 @@ class Row:
     Attributes:
         gates: what the policy was given as ``gate`` after each iteration that it was asked about.
         nll: loss of the next token after each iteration, in nats.
-        top: the likeliest next tokens after each iteration, with their log-probabilities: as many as were asked for when
-            any were, and none before.
+        top: the likeliest next tokens after each iteration, with their log-probabilities; as many as the last reading
+            that asked for any.
         hidden: final-normed hidden state after each iteration: what another next token would be scored by.
         notes: what users of the row have made of it and may want again, by name; a row that says something else is
             another row, without notes.
