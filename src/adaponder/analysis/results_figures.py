@@ -91,7 +91,7 @@ def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Gr
 
     Separately trained depths are joined by a line of their means; ``others`` are points, one per seed. ``dials`` are
     checkpoints turned to the same depths, one group per seed: a dotted line of their means in the colour of the points
-    of the same name.
+    of the same name, which may leave the figure at the top: what is trained for a depth decides its range.
     """
     with house(dark=dark) as theme:
         figure = new_figure(width=PAGE, height=3.4 + 0.08 * (len(others) + len({group.name for group in dials})))
@@ -104,7 +104,10 @@ def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Gr
             _draw_dials(axes, dials, field, [group.name for group in others])
             axes.axhline(0.0, color=theme.muted, linewidth=0.7)
             axes.set_xlabel(label)
-            axes.margins(x=0.08, y=0.12)
+            axes.margins(x=0.08)
+        gains = [spot.gain for group in (*curve, *others) for spot in group.spots]
+        spare = 0.12 * (max(gains) - min(gains)) or 0.01
+        panels[0].set_ylim(min(gains) - spare, max(gains) + spare)
         panels[0].set_ylabel("loss minus the plain model's, same seed (nats)")
         handles, names = panels[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=3)
@@ -119,10 +122,10 @@ def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -
         axes.scatter(*zip(*every, strict=True), s=14, color=theme.muted, alpha=0.7, linewidths=0, zorder=2)
         mean = sum(x for x, _ in every) / len(every), sum(y for _, y in every) / len(every)
         name = group.name.rpartition(", ")[2]
-        # Where the line does not come from: above the first point and where it rises, else below.
+        # Where the line does not come from: right of the first point and where it rises, else below.
         below = bool(means) and mean[1] <= means[-1][1]
-        place: dict[str, Any] = {"xytext": (-5, -11) if below else (-5 if means else 6, 5)}
-        place |= {"ha": "right" if means else "left", "textcoords": "offset points", "fontsize": 7}
+        place: dict[str, Any] = {"xytext": (-5, -11) if below else (6, 5), "ha": "right" if below else "left"}
+        place |= {"textcoords": "offset points", "fontsize": 7}
         place |= {"bbox": {"facecolor": theme.paper, "edgecolor": "none", "alpha": 0.7, "pad": 0.5}}
         axes.annotate(name, mean, **place, zorder=2.5)
         means.append(mean)

@@ -21,7 +21,8 @@ STEPS, POLICIES, DEMAND = "loss-by-halting-step", "policies-at-equal-depth", "de
 CAPTIONS = {
     LEARNING_RATE: "Validation loss by learning rate, seed 0; the best rate of each method is ringed.",
     FRONTIER: "Loss minus the plain model's of the same seed, against mean iterations and against true FLOPs: "
-    "separately trained depths (line, grey every seed), models that halt, and their checkpoints turned by the dial.",
+    "separately trained depths (line, grey every seed), models that halt, and their checkpoints turned by the dial "
+    "(dotted; what leaves the figure rises further, see the table).",
     STEPS: "Mean loss by the step that AdaPonder's tokens halted at: as it came out, and of the same tokens with every "
     "token at depth 1 and at full depth.",
     POLICIES: "Loss of each policy minus the learned gate's, on AdaPonder's checkpoints, at equal realised depth: a "

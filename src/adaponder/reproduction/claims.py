@@ -291,7 +291,7 @@ def _above_chance(judge: Judge, test: Test) -> Finding:
         runs = judge.evidence.runs(judge.claims.runs[alias])
         tried = [point.record.get("measured", {}).get("tasks") for points in runs.values() for point in points]
         why = next((each["missing"] for each in tried if each is not None), None)
-        return Finding(statistics.NOT_RUN if why is None else statistics.UNTESTABLE, why or "–")
+        return Finding(statistics.NOT_RUN, "–" if why is None else f"could not be measured: {why}")
     scores = {seed: _downstream(each) for seed, each in sorted(made.items())}
     over = estimate({seed: score - chance for seed, (score, chance) in scores.items()})
     verdict = statistics.lower(None if over is None else estimate({k: -v for k, v in over.values.items()}))

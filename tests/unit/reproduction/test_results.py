@@ -16,7 +16,7 @@ from adaponder.reproduction.evidence import Evidence
 from adaponder.reproduction.page import BEGIN, END
 from adaponder.reproduction.queue import identity, read_queue
 from adaponder.reproduction.records import read_records
-from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, UNTESTABLE, Estimate
+from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, Estimate
 from adaponder.reproduction.tables import learning_rates, speed
 
 ROOT = Path(__file__).parents[3]
@@ -163,7 +163,7 @@ def test_measurements_decide_the_analysis_claims(judge):
     assert "-0.1000" in found.find({"policy": ["learned gate", "geometric, ranked"], "run": "ada"}).words
     early = (10 * 2.0 + 20 * 1.0 + 30 * 1.5) / 60
     assert f"{early - 2.5:+.2f}" in found.find({"easier": "ada", "at": "nll"}).words
-    assert found.find({"above_chance": "ada"}) == (UNTESTABLE, "no sets")
+    assert found.find({"above_chance": "ada"}) == (NOT_RUN, "could not be measured: no sets")
     assert edited(judge, {}).find({"gap": "no-reuse"}).verdict == NOT_RUN
 
 
