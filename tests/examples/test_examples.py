@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
+import matplotlib.pyplot
 import pytest
+import torch
 
 from adaponder import cli, registry
 
@@ -84,3 +88,26 @@ def test_examples_come_in_by_the_public_door():
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         inside = {str(node.module) for node in nodes if str(node.module).startswith("adaponder.")}
         assert inside <= deeper.get(path.stem, set()), path.name
+
+
+def without_rounding(text: str) -> str:
+    """Differences that are rounding, such as 2.8e-14, are other ones on other machines."""
+    return re.sub(r"\b\d(\.\d)?e[-+]\d+", "tiny", text).strip()
+
+
+def test_the_notebook_prints_what_is_saved_in_it(monkeypatch, capsys):
+    """Its cells in order. They were saved by ``jupyter execute --inplace examples/the_algorithm.ipynb`` (nbclient)."""
+    matplotlib.use("Agg")
+    monkeypatch.setattr(matplotlib.pyplot, "show", drawn := Mock(side_effect=lambda: matplotlib.pyplot.close("all")))
+    notebook = json.loads((EXAMPLES / "the_algorithm.ipynb").read_text())
+    names: dict[str, object] = {}
+    for number, cell in enumerate(cell for cell in notebook["cells"] if cell["cell_type"] == "code"):
+        exec("".join(cell["source"]), names)
+        outputs = cell["outputs"]
+        assert all(output.get("name") != "stderr" for output in outputs), f"cell {number}: a warning is saved in it"
+        saved = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+        assert without_rounding(capsys.readouterr().out) == without_rounding(saved), f"cell {number}"
+    pictures = [output for cell in notebook["cells"] for output in cell.get("outputs", []) if "data" in output]
+    assert drawn.call_count == len(pictures) == 5
+    assert torch.equal(names["computed"].sum(0), names["output"].depth)
+    assert (names["logits"] - names["output"].logits).abs().max() < 1e-12
