@@ -12,7 +12,7 @@ from adaponder.errors import ConfigError
 from adaponder.recipes import load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.run import train
-from support import tiny
+from support import ids, stock, tiny
 from training_support import corpus, small
 
 
@@ -71,3 +71,31 @@ def test_ouros_schedule_and_silence_between_reach_the_run(shards, tmp_path):
     lines = [json.loads(text) for text in (tmp_path / "falling" / "metrics.jsonl").read_text().splitlines()]
     logged = [each for each in lines if "lr" in each]
     assert [(each["step"], each["exit_entropy_weight"]) for each in logged] == [(2, 0.1)]  # only at the end
+
+
+CONVERTED = {"convert/pythia-160m": "gpt_neox", "convert/llama-3.2-1b": "llama", "convert/qwen2.5-0.5b": "qwen2"}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_plain_checkpoint_is_converted_and_trained_on_in_one_command(name, shards, tmp_path):
+    plain = stock(CONVERTED[name], dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "plain")
+    size = json.loads((shards / "manifest.json").read_text())["vocab_size"]
+    if size > plain.config.vocab_size:
+        plain.resize_token_embeddings(size)
+        plain.save_pretrained(tmp_path / "plain")
+    short = ("data.sequence=16", "train.steps=4", "train.global_batch=4", "train.micro_batch=2", "train.compile=false")
+    stages = ("train.ponder_start=1", "train.ponder_full=2", "train.eval_tokens=128", "train.lr=1e-3")
+    recipe = load_recipe(name, [f"model.backbone={tmp_path / 'plain'}", f"data.source={shards}", *short, *stages])
+    begun = build_model(recipe, size).eval()
+    with torch.no_grad():
+        once, before = begun(ids(), max_iterations=1).logits, plain.eval()(ids()).logits
+    torch.testing.assert_close(once, before, rtol=1e-5, atol=1e-5)  # read once, it is what it was
+    assert (begun.config.iterations, begun.config.embedding_scale, begun.config.gate_bias) == (3, 1.0, 4.0)
+    train(recipe, out=tmp_path / "run", quiet=True)
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    moved = [
+        key for key, value in begun.state_dict().items() if key in weights and not torch.equal(weights[key], value)
+    ]
+    assert any("layers.0" in key for key in moved)
+    assert any("gates" in key for key in moved)
