@@ -19,6 +19,7 @@ from adaponder.analysis.trace import make_trace
 from adaponder.commands.options import EvalOptions
 from adaponder.commands.options.shared import CheckpointOptions, WindowOptions
 from adaponder.commands.subject import Subject, open_subject
+from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
 from adaponder.evaluation.halves import halve
 from adaponder.evaluation.lab.calibration import budgets_between
@@ -46,8 +47,11 @@ _LANES, _NEW = 64, 128
 TIMED = ("speed",)
 
 
-def measuring(names: Sequence[str], *, device: str) -> Measure | None:
-    """A function that opens a final model and makes the named measurements; ``None`` where there are none."""
+def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> Measure | None:
+    """A function that opens a final model and makes the named measurements; ``None`` where there are none.
+
+    They compute as the run's validation did, whose ``train.dtype`` is ``dtype``.
+    """
     if unknown := set(names) - set(MEASURES):
         raise InputError(f"measure {sorted(unknown)[0]}: no such measurement; there are {', '.join(MEASURES)}")
     if not names:
@@ -59,7 +63,8 @@ def measuring(names: Sequence[str], *, device: str) -> Measure | None:
             console.print(f"measuring {name} …")
             began = time.perf_counter()
             try:
-                made = MEASURES[name](subject, data)
+                with autocast(dtype, subject.model.device):
+                    made = MEASURES[name](subject, data)
             except Exception as error:  # whatever it is, the others are made
                 made = {"missing": in_one_line(error)}
             yield name, made | {"seconds": round(time.perf_counter() - began, 1)}

@@ -94,7 +94,7 @@ def _one(queue: Queue, experiment: Experiment, setup: Setup, *, beside: int) -> 
         device=setup.device,
         commit=setup.commit,
         beside=beside,
-        measure=measuring(wanted, device=setup.device),
+        measure=measuring(wanted, device=setup.device, dtype=experiment.resolved().train.dtype),
     )
     console.print(line("record in ", (written, "bold")), soft_wrap=True)
 

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+from adaponder.commands import measures
 from adaponder.commands.measures import MEASURES, measuring
 from adaponder.errors import InputError
 from lab_support import K, opinionated, saved, written
@@ -80,3 +81,16 @@ def test_steps_are_measured_where_the_package_lies_uninstalled_on_the_path(tmp_p
     monkeypatch.setattr(trace, "version", of_libraries)
     made = measured(tmp_path, "steps")
     assert sum(made["steps"]["tokens"]) > 0
+
+
+def test_a_measurement_computes_as_the_runs_validation_did(tmp_path, monkeypatch):
+    used, real = [], measures.autocast
+    monkeypatch.setattr(
+        measures, "autocast", lambda dtype, device: used.append((dtype, device.type)) or real(dtype, device)
+    )
+    measure = measuring(["reuse"], device="cpu", dtype="bfloat16")
+    made = dict(
+        measure(saved(tmp_path / "model", opinionated("adaponder")), written(tmp_path / "text.jsonl", documents=12))
+    )
+    assert used == [("bfloat16", "cpu")]
+    assert "as" in made["reuse"]
