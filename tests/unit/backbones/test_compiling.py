@@ -10,7 +10,7 @@ from adaponder.backbones.views import DenseView
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.methods import Objective
 from packed_support import PADDED, packed_results
-from support import METHODS, ids, stir, tiny
+from support import ALIKE, METHODS, ids, stir, tiny
 
 ASKED = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
 
@@ -44,8 +44,10 @@ def assert_same(mine, theirs):
 @pytest.mark.parametrize(
     ("method", "family"),
     [
-        *((method, "gpt_neox") for method in METHODS if method != "pondernet"),
-        *(("adaponder", family) for family in ("llama", "gemma3", "gpt2")),
+        *((method, "gpt_neox") for method in METHODS if method not in ALIKE),
+        ("adaponder", "llama"),
+        *(pytest.param(method, "gpt_neox", marks=pytest.mark.compiler) for method in ALIKE),
+        *(pytest.param("adaponder", family, marks=pytest.mark.compiler) for family in ("gemma3", "gpt2")),
     ],
 )
 def test_a_layer_compiled_for_all_changes_nothing(method, family):
