@@ -46,6 +46,8 @@ def run(options: PrepareOptions) -> dict[str, Any]:
             validation=options.validation,
             workers=options.workers or os.cpu_count() or 1,
             shard_tokens=options.shard_tokens,
+            chat=options.chat,
+            chat_template=options.chat_template,
             progress=show_progress,
         )
     seconds = time.monotonic() - begun

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from adaponder.data.manifest import DataError
 from adaponder.data.tokenizers import PIECE, pieces
+from adaponder.data.turns import ConversationEncoder
 from adaponder.errors import AdaPonderError, InputError
 
 # At most so many characters are being encoded at a time: each takes some ten bytes of memory in all.
@@ -25,12 +26,16 @@ _UNDER_WAY = 2**27
 
 
 class Item(NamedTuple):
-    """One document to encode: text, or tokens made elsewhere (``origin`` names their file, for errors)."""
+    """One document to encode: text, or tokens made elsewhere (``origin`` names their file, for errors).
+
+    ``learned`` of a conversation are (first, last + 1) of the characters that are learned; of other text ``None``.
+    """
 
     index: int
     content: str | np.ndarray
     source: str
     origin: str = ""
+    learned: tuple[tuple[int, int], ...] | None = None
 
 
 class Encoded(NamedTuple):
@@ -43,6 +48,7 @@ class Encoded(NamedTuple):
     sources: list[str]
     utf8_bytes: list[int]
     hashes: list[int]
+    learned: list[list[int]]
 
 
 @dataclass
@@ -63,9 +69,10 @@ class Encoder:
 
     def __post_init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
+        self._turns: ConversationEncoder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokenizer": None}
+        return self.__dict__ | {"_tokenizer": None, "_turns": None}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -74,6 +81,12 @@ class Encoder:
             self._tokenizer.encode_special_tokens = True
         return self._tokenizer
 
+    @property
+    def turns(self) -> ConversationEncoder:
+        if self._turns is None:
+            self._turns = ConversationEncoder(self.tokenizer_json, self.end_id)
+        return self._turns
+
     def __call__(self, chunk: list[Item]) -> Encoded:
         kept: list[tuple[Item, _Measure, bool]] = []
         for item in chunk:
@@ -81,7 +94,8 @@ class Encoder:
             validates = measure.hash / 2**64 < self.validation
             if item.index >= self.done[validates]:
                 kept.append((item, measure, validates))
-        tokens = self._encode([item for item, _, _ in kept])
+        learned: list[list[int]] = [[] for _ in kept]
+        tokens = self._encode([item for item, _, _ in kept], learned)
         return Encoded(
             tokens=np.concatenate([np.empty(0, self.dtype), *tokens], dtype=self.dtype),
             lengths=[len(part) for part in tokens],
@@ -93,14 +107,19 @@ class Encoder:
                 for item, measure, _ in kept
             ],
             hashes=[measure.hash for _, measure, _ in kept],
+            learned=learned,
         )
 
-    def _encode(self, items: list[Item]) -> list[np.ndarray]:
-        """Each item's tokens with exactly one end token after them."""
+    def _encode(self, items: list[Item], learned: list[list[int]]) -> list[np.ndarray]:
+        """Each item's tokens with exactly one end token after them; writes what of it is ``learned``."""
         parts: list[list[np.ndarray]] = [[] for _ in items]
         group: list[tuple[int, str]] = []
         size = 0
         for number, item in enumerate(items):
+            if isinstance(item.content, str) and item.learned is not None:
+                ids, learned[number] = self.turns(item.content, item.learned)
+                parts[number].append(ids[:-1].astype(self.dtype))
+                continue
             if not isinstance(item.content, str):
                 parts[number].append(self._accepted(item.content, item.origin).astype(self.dtype))
                 continue

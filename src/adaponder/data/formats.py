@@ -38,6 +38,23 @@ class Pretokenised(NamedTuple):
     origin: str
 
 
+class Conversation(NamedTuple):
+    """One conversation as text.
+
+    Attributes:
+        learned: (first, last + 1) of each part of ``text``, in characters, that the assistant wrote.
+        origin: where it stands, for errors.
+    """
+
+    text: str
+    source: str
+    learned: tuple[tuple[int, int], ...]
+    origin: str
+
+
+AnyDocument = Document | Pretokenised | Conversation
+
+
 @dataclass
 class Counts:
     """Bytes of input files read so far (``read``), and how much was left out or mended, by kind."""
@@ -68,7 +85,7 @@ class InputPart(NamedTuple):
     name: str
     path: Path
     size: int
-    reader: Callable[[InputPart, Counts], Iterator[Document | Pretokenised]]
+    reader: Callable[[InputPart, Counts], Iterator[AnyDocument]]
     files: tuple[Path, ...] = ()
     stamps: tuple[tuple[int, ...], ...] = ()
 
@@ -81,16 +98,17 @@ def _decoded(data: bytes, counts: Counts) -> str:
         return data.decode(errors="replace")
 
 
-def mended(document: Document | Pretokenised, counts: Counts) -> Document | Pretokenised:
+def mended(document: AnyDocument, counts: Counts) -> AnyDocument:
     """``document`` with U+FFFD for what is not valid Unicode: JSON may spell half a surrogate pair, a name any byte."""
-    sound = {name: _sound(value) for name, value in document._asdict().items() if isinstance(value, str)}
-    if all(getattr(document, name) is value for name, value in sound.items()):
+    texts = {name: sound(value) for name, value in document._asdict().items() if isinstance(value, str)}
+    if all(getattr(document, name) is value for name, value in texts.items()):
         return document
     counts.invalid_utf8 += 1
-    return document._replace(**sound)
+    return document._replace(**texts)
 
 
-def _sound(text: str) -> str:
+def sound(text: str) -> str:
+    """``text`` itself where it is valid Unicode, else with U+FFFD for what is not."""
     if text.isascii():
         return text
     try:
@@ -135,7 +153,16 @@ def _too_long(where: str) -> str:
 
 
 def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
-    default, start, number = without_packing(part.path).stem, counts.read, 0
+    default = without_packing(part.path).stem
+    for line, where in lines(part, counts):
+        document = _parse_line(line, default, where)
+        del line  # a long one need not be held while its document is worked on
+        yield document
+
+
+def lines(part: InputPart, counts: Counts) -> Iterator[tuple[str, str]]:
+    """(text, place) of every line of a .jsonl that is not blank."""
+    start, number = counts.read, 0
     with unpacked(part.path) as opened:
         while line := opened.stream.readline(LONGEST + 1):
             number += 1
@@ -143,10 +170,10 @@ def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
             if len(line) > LONGEST:
                 raise DataError(_too_long(where))
             counts.read = start + opened.raw.tell()
-            document = None if line.isspace() else _parse_line(_decoded(line, counts), default, where)
-            del line  # a long one need not be held while its document is worked on
-            if document is not None:
-                yield document
+            texts = [] if line.isspace() else [_decoded(line, counts)]
+            del line
+            if texts:
+                yield texts.pop(), where  # nor held here
 
 
 def _parse_line(line: str, default: str, where: str) -> Document:
@@ -236,7 +263,7 @@ def _strings(column: pa.Array, name: str, where: Path) -> list[bytes | None]:
 def hub(part: InputPart, counts: Counts) -> Iterator[Document]:
     """``hf:NAME[:CONFIG][:SPLIT]`` through the ``datasets`` library; the split is train unless named."""
     name, _, _ = parse_hub(part.argument)
-    rows = _load(part.argument)
+    rows = load_hub(part.argument)
     _columns(rows.column_names, part.path)
     for number, row in enumerate(rows):
         if not isinstance(row["text"], str):
@@ -246,10 +273,11 @@ def hub(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 def hub_version(part: InputPart) -> str:
     """What the ``datasets`` library calls this state of the data: another one has another name."""
-    return str(getattr(_load(part.argument), "_fingerprint", ""))
+    return str(getattr(load_hub(part.argument), "_fingerprint", ""))
 
 
-def _load(argument: str) -> Any:
+def load_hub(argument: str) -> Any:
+    """The rows of a hub dataset."""
     try:
         import datasets  # an extra
     except ImportError:

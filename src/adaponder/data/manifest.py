@@ -17,7 +17,7 @@ from adaponder.files import parse_json, read_bytes
 FORMAT = 2
 MANIFEST = "manifest.json"
 JOURNAL = "progress.json"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
 SPLITS = ("train", "validation")
 _SIDES = {"train": "training", "validation": "validation"}
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -31,6 +31,9 @@ DOCS = pa.schema(
     ]
 )
 
+
+# Of conversations: (first token, tokens) of each part that is learned, one after another, within the document.
+CHAT_DOCS = DOCS.append(pa.field("learned", pa.list_(pa.int64())))
 
 # More than any corpus has, and sums of them still fit into the int64 of offsets.
 _MOST = 2**48
@@ -84,6 +87,8 @@ class Manifest:
         splits: split name to its shards, in order.
         fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
         skipped: what preparation left out or mended, counted by kind.
+        template_sha256: of the bytes of ``chat_template.jinja``; ``None`` where the tokenizer has no template.
+        begin_token: the text of the token that begins a text, where it is not the end token.
     """
 
     dtype: str
@@ -95,6 +100,13 @@ class Manifest:
     fingerprint: dict[str, Any]
     skipped: dict[str, int] = field(default_factory=dict)
     format: int = FORMAT
+    template_sha256: str | None = None
+    begin_token: str | None = None
+
+    @property
+    def chat(self) -> bool:
+        """Whether documents are conversations, of which a part is learned."""
+        return "chat" in self.fingerprint
 
     def total(self, split: str, what: str) -> int:
         """The sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
@@ -121,7 +133,8 @@ class Manifest:
             | {"shards": [asdict(shard) for shard in shards]}
             for name, shards in self.splits.items()
         }
-        return asdict(self) | {"splits": splits}
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return values | {"splits": splits}
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -149,6 +162,10 @@ class Manifest:
             )
         if not all(_is_sum(text) for text in (self.tokenizer_hash, self.tokenizer_sha256)):
             raise DataError(f"{path}: tokenizer_hash and tokenizer_sha256 must be SHA-256 sums")
+        if not (self.template_sha256 is None or _is_sum(self.template_sha256)):
+            raise DataError(f"{path}: template_sha256 must be a SHA-256 sum")
+        if not isinstance(self.begin_token, str | None):
+            raise DataError(f"{path}: begin_token must be a token's text")
         counts = self.skipped.items() if isinstance(self.skipped, dict) else [("", None)]
         if not all(kind in SKIPPED and _is_count(count) for kind, count in counts):
             raise DataError(f"{path}: skipped must count {', '.join(SKIPPED)}")

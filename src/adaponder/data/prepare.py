@@ -8,23 +8,26 @@ shard holds.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from adaponder.checkpoints.manifest import sealed
 from adaponder.data import sources
+from adaponder.data.chat import ChatFormat, own_template
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
+from adaponder.data.formats import Conversation
 from adaponder.data.generated import is_generated
 from adaponder.data.journal import Journal, claimed, finished, owned
-from adaponder.data.manifest import JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
+from adaponder.data.manifest import CHAT_TEMPLATE, JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
 from adaponder.data.sources import Counts, Document, InputPart
 from adaponder.data.symbols import SYMBOLS
-from adaponder.data.tokenizers import TRAIN, load_tokenizer, tokenizer_hash, vocabulary_size
+from adaponder.data.tokenizers import TRAIN, load_tokenizer, special_tokens, tokenizer_hash, vocabulary_size
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
 from adaponder.files import sha256_of, write_whole
@@ -53,6 +56,8 @@ def prepare(
     validation: float = 0.01,
     workers: int = 1,
     shard_tokens: int = 2**25,
+    chat: Sequence[str] = (),
+    chat_template: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
     """Tokenises ``inputs`` into ``out``; equal arguments give equal bytes, however often it was interrupted.
@@ -60,13 +65,20 @@ def prepare(
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, lies below ``validation``: the same text always lands on the same side. A finished ``out`` is left as it is.
     Puzzles need no ``tokenizer`` named: theirs is ``symbols``.
+
+    ``chat`` names the field of each record that holds the messages of a conversation, or two: a prompt and its
+    completion. They are written by the tokenizer's chat template, or by ``chat_template``, and what the assistant says
+    is learned. The template stays with the tokenizer.
     """
     tokenizer = tokenizer or _tokenizer_of(inputs)
     _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
+    if chat_template is not None and not chat:
+        raise InputError(f"--chat-template {chat_template}: name the field of the conversations too, with --chat")
     counts = Counts()
     parts = sources.find(inputs, counts)
+    form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
     with owned(out):
-        fingerprint = {
+        fingerprint: dict[str, Any] = {
             # Of every byte: an input that was rewritten since must not be mixed with what was made of it before.
             "inputs": sources.describe(parts, _counting(parts, progress)),
             "tokenizer": tokenizer,
@@ -75,12 +87,16 @@ def prepare(
             "validation": validation,
             "shard_tokens": shard_tokens,
         }
+        if form is not None:
+            template = hashlib.sha256(form.template.encode()).hexdigest()
+            fingerprint["chat"] = {"fields": list(form.fields), "template": template, "begin": form.tokens.begin}
+            parts = [form.reader(part) for part in parts]
         before = finished(out, fingerprint)
         if before is not None:
             return before
         journal = claimed(out, fingerprint)
         try:
-            return _prepare(parts, counts, journal, out, workers=workers, progress=progress)
+            return _prepare(parts, counts, journal, out, workers=workers, progress=progress, form=form)
         except KeyboardInterrupt:
             errors.print(f"{out}: interrupted; the same command goes on from here", soft_wrap=True)
             raise
@@ -107,6 +123,7 @@ def _prepare(
     *,
     workers: int,
     progress: Callable[[Progress], None],
+    form: ChatFormat | None,
 ) -> Manifest:
     """Does what ``journal`` says is left to do, up to the manifest."""
     total = sum(part.size for part in parts)
@@ -137,11 +154,23 @@ def _prepare(
         splits={split: tuple(shards) for split, shards in journal.shards.items()},
         fingerprint=journal.fingerprint,
         skipped=counts.skipped(),
+        **_template(journal.fingerprint["tokenizer"], form, out),
     )
     write_whole(out / MANIFEST, sealed(manifest.as_dict()).encode(), DataError)
     (out / JOURNAL).unlink()
     progress(Progress("done", items.count, writing.tokens, total, total))
     return manifest
+
+
+def _template(tokenizer: str, form: ChatFormat | None, out: Path) -> dict[str, Any]:
+    """Writes the tokenizer's chat template, if it has one, beside it; returns what the manifest says of it."""
+    template = own_template(tokenizer) if form is None else form.template
+    if template is None:
+        return {}
+    tokens = special_tokens(tokenizer) if form is None else form.tokens
+    write_whole(out / CHAT_TEMPLATE, template.encode(), DataError)
+    begin = {} if tokens.begin == tokens.end else {"begin_token": tokens.begin}
+    return {"template_sha256": hashlib.sha256(template.encode()).hexdigest()} | begin
 
 
 def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int, shard_tokens: int) -> None:
@@ -174,7 +203,8 @@ class _Items:
             if index < self.skip:
                 continue
             origin = "" if isinstance(document, Document) else document.origin
-            chunk.append(Item(index, document[0], document.source, origin))
+            learned = document.learned if isinstance(document, Conversation) else None
+            chunk.append(Item(index, document[0], document.source, origin, learned))
             size += len(document[0])
             if len(chunk) >= _CHUNK_DOCUMENTS or size >= _CHUNK_CHARACTERS:
                 yield chunk
@@ -191,7 +221,13 @@ class _Writing:
         self.tokens = sum(shard.tokens for shards in journal.shards.values() for shard in shards)
         shard_tokens = journal.fingerprint["shard_tokens"]
         self.writers = {
-            split: ShardWriter(out / split, dtype=dtype, shard_tokens=shard_tokens, number=len(shards))
+            split: ShardWriter(
+                out / split,
+                dtype=dtype,
+                shard_tokens=shard_tokens,
+                number=len(shards),
+                chat="chat" in journal.fingerprint,
+            )
             for split, shards in journal.shards.items()
         }
 
@@ -205,6 +241,7 @@ class _Writing:
                 source=chunk.sources[document],
                 utf8_bytes=chunk.utf8_bytes[document],
                 content_hash=chunk.hashes[document],
+                learned=chunk.learned[document],
             )
             start += length
             self.tokens += length
@@ -245,7 +282,7 @@ def _training_texts(parts: Iterable[InputPart], validation: float, progress: Cal
     """Texts of the training split only: the vocabulary is not trained on validation documents."""
     counts = Counts()
     for document in sources.read(parts, counts):
-        if not isinstance(document, Document):
+        if not isinstance(document, Document | Conversation):
             raise InputError(f"{document.origin}: tokens already; name the tokenizer that made them, not {TRAIN}N")
         progress(counts.read)
         if content_hash(document.text) / 2**64 >= validation:

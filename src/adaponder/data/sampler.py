@@ -24,11 +24,13 @@ class Batch(NamedTuple):
         tokens: ``int64[windows, sequence + 1]``.
         documents: ``int64[windows, sequence + 1]``, the running number of each token's document in the split.
         windows: ``int64[windows]``, the number of each window in the split.
+        learned: ``bool[windows, sequence + 1]``, of conversations: whether a token is a target; ``None``: all are.
     """
 
     tokens: np.ndarray
     documents: np.ndarray
     windows: np.ndarray
+    learned: np.ndarray | None = None
 
 
 def count_windows(shards: Shards, sequence: int) -> int:
@@ -48,7 +50,8 @@ def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int) -> Batch
     """The windows of these numbers, in this order (``np.arange(…)`` for evaluation)."""
     starts = windows * (sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
-    return Batch(tokens, shards.number_blocks(starts, sequence + 1), windows)
+    documents = shards.number_blocks(starts, sequence + 1)
+    return Batch(tokens, documents, windows, shards.learned_blocks(starts, sequence + 1))
 
 
 class Sampler:
@@ -88,7 +91,11 @@ class Sampler:
 
     def fingerprint(self) -> str:
         """A hash of all that decides every batch: the data's checksums and these settings."""
-        content = [(shard.tokens, shard.tokens_sha256) for shard in self.shards.manifest.splits[self.shards.split]]
+        manifest = self.shards.manifest
+        content = [
+            (shard.tokens, shard.tokens_sha256, *([shard.docs_sha256] if manifest.chat else []))
+            for shard in manifest.splits[self.shards.split]
+        ]
         settings = (self.shards.tokenizer_hash, self.sequence, self.global_batch, self.seed)
         return hashlib.sha256(json.dumps([content, settings]).encode()).hexdigest()
 

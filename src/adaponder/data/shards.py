@@ -11,8 +11,16 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from adaponder.data.manifest import DTYPES, TOKENIZER, DataError, Manifest, Shard
-from adaponder.data.verify import check_size, check_tokenizer, document_starts, sums_of, verify_sums
+from adaponder.data.manifest import CHAT_TEMPLATE, DTYPES, TOKENIZER, DataError, Manifest, Shard
+from adaponder.data.verify import (
+    DocumentTable,
+    check_size,
+    check_template,
+    check_tokenizer,
+    document_table,
+    sums_of,
+    verify_sums,
+)
 
 
 class Shards:
@@ -26,7 +34,7 @@ class Shards:
         vocab_size, end_id, tokenizer_hash: of the tokenizer that made it.
     """
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest, document_starts: np.ndarray):
+    def __init__(self, folder: Path, split: str, manifest: Manifest, table: DocumentTable):
         self.folder, self.split, self.manifest = folder, split, manifest
         self.tokens = manifest.total(split, "tokens")
         self.documents = manifest.total(split, "documents")
@@ -39,7 +47,7 @@ class Shards:
         self._dtype = DTYPES[manifest.dtype]
         self._shards = manifest.splits[split]
         self._bounds = list(accumulate((shard.tokens for shard in self._shards), initial=0))
-        self._document_starts = document_starts
+        self._document_starts, self._learned = table
 
     @classmethod
     def open(
@@ -55,15 +63,20 @@ class Shards:
         if split not in manifest.splits:
             raise DataError(f"{folder} has no split {split!r}: it has {', '.join(manifest.splits)}")
         check_tokenizer(folder / TOKENIZER, manifest)
+        check_template(folder, manifest)
         for shard in manifest.splits[split]:
             check_size(folder / split / shard.tokens_name, shard, DTYPES[manifest.dtype])
         if verify:
             verify_sums(folder, sums_of(folder / split, manifest.splits[split]), share=share)
-        starts, base = [np.empty(0, np.int64)], 0
+        starts, learned, base = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
         for shard in manifest.splits[split]:
-            starts.append(base + document_starts(folder / split / shard.docs_name, shard))
+            table = document_table(folder / split / shard.docs_name, shard, chat=manifest.chat)
+            starts.append(base + table.starts)
+            if table.learned is not None:
+                learned.append(base + table.learned)
             base += shard.tokens
-        return cls(folder, split, manifest, np.concatenate(starts))
+        whole = DocumentTable(np.concatenate(starts), np.concatenate(learned) if manifest.chat else None)
+        return cls(folder, split, manifest, whole)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """``int64[count]``: tokens ``start … start + count - 1`` of the split."""
@@ -96,16 +109,33 @@ class Shards:
         begins[block, self._document_starts[first[block] + nth] - starts[block]] = 1
         return (first - 1)[:, None] + np.cumsum(begins, 1)
 
+    def learned_blocks(self, starts: np.ndarray, count: int) -> np.ndarray | None:
+        """``bool[len(starts), count]``: whether each token is one to be learned; ``None`` where every one is."""
+        if self._learned is None:
+            return None
+        self._check_range(starts, count)
+        places = starts[:, None] + np.arange(count)
+        part = np.searchsorted(self._learned[:, 0], places, "right") - 1
+        if not len(self._learned):
+            return np.zeros(places.shape, bool)
+        return (part >= 0) & (places < self._learned[part, 1])
+
     def tokenizer_files(self) -> dict[str, str]:
         """The files, by name, with which a model folder's tokenizer opens in transformers."""
         content = (self.folder / TOKENIZER).read_text(encoding="utf-8")
         end = Tokenizer.from_str(content).id_to_token(self.end_id)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
-        return {TOKENIZER: content, "tokenizer_config.json": json.dumps(settings, indent=1)}
+        begin = self.manifest.begin_token or end
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": begin}
+        files = {TOKENIZER: content, "tokenizer_config.json": json.dumps(settings, indent=1)}
+        if self.manifest.template_sha256 is not None:
+            files[CHAT_TEMPLATE] = (self.folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        return files
 
     def content_hash(self) -> str:
         """A hash of the tokens of all splits and of the tokenizer: equal for equal data, wherever it lies."""
         sums = [[shard.tokens_sha256 for shard in split] for split in self.manifest.splits.values()]
+        if self.manifest.chat:  # what is learned of it stands in the tables
+            sums += [[shard.docs_sha256 for shard in split] for split in self.manifest.splits.values()]
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaponder.data import formats, generated
-from adaponder.data.formats import Counts, Document, InputPart, Pretokenised
+from adaponder.data.formats import AnyDocument, Counts, Document, InputPart, Pretokenised
 from adaponder.data.manifest import DataError
 from adaponder.data.megatron import megatron
 from adaponder.data.packing import inner_suffix, packing_of
@@ -50,12 +50,12 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):
-        if isinstance(document, Pretokenised):
+        if not isinstance(document, Document):
             raise InputError(f"{document.origin}: holds tokens, not text")
         yield document
 
 
-def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document | Pretokenised]:
+def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[AnyDocument]:
     """The documents of ``parts``: valid Unicode, none empty. A file that changes meanwhile is an error."""
     before = counts.read
     for part in parts:

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from adaponder.checkpoints.shipped import is_sample, sample_path
 from adaponder.data.symbols import SYMBOLS, symbol_tokenizer
 from adaponder.errors import InputError
 from adaponder.files import read_bytes, read_json
@@ -32,7 +33,7 @@ def load_tokenizer(
 ) -> tuple[Tokenizer, int]:
     """(tokenizer, id of the end token) of ``spec``.
 
-    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, ``symbols`` (the
+    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, ``sample``, ``symbols`` (the
     words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained on ``documents``
     (a small corpus has fewer pairs to merge).
     ``end_token`` is, unless given, what ``tokenizer_config.json`` calls ``eos_token``, else ``<|endoftext|>``.
@@ -51,7 +52,7 @@ def load_tokenizer(
     else:
         path = _file_of(spec)
         tokenizer = _read(path)
-        end_token = end_token or _eos_token(path.parent / "tokenizer_config.json") or END
+        end_token = end_token or _token_named("eos_token", path.parent / "tokenizer_config.json") or END
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -59,6 +60,31 @@ def load_tokenizer(
     if end_id is None:
         raise InputError(f"tokenizer {spec} has no token {end_token!r}: name its end token with --end-token")
     return tokenizer, end_id
+
+
+class SpecialTokens(NamedTuple):
+    """The texts of a tokenizer's special tokens: those that begin and end a text, and all of them."""
+
+    begin: str
+    end: str
+    all: frozenset[str]
+
+
+def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
+    """The special tokens of the tokenizer that :func:`load_tokenizer` gives; it begins as it ends unless it says."""
+    if (path := tokenizer_file(spec)) is None:
+        end = end_token or END
+        return SpecialTokens(end, end, frozenset([end]))
+    settings = path.parent / "tokenizer_config.json"
+    end = end_token or _token_named("eos_token", settings) or END
+    added = _read(path).get_added_tokens_decoder().values()
+    every = frozenset([end, *(token.content for token in added if token.special)])
+    return SpecialTokens(_token_named("bos_token", settings) or end, end, every)
+
+
+def tokenizer_file(spec: str) -> Path | None:
+    """The ``tokenizer.json`` that ``spec`` names; ``None`` for a tokenizer that is made here."""
+    return None if spec == SYMBOLS or spec.startswith(TRAIN) else _file_of(spec)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
@@ -143,7 +169,7 @@ def _entries(spec: str) -> int:
 
 
 def _file_of(spec: str) -> Path:
-    path = Path(spec)
+    path = sample_path() if is_sample(spec) else Path(spec)
     if os.path.isfile(path):
         return path
     if os.path.isdir(path):
@@ -156,12 +182,14 @@ def _file_of(spec: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    """``tokenizer.json`` of a hub repository; only JSON is fetched, so nothing could execute."""
+    """``tokenizer.json`` of a hub repository; only JSON and a template are fetched, so nothing could execute."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json"]))
+        folder = Path(
+            snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise InputError(
             f"--tokenizer {name}: not a file or folder here, and the hub did not give it ({error})"
@@ -180,13 +208,14 @@ def _read(path: Path) -> Tokenizer:
         raise InputError(f"{path}: not a tokenizer.json ({error})") from None
 
 
-def _eos_token(path: Path) -> str | None:
+def _token_named(role: str, path: Path) -> str | None:
+    """The text of the token that a ``tokenizer_config.json`` names for a role; ``None`` where it names none."""
     if not os.path.exists(path):
         return None
-    token = read_json(path, InputError).get("eos_token")
+    token = read_json(path, InputError).get(role)
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None and not isinstance(token, str):
-        raise InputError(f"{path}: eos_token must be a token's text")
+        raise InputError(f"{path}: {role} must be a token's text")
     return token
 
 

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.filesize import decimal
 
-from adaponder.data.manifest import DOCS, DataError, Manifest, Shard
+from adaponder.data.manifest import CHAT_DOCS, CHAT_TEMPLATE, DOCS, DataError, Manifest, Shard
 from adaponder.data.tokenizers import hash_of_content
 from adaponder.errors import InputError
 from adaponder.files import checksums_wanted, open_plain, parse_json, read_bytes, sha256_of_each
@@ -49,13 +50,35 @@ def check_size(path: Path, shard: Shard, dtype: np.dtype) -> None:
         raise DataError(f"{path}: {size} bytes, {shard.tokens} tokens of {dtype.name} are {wanted}: damaged or foreign")
 
 
-def document_starts(path: Path, shard: Shard) -> np.ndarray:
-    """The ``start`` column, once the table is known to cut exactly the shard's tokens into documents."""
+def check_template(folder: Path, manifest: Manifest) -> None:
+    """Raises unless the folder's chat template is, byte for byte, the one that wrote its conversations."""
+    if manifest.template_sha256 is None:
+        return
+    raw = read_bytes(folder / CHAT_TEMPLATE, DataError)
+    if hashlib.sha256(raw).hexdigest() != manifest.template_sha256:
+        raise DataError(f"{folder / CHAT_TEMPLATE}: its checksum differs, so it was edited: prepare the data again")
+
+
+class DocumentTable(NamedTuple):
+    """Where the documents of a shard begin, and of conversations which tokens are learned.
+
+    Attributes:
+        starts: ``int64[documents]``, the first token of each.
+        learned: ``int64[parts, 2]``, first token and last + 1 of each part that is learned; ``None`` of other text.
+    """
+
+    starts: np.ndarray
+    learned: np.ndarray | None
+
+
+def document_table(path: Path, shard: Shard, *, chat: bool) -> DocumentTable:
+    """The table of a shard's documents, once it is known to cut exactly the shard's tokens into documents."""
+    schema = CHAT_DOCS if chat else DOCS
     try:
         with open_plain(path, DataError) as raw, pq.ParquetFile(raw) as file:
-            if file.schema_arrow.remove_metadata() != DOCS:
-                raise DataError(f"{path}: columns {file.schema_arrow.names}, needed {DOCS.names} of their types")
-            table = file.read(columns=["start", "length"])
+            if file.schema_arrow.remove_metadata() != schema:
+                raise DataError(f"{path}: columns {file.schema_arrow.names}, needed {schema.names} of their types")
+            table = file.read(columns=["start", "length", *(["learned"] if chat else [])])
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: truncated or not a Parquet file ({error})") from None
     start, length = (table.column(name).to_numpy() for name in ("start", "length"))
@@ -66,7 +89,23 @@ def document_starts(path: Path, shard: Shard) -> np.ndarray:
         )
     if (length < 1).any() or (start != np.cumsum(length) - length).any():
         raise DataError(f"{path}: documents do not follow one another: damaged or foreign")
-    return start
+    return DocumentTable(start, _learned(path, table, start, length) if chat else None)
+
+
+def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """The learned parts of a shard, once they are known to follow one another within their documents."""
+    column = table.column("learned").combine_chunks()
+    counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    if (counts % 2).any() or counts.sum() != len(values):
+        raise DataError(f"{path}: learned must hold pairs of numbers: damaged or foreign")
+    first, size = values.reshape(-1, 2).T
+    owner = np.repeat(np.arange(len(counts)), counts // 2)
+    parts = np.stack([start[owner] + first, start[owner] + first + size], 1)
+    wrong = (first < 0) | (size < 1) | (first + size > length[owner])
+    if wrong.any() or (parts[1:, 0] < parts[:-1, 1]).any():
+        raise DataError(f"{path}: learned parts do not lie one after another within documents: damaged or foreign")
+    return parts
 
 
 def sums_of(folder: Path, shards: Iterable[Shard]) -> dict[Path, str]:

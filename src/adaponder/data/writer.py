@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adaponder.data.manifest import DOCS, DTYPES, DataError, Shard
+from adaponder.data.manifest import CHAT_DOCS, DOCS, DTYPES, DataError, Shard
 from adaponder.files import write_whole
 
 
 class ShardWriter:
     """Gathers the documents of one split and writes them as whole shards."""
 
-    def __init__(self, folder: Path, *, dtype: str, shard_tokens: int, number: int = 0):
+    def __init__(self, folder: Path, *, dtype: str, shard_tokens: int, number: int = 0, chat: bool = False):
+        self.schema = CHAT_DOCS if chat else DOCS
         self.folder, self.dtype, self.shard_tokens, self.number = folder, DTYPES[dtype], shard_tokens, number
         self.tokens = 0
         self._parts: list[np.ndarray] = []
-        self._table: list[tuple[int, int, str, int, int]] = []
+        self._table: list[tuple[int, int, str, int, int, Sequence[int]]] = []
 
     @property
     def full(self) -> bool:
         """A shard is closed by the document that fills it: no document is cut, none waits."""
         return self.tokens >= self.shard_tokens
 
-    def add(self, tokens: np.ndarray, *, source: str, utf8_bytes: int, content_hash: int) -> None:
-        self._table.append((self.tokens, len(tokens), source, utf8_bytes, content_hash))
+    def add(
+        self, tokens: np.ndarray, *, source: str, utf8_bytes: int, content_hash: int, learned: Sequence[int] = ()
+    ) -> None:
+        """Adds a document; ``learned`` is (first token, tokens) of each part that is learned, for conversations."""
+        self._table.append((self.tokens, len(tokens), source, utf8_bytes, content_hash, learned))
         self._parts.append(tokens)
         self.tokens += len(tokens)
 
     def write(self) -> Shard:
         """Writes what was gathered and starts the next shard. Tokens come last: where they are, the table is too."""
         tokens = np.concatenate(self._parts, dtype=self.dtype).tobytes()
-        columns = dict(zip(DOCS.names, zip(*self._table, strict=True), strict=True))
+        columns = dict(zip(CHAT_DOCS.names, zip(*self._table, strict=True), strict=True))
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({name: list(values) for name, values in columns.items()}, schema=DOCS), sink)
+        pq.write_table(pa.table({name: list(columns[name]) for name in self.schema.names}, schema=self.schema), sink)
         docs = sink.getvalue().to_pybytes()
         shard = Shard(
             number=self.number,

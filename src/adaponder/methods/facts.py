@@ -19,7 +19,8 @@ class Facts:
         fixed_iterations: the only K it has, whatever the config says; ``None`` leaves K to the config.
         mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
         has_ponder_term: whether ``Objective.ponder_weight`` adds a term to its loss. Then it can be steered towards
-            ``train.target_depth``, its gates wait for ``train.gate_start``, and training warns when gates collapse.
+            ``train.target_depth``, its gates wait for ``train.gate_start``, and training warns when they close too
+            early or stay open.
         has_exit_loss: whether its loss reads the ``exit_…`` values of an ``Objective``.
         gates_apart: whether its own parameters and the backbone's get no gradient of each other's loss. Then each is
             clipped by itself, and the backbone trains as if the others were not there.

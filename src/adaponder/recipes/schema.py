@@ -119,6 +119,10 @@ class TrainRecipe:
         target_depth: from ponder_full on, steer ponder_weight and k towards this mean depth (``None``: do not).
         target_gain, target_every: how strongly, and after how many steps each time; see training/controller.py.
         freeze_backbone_steps: the first steps, in which the method's own parameters train alone.
+        freeze_gates: whether the method's own parameters stay as the checkpoint has them (``None``: they train).
+        lora_rank: train low-rank adapters of the backbone's linear maps instead of its weights (``None``: the weights).
+        lora_alpha: adapters weigh ``lora_alpha / lora_rank`` (``None``: twice the rank).
+        lora_targets: which modules are adapted, by the end of their names (``None``: every linear map in a layer).
         capacity_warmup: for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become
             as frequent as ``model.halt_prior`` says.
         exit_stage: for ouro, its training stage.
@@ -161,6 +165,10 @@ class TrainRecipe:
     target_gain: float = limited(0, 1000, default=0.5, above=True)
     target_every: int = limited(1, STEPS, default=10)
     freeze_backbone_steps: int = limited(0, STEPS, default=0)
+    freeze_gates: bool | None = None
+    lora_rank: int | None = limited(1, 65_536)
+    lora_alpha: float | None = limited(0, 1_000_000, above=True)
+    lora_targets: tuple[str, ...] | None = None
     capacity_warmup: int = limited(0, STEPS, default=0)
     exit_stage: Literal[1, 2] = 1
     exit_entropy: tuple[float, float] | None = limited(0, 1_000_000)
@@ -183,6 +191,7 @@ class TrainRecipe:
         check_fields(self, "train.")
         self._check_steps()
         self._check_objective()
+        self._check_frozen()
         self._check_computing()
 
     def _check_steps(self) -> None:
@@ -218,6 +227,24 @@ class TrainRecipe:
         _require(
             self.exit_entropy_steps is None or self.exit_entropy is not None,
             "exit_entropy_steps: exit_entropy is missing, the two values to go between",
+        )
+
+    def _check_frozen(self) -> None:
+        """Raises where what is frozen leaves nothing to train, or nothing to press on."""
+        _require(
+            not (self.freeze_gates and self.ponder_weight),
+            f"freeze_gates with ponder_weight={self.ponder_weight}: gates that stay cannot be pressed shut; set "
+            "train.ponder_weight=0",
+        )
+        _require(
+            not (self.freeze_gates and self.freeze_backbone_steps),
+            f"freeze_gates with freeze_backbone_steps={self.freeze_backbone_steps}: nothing would train",
+        )
+        for name in ("lora_alpha", "lora_targets"):
+            _require(self.lora_rank is not None or getattr(self, name) is None, f"{name}: lora_rank is missing")
+        _require(
+            self.lora_rank is None or not (self.compile or self.parallel == "fsdp"),
+            f"lora_rank={self.lora_rank}: not with compile or parallel=fsdp",
         )
 
     def _check_computing(self) -> None:

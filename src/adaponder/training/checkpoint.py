@@ -20,6 +20,7 @@ from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files
 from adaponder.errors import CheckpointError
 from adaponder.files import read_json, replacing_folder
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.training.lora import LORA
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 _PARTIAL = ".partial-"
@@ -36,10 +37,12 @@ def save_checkpoint(
     optimizer: dict[str, Tensor] | None,
     state: dict[str, Any],
     texts: dict[str, str] | None = None,
+    adapters: dict[str, Tensor] | None = None,
 ) -> None:
     """Writes a checkpoint; on a failure nothing of it is left.
 
-    ``texts`` are further files by name, such as the tokenizer's.
+    ``texts`` are further files by name, such as the tokenizer's; ``adapters`` what :mod:`adaponder.training.lora`
+    resumes from.
     """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     try:
@@ -47,6 +50,8 @@ def save_checkpoint(
             model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
             if optimizer is not None:
                 save_file(optimizer, partial / OPTIMIZER)
+            if adapters:
+                save_file(adapters, partial / LORA)
             for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
                 (partial / name).write_text(content, encoding="utf-8")
             write_manifest(partial, step=state["step"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from adaponder.backbones.shape import Shape, shape_of
 from adaponder.data import Sampler, Shards
 from adaponder.devices import autocast
 from adaponder.errors import TrainingError
+from adaponder.files import read_json, write_whole
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
@@ -23,6 +25,7 @@ from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import load_optimizer
 from adaponder.training.controller import DepthController, controller_of
 from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
+from adaponder.training.lora import trains
 from adaponder.training.micro_batches import MicroBatches
 from adaponder.training.optim import build_optimizer, set_learning_rate
 from adaponder.training.saving import Saver
@@ -30,6 +33,8 @@ from adaponder.training.schedule import objective_at, phase_at, phases, policy_a
 from adaponder.training.telemetry import Telemetry
 from adaponder.training.validation import validate
 from adaponder.training.watch import Tally, collapse, utilisation
+
+BEFORE = "before.json"
 
 
 @dataclass
@@ -75,6 +80,8 @@ class Trainer:
         self.wrapped: nn.Module | None = None
         self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss of the step before, unchecked
         self.logged: int | None = None  # the last step that has its line of metrics
+        self.before: dict[str, Any] | None = None  # validation of the checkpoint that is trained on
+        self.after: dict[str, Any] | None = None  # the latest validation
         self.bottom_k = global_bottom_k_mean(self.world) if train.ponder_scope == "micro" else bottom_k_mean
         self.saver = Saver(self.recipe, self.run, self.world, self.model, self.sampler.shards)
         self.controller: DepthController | None = controller_of(train, self.model, self.world, self.controller_state)
@@ -97,7 +104,7 @@ class Trainer:
         """Begins a phase: sets which parameters train, then makes the wrapper and the optimizer for them."""
         train = self.recipe.train
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(backbone_trains or name.startswith("method."))
+            parameter.requires_grad_(trains(name, train, backbone_trains=backbone_trains))
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise TrainingError(
                 f"train.freeze_backbone_steps={train.freeze_backbone_steps}: "
@@ -246,9 +253,26 @@ class Trainer:
         metrics |= utilisation(speed, config, shape=self.shape, sequence=self.recipe.data.sequence, world=self.world)
         self.telemetry.log(metrics)
         self.logged = step
-        if self.model.method.has_ponder_term and (warning := collapse(metrics, self.recipe.train)):
+        if self.model.method.halts:
+            self._warn_of_collapse(metrics)
+
+    def _warn_of_collapse(self, metrics: dict[str, Any]) -> None:
+        warning = collapse(metrics, self.recipe.train, pressed=self.model.method.has_ponder_term)
+        if warning is not None and self.telemetry:
             kind, message = warning
-            self.telemetry.warn(kind, f"step {step}: {message}")
+            self.telemetry.warn(kind, f"step {metrics['step']}: {message}")
+
+    def measure_before(self) -> None:
+        """Loss and depths of the checkpoint that is trained on, before its first step, kept in ``before.json``."""
+        kept = self.run / BEFORE
+        if self.validation is None or not isinstance(self.recipe.model.backbone, str):
+            return
+        if self.step == 0:
+            self.before = self.evaluate(self.recipe.train.eval_tokens)
+            if self.world.leads:
+                write_whole(kept, json.dumps(self.before, indent=1).encode(), TrainingError)
+        elif self.world.leads and kept.is_file():
+            self.before = read_json(kept, TrainingError)
 
     def evaluate(self, tokens: int, **options: Any) -> dict[str, Any]:
         """Loss and depths on the first ``tokens`` tokens of the validation split; ``options`` are the model's."""
@@ -261,13 +285,16 @@ class Trainer:
             together=self.micro_batches.size,
             world=self.world,
             dtype=self.recipe.train.dtype,
+            across=self.recipe.data.attend_across_documents,
             **options,
         )
 
     def _validate(self, step: int) -> None:
         if self.validation is None:
             return
-        scores = self.evaluate(self.recipe.train.eval_tokens)
+        self.after = scores = self.evaluate(self.recipe.train.eval_tokens)
+        if self.model.method.halts:
+            self._warn_of_collapse({"step": step, "halted": scores["validation_halted"]})
         if self.telemetry:
             self.telemetry.log({"step": step, **scores})
         self.tally.began = time.perf_counter()

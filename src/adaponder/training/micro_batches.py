@@ -64,6 +64,8 @@ class MicroBatches:
     def _inputs_of(self, batch: Batch) -> dict[str, Tensor]:
         tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
         inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+        if batch.learned is not None:
+            inputs["targets"][~torch.from_numpy(batch.learned)[:, 1:]] = -100
         if not self.attend_across_documents:
             # The first token of the next document cannot be predicted from this one: it is no target.
             inputs["targets"][documents[:, 1:] != documents[:, :-1]] = -100

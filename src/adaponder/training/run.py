@@ -19,6 +19,7 @@ from adaponder.training.data import open_data, sampler_of
 from adaponder.training.distributed import World, join
 from adaponder.training.files import room_on_disk
 from adaponder.training.loop import Trainer
+from adaponder.training.lora import attach
 from adaponder.training.ownership import owned, stop_signals
 from adaponder.training.remarks import remark
 from adaponder.training.resume import Start, find_start, is_finished
@@ -96,6 +97,7 @@ def train(
                     stop_requested=stop_requested,
                 )
                 with room_on_disk():
+                    trainer.measure_before()
                     finished = trainer.train()
                 return Outcome(trainer.finish() if finished else None, trainer.step, trainer, world)
             finally:
@@ -111,6 +113,7 @@ def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausa
         # Its checksums were compared just now, and its special tokens are set below.
         model = AdaPonderForCausalLM.from_pretrained(start.folder, dtype=_dtype(recipe), verify=False).train()
     align(model, shards.end_id, from_scratch=isinstance(recipe.model.backbone, dict))
+    attach(model, recipe.train, start.folder if start.step else None)
     return model
 
 

@@ -17,6 +17,7 @@ from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import optimizer_state, prune, save_checkpoint, step_folder, weights_of
 from adaponder.training.controller import DepthController
 from adaponder.training.distributed import World
+from adaponder.training.lora import adapters_of, merged
 
 
 class Saver:
@@ -30,10 +31,12 @@ class Saver:
         """Writes the checkpoint of the boundary before ``step``, and removes those that the recipe does not keep."""
         weights, moments = weights_of(self.model), optimizer_state(optimizer)
         _require_finite(weights | moments, step)
+        adapters = {name: weights[name] for name in adapters_of(self.model)}
         state = self._state(step, controller)
         if self.world.leads:
             folder = step_folder(self.run, step)
-            save_checkpoint(folder, self.model, weights, moments, state, self.tokenizer_files)
+            plain = merged(self.model, weights)
+            save_checkpoint(folder, self.model, plain, moments, state, self.tokenizer_files, adapters)
             prune(self.run, self.recipe.train.keep, saved=folder)
         self.world.wait()
 
@@ -43,7 +46,8 @@ class Saver:
         _require_finite(weights, step)
         state = self._state(step, controller)
         if self.world.leads:
-            save_checkpoint(self.run / "final", self.model, weights, None, state, self.tokenizer_files)
+            plain = merged(self.model, weights)
+            save_checkpoint(self.run / "final", self.model, plain, None, state, self.tokenizer_files)
         self.world.wait()
         return self.run / "final"
 

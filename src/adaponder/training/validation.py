@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,19 +29,23 @@ def validate(
     together: int,
     world: World,
     dtype: str,
+    across: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """``validation_loss``, ``validation_depth`` (mean) and ``validation_halted`` on the first ``tokens`` tokens.
 
-    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1. ``together`` windows of ``length``
-    tokens are read at once; ``options`` are further arguments of the model's forward.
+    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1, of those that predict what counts:
+    of a conversation, what the assistant says. ``together`` windows of ``length`` tokens are read at once; without
+    ``across``, documents do not see each other; ``options`` are further arguments of the model's forward.
     """
     windows = whole_windows(shards, tokens, length=length)
     model.eval()
     with autocast(dtype, world.device):
-        sums = validation_sums(model, shards, windows=windows, length=length, together=together, world=world, **options)
+        sums = validation_sums(
+            model, shards, windows=windows, length=length, together=together, world=world, across=across, **options
+        )
     model.train()
-    loss, predictions, depths = float(sums[0]), float(sums[1]), sums[2:].cpu()
+    loss, predictions, depths = float(sums[0]), float(sums[1]) or math.nan, sums[2:].cpu()
     return {
         "validation_loss": loss / predictions,
         "validation_depth": float((depths * torch.arange(1, len(depths) + 1)).sum()) / predictions,
@@ -57,11 +62,12 @@ def validation_sums(
     length: int,
     together: int,
     world: World,
+    across: bool = True,
     **options: Any,
 ) -> Tensor:
     """(summed loss, predictions, tokens of depth 1 … K) of the first ``windows``, over all processes, in double.
 
-    ``together`` windows are read at once; ``options`` are further arguments of the model's forward.
+    ``together`` windows are read at once; see :func:`validate` for the rest.
     """
     levels = torch.arange(1, model.config.iterations + 1, device=world.device)
     sums = torch.zeros(2 + len(levels), dtype=torch.double, device=world.device)
@@ -69,10 +75,26 @@ def validation_sums(
     for index in range(-(-windows // (world.size * together))):
         first = (index * world.size + world.rank) * together
         chosen = torch.arange(first, first + together)
-        blocks = [shards.read(i * length, length + 1) for i in chosen.clamp_max(windows - 1).tolist()]
-        block = torch.stack([torch.from_numpy(one) for one in blocks]).to(world.device)
-        real = (chosen < windows).to(world.device)[:, None]
-        scored = score_sum(model, block[:, :-1], block[:, 1:].masked_fill(~real, -100), execution="dense", **options)
-        depths = ((scored.depth[..., None] == levels) & real[..., None]).sum((0, 1))
+        ids, targets, documents = (
+            part.to(world.device) for part in _windows(shards, chosen, windows=windows, length=length)
+        )
+        if not across:
+            # The first token of the next document cannot be predicted from this one: it is no target.
+            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
+            options["document_ids"] = documents[:, :-1]
+        scored = score_sum(model, ids, targets, execution="dense", **options)
+        depths = ((scored.depth[..., None] == levels) & (targets != -100)[..., None]).sum((0, 1))
         sums += torch.cat([torch.stack([scored.nll, scored.predictions.double()]), depths.double()])
     return world.sum(sums)
+
+
+def _windows(shards: Shards, chosen: Tensor, *, windows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, targets, documents) of the chosen windows, the last with one more; nothing is a target past the end."""
+    starts = chosen.clamp_max(windows - 1).numpy() * length
+    block = torch.from_numpy(shards.read_blocks(starts, length + 1))
+    documents = torch.from_numpy(shards.number_blocks(starts, length + 1))
+    targets = block[:, 1:].masked_fill((chosen >= windows)[:, None], -100)
+    learned = shards.learned_blocks(starts, length + 1)
+    if learned is not None:
+        targets = targets.masked_fill(~torch.from_numpy(learned)[:, 1:], -100)
+    return block[:, :-1], targets, documents

@@ -74,8 +74,11 @@ def utilisation(
     return {"mfu": flops * tokens_per_second / (peak * world.size)}
 
 
-def collapse(metrics: dict[str, Any], train: TrainRecipe) -> tuple[str, str] | None:
-    """(kind, message) of a warning if the gates no longer tell tokens apart, or will not when stage 2 begins."""
+def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
+    """(kind, message) of a warning if the gates no longer tell tokens apart, or will not when stage 2 begins.
+
+    ``pressed``: whether a ponder term presses on the gates; else they may stay open, and stage 1 has no meaning.
+    """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
         return None  # one iteration has no gate
@@ -83,6 +86,8 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe) -> tuple[str, str] | N
         return "all", "the gates have collapsed, every token halts after one iteration"
     if (depth := _one_depth(halted)) is not None:
         return "one", f"the gates have collapsed, every token halts after {depth} iterations"
+    if not pressed:
+        return None
     late = train.ponder_full + 0.2 * (train.steps - train.ponder_full)
     if train.ponder_weight and step > late and halted[-1] == 0:
         return "none", "the gates have collapsed open, no token halts early"

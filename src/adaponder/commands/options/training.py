@@ -43,6 +43,18 @@ class PrepareOptions(Json):
         Option(metavar="TEXT", help="Ends each document; default: the tokenizer's own, else <|endoftext|>."),
     ] = None
     shard_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens per shard file, about.")] = 2**25
+    chat: Annotated[
+        Sequence[str],
+        Option(
+            metavar="FIELD",
+            help="Records are conversations: their field of messages, or PROMPT,COMPLETION.",
+            read=values.names,
+        ),
+    ] = ()
+    chat_template: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Jinja template that writes them; default: the tokenizer's own."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
