@@ -1,16 +1,18 @@
-"""Under ``transformers.Trainer`` the objective follows the step, as it does in our own loop."""
+"""Under ``transformers.Trainer`` and TRL's ``SFTTrainer`` the objective follows the step, as in our own loop."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any, Literal
 
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adaponder.errors import InputError
-from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import TrainRecipe
+from adaponder.training.member import DepthCounts, member_of
 from adaponder.training.schedule import objective_at, policy_at
+from adaponder.training.watch import collapse
 
 
 class PonderCallback(TrainerCallback):
@@ -20,6 +22,10 @@ class PonderCallback(TrainerCallback):
     by its share of the update's targets. A policy that draws is given the step as its seed, so sequences of one update
     halt alike. The model's ``training_objective``, ``training_policy`` and ``training_seed`` are the callback's: it
     empties them when training begins, as one that raised leaves them set, and when it ends.
+
+    Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted``, the shares of them that
+    halted after each iteration but the last; ``evaluate`` gains ``eval_depth`` and ``eval_halted``. A warning says when
+    gates have collapsed. Padding does not count; each process counts its own tokens, by a hook that stays on the model.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -58,20 +64,31 @@ class PonderCallback(TrainerCallback):
             capacity_warmup=capacity_warmup,
             exit_stage=exit_stage,
         )
+        self.depths = DepthCounts()
+        self.warned: set[str] = set()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.depths.watch(member_of(kwargs["model"], "PonderCallback"))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model = _member(kwargs["model"])
+        model = member_of(kwargs["model"], "PonderCallback")
         if not model.method.halts:
             raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
+        if "forward" in vars(model):
+            raise InputError(
+                "PonderCallback: this trainer replaces the model's forward by one whose loss has no ponder term; "
+                "of TRL's, use adaponder.integrations.PonderSFTTrainer"
+            )
+        self.depths.watch(model)
         model.training_objective = model.training_policy = None
         model.training_seed = 0
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model = _member(kwargs["model"])
+        model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = objective_at(self.schedule, state.global_step)
         model.training_policy = policy_at(self.schedule, model.method, state.global_step)
         model.training_seed = state.global_step
@@ -79,7 +96,7 @@ class PonderCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        method = _member(kwargs["model"]).method
+        method = member_of(kwargs["model"], "PonderCallback").method
         begin = self.schedule.gates_begin if method.has_ponder_term else self.schedule.gate_start or 0
         if state.global_step < begin:
             for parameter in method.parameters():
@@ -88,14 +105,51 @@ class PonderCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model = _member(kwargs["model"])
+        model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = model.training_policy = None
         model.training_seed = 0
 
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs or (read := self.depths.take(training=True)) is None:
+            return
+        depth, halted = read
+        for entry in (logs, state.log_history[-1]):
+            entry |= {"depth": depth, "halted": halted}
+        method = member_of(kwargs["model"], "PonderCallback").method
+        schedule = replace(self.schedule, steps=max(state.max_steps, self.schedule.steps))
+        step = max(0, state.global_step - 1)
+        warning = collapse({"step": step, "halted": halted}, schedule, pressed=method.has_ponder_term)
+        if warning is not None and warning[0] not in self.warned:
+            self.warned.add(warning[0])
+            warnings.warn(f"step {step}: {warning[1]}", stacklevel=2)
 
-def _member(model: nn.Module) -> AdaPonderForCausalLM:
-    """The member of the family in a model that adapters or wrappers may surround."""
-    for module in model.modules():
-        if isinstance(module, AdaPonderForCausalLM):
-            return module
-    raise InputError(f"PonderCallback: the Trainer's model is a {type(model).__name__}, not an AdaPonderForCausalLM")
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if metrics is None or (read := self.depths.take(training=False)) is None:
+            return
+        for entry in (metrics, state.log_history[-1]):
+            entry |= {"eval_depth": read[0], "eval_halted": read[1]}
+
+
+def __getattr__(name: str) -> Any:
+    """``PonderSFTTrainer``, imported when it is first used: TRL is an extra."""
+    if name != "PonderSFTTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from adaponder.training.sft import PonderSFTTrainer
+    except ImportError as error:
+        raise InputError(f"PonderSFTTrainer needs trl and peft: pip install 'adaponder[finetune]' ({error})") from None
+    return PonderSFTTrainer

@@ -35,6 +35,13 @@ class AdaPonderOutput(ModelOutput):
     iteration_logits: Tensor | None = None
     terms: dict[str, Tensor] | None = None
 
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Not here: TRL's trainers look for it, to compute a loss that would have no ponder term."""
+        raise AttributeError(
+            "last_hidden_state: AutoModel gives it; to train with TRL use adaponder.integrations.PonderSFTTrainer"
+        )
+
 
 @dataclass
 class AdaPonderModelOutput(ModelOutput):

@@ -1,0 +1,49 @@
+"""TRL's ``SFTTrainer`` with the model's own loss, so that the two-stage objective is what is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import Trainer
+from trl import SFTTrainer
+
+from adaponder.errors import InputError
+from adaponder.training.member import member_of
+
+# What TRL tells kernels of packed sequences beside positions that restart, which say as much as all of these.
+_OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class PonderSFTTrainer(SFTTrainer):
+    """``SFTTrainer`` for a model of this family: all of TRL's data handling, and the loss of the model's own forward.
+
+    Stock ``SFTTrainer`` replaces a model's forward by one that reads hidden states and computes cross-entropy alone.
+    Here the forward stays as it is: with :class:`adaponder.integrations.PonderCallback` its loss has the ponder term.
+    Packed conversations do not see each other.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if kwargs.get("compute_loss_func") is not None:
+            raise InputError("compute_loss_func: the loss is the model's own; pass an objective of yours to the model")
+        super().__init__(*args, **kwargs)
+        if self.args.loss_type != "nll" or self.args.label_smoothing_factor:
+            raise InputError(
+                f"loss_type={self.args.loss_type!r}, label_smoothing_factor={self.args.label_smoothing_factor}: the "
+                "loss is the model's own, cross-entropy and what its objective adds; leave both out"
+            )
+        vars(member_of(self.model, "PonderSFTTrainer")).pop("forward", None)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
+        if self.model.training:
+            self._total_train_tokens += int(tokens) * self.accelerator.num_processes
+        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+        inputs = {name: value for name, value in inputs.items() if name not in _OF_KERNELS}
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)

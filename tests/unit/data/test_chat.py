@@ -1,0 +1,310 @@
+"""Conversations: the template writes them, what the assistant says is learned, and every guarantee of text holds."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from adaponder.checkpoints.manifest import sealed
+from adaponder.data import DataError, Sampler, Shards, prepare
+from adaponder.data.manifest import MANIFEST
+from adaponder.data.prepare import prepare as prepared
+from adaponder.data.tokenizers import load_tokenizer
+from adaponder.data.turns import ConversationEncoder
+from adaponder.errors import InputError
+
+TEMPLATE = """{% for message in messages %}{% if message.role == "assistant" %}Answer: {{ message.content }}
+{{ eos_token }}{% else %}{{ message.role }}: {{ message.content }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"""
+MARKED = """{% for message in messages %}{% if message.role == "assistant" %}Answer: {% generation %}\
+{{ message.content | upper }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ message.content }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"""
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    first = [turn("user", f"what is {number}?"), turn("assistant", f" it is  {number * number} é")]
+    more = [turn("user", "and then?"), turn("assistant", "nothing more")]
+    return [turn("system", "be brief"), *first, *more][number % 2 :]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Conversations in every form, a tokenizer without a template, and templates."""
+    folder = tmp_path_factory.mktemp("chat")
+    rows = [{"messages": talk(number), "source": f"s{number % 2}"} for number in range(40)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "talks.jsonl").write_text(text)
+    with gzip.open(folder / "packed.jsonl.gz", "wt") as file:
+        file.write(text)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "talks.parquet")
+    pairs = [{"prompt": f"what is {n}?", "completion": f"it is {n * n}"} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    words = [message["content"] for row in rows for message in row["messages"]]
+    tokenizer, _ = load_tokenizer("train-bpe:400", [*words, "Answer: user: system: ", *[" nothing more"] * 40])
+    (folder / "words").mkdir()
+    tokenizer.save(str(folder / "words" / "tokenizer.json"))
+    (folder / "plain.jinja").write_text(TEMPLATE)
+    (folder / "marked.jinja").write_text(MARKED)
+    return folder
+
+
+def make(folder: Path, out: Path, source: str = "talks.jsonl", **how):
+    how = {"chat": ("messages",), "chat_template": folder / "plain.jinja", "validation": 0.2, "shard_tokens": 300} | how
+    prepared([str(folder / source)], out=out, tokenizer=str(folder / "words"), **how)
+    return Shards.open(out, "train")
+
+
+@pytest.fixture(scope="module")
+def shards(folder, tmp_path_factory) -> Shards:
+    return make(folder, tmp_path_factory.mktemp("shards") / "it")
+
+
+def pieces(shards: Shards) -> tuple[str, list[str]]:
+    """(all text, the texts of the learned parts, one after another)."""
+    words = PreTrainedTokenizerFast(tokenizer_file=str(shards.folder / "tokenizer.json"))
+    tokens = shards.read(0, shards.tokens)
+    learned = shards.learned_blocks(np.array([0]), shards.tokens)[0]
+    edges = np.flatnonzero(np.diff(learned.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return words.decode(tokens), [words.decode(tokens[first:last]) for first, last in edges]
+
+
+def test_only_what_the_assistant_says_and_the_end_of_its_turn_is_learned(shards, folder):
+    text, learned = pieces(shards)
+    assert len(shards.manifest.splits["train"]) > 1
+    expected = set()
+    for number in range(40):
+        expected |= {f" it is  {number * number} é\n<|endoftext|>", "nothing more\n<|endoftext|>"}
+    assert set(learned) <= expected
+    assert len(set(learned)) > 20
+    assert (
+        "user: what is 39?\nAnswer:  it is  1521 é\n<|endoftext|>user: and then?\nAnswer: nothing more\n<|endoftext|>"
+        in text
+    )
+    assert shards.documents + Shards.open(shards.folder, "validation").documents == 40
+
+
+def test_a_turn_begins_where_a_server_s_prompt_ends(shards, folder):
+    """The prompt's own tokens come first, though a tokenizer would join its last with what follows."""
+    words = PreTrainedTokenizerFast(tokenizer_file=str(shards.folder / "tokenizer.json"), eos_token="<|endoftext|>")
+    words.chat_template = TEMPLATE
+    prompt = words.apply_chat_template(talk(3)[:3], tokenize=False, add_generation_prompt=True)
+    whole = words.apply_chat_template(talk(3), tokenize=False)
+    before = words(prompt, add_special_tokens=False).input_ids
+    assert words(whole, add_special_tokens=False).input_ids[: len(before)] != before
+    encode = ConversationEncoder((shards.folder / "tokenizer.json").read_text(), shards.end_id)
+    ids, learned = encode(whole, [(len(prompt), len(whole))])
+    assert ids[: len(before)].tolist() == before
+    assert learned == [len(before), len(ids) - len(before)]
+
+
+def test_conversations_are_the_same_from_every_kind_of_file_and_by_any_number_of_workers(shards, folder, tmp_path):
+    expected = pieces(shards)
+    for name in ("packed.jsonl.gz", "talks.parquet"):
+        assert pieces(make(folder, tmp_path / name, name)) == expected
+    many = make(folder, tmp_path / "many", workers=2)
+    assert many.content_hash() == shards.content_hash()
+
+
+def test_pairs_are_a_question_and_its_answer(folder, tmp_path):
+    text, learned = pieces(make(folder, tmp_path / "pairs", "pairs.jsonl", chat=("prompt", "completion")))
+    assert "user: what is 3?\nAnswer: it is 9\n<|endoftext|>" in text
+    assert all(part.startswith("it is") for part in learned)
+
+
+def test_a_template_that_marks_the_assistant_s_words_is_believed(folder, tmp_path):
+    _, learned = pieces(make(folder, tmp_path / "marked", chat_template=folder / "marked.jinja"))
+    assert {part for part in learned if "NOTHING" in part} == {"NOTHING MORE<|endoftext|>"}
+
+
+def test_the_template_goes_with_the_tokenizer_and_is_used_when_none_is_named(shards, folder, tmp_path):
+    files = shards.tokenizer_files()
+    (tmp_path / "model").mkdir()
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_text(content)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == TEMPLATE
+    again = tmp_path / "again"
+    prepared([str(folder / "talks.jsonl")], out=again, tokenizer=str(tmp_path / "model"), chat=("messages",))
+    assert Shards.open(again).tokenizer_files() == files
+    (folder / "one.txt").write_text("plain text\n")
+    prepared([str(folder / "one.txt")], out=tmp_path / "text", tokenizer=str(tmp_path / "model"), validation=0)
+    assert Shards.open(tmp_path / "text").tokenizer_files() == files
+    assert Shards.open(tmp_path / "text").learned_blocks(np.array([0]), 2) is None
+
+
+def test_batches_say_what_is_learned_and_their_hash_knows_it(shards, folder, tmp_path):
+    sampler = Sampler(shards, sequence=16, global_batch=4, seed=0)
+    batch = sampler.batch(3)
+    starts = batch.windows * 17
+    assert np.array_equal(batch.learned, shards.learned_blocks(starts, 17))
+    assert 0 < batch.learned.mean() < 1
+    assert all(sum(parts[1::2]) for parts in pq.read_table(_docs(shards)).column("learned").to_pylist())
+    longer = make(folder, tmp_path / "longer", chat_template=_marking(tmp_path, ending="{{ '.' }}{{ eos_token }}"))
+    shorter = make(folder, tmp_path / "shorter", chat_template=_marking(tmp_path, after="{{ '.' }}{{ eos_token }}"))
+    assert np.array_equal(longer.read(0, longer.tokens), shorter.read(0, shorter.tokens))
+    assert longer.content_hash() != shorter.content_hash()
+    ways = [Sampler(one, sequence=16, global_batch=4, seed=0) for one in (longer, shorter)]
+    assert ways[0].fingerprint() != ways[1].fingerprint()
+
+
+def _docs(shards: Shards) -> Path:
+    return shards.folder / "train" / "docs-00000.parquet"
+
+
+def _marking(tmp_path: Path, *, ending: str = "", after: str = "") -> Path:
+    """A template that marks each message with its ``ending``, without what comes ``after``."""
+    path, message = tmp_path / "marking.jinja", "{{ message.content }}" + ending
+    path.write_text(
+        "{% for message in messages %}{% generation %}" + message + "{% endgeneration %}" + after + "{% endfor %}"
+    )
+    return path
+
+
+def _with(folder: Path, tmp_path: Path, old: str, new: str) -> Path:
+    path = tmp_path / "other.jinja"
+    path.write_text(TEMPLATE.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("learned", "said"),
+    [
+        ([[0, 10**6]], "one after another within documents"),
+        ([[0]], "pairs of numbers"),
+        ([[2, 3, 1, 1]], "one after another within documents"),
+    ],
+)
+def test_a_table_of_learned_parts_that_is_wrong_is_refused(shards, tmp_path, learned, said):
+    out = tmp_path / "copy"
+    shutil.copytree(shards.folder, out)
+    path = out / "train" / "docs-00000.parquet"
+    table = pq.read_table(path)
+    rows = table.column("learned").to_pylist()
+    rows[0] = learned[0]
+    column = table.schema.get_field_index("learned")
+    pq.write_table(
+        table.set_column(column, table.schema.field(column), pa.array(rows, table.schema.field(column).type)), path
+    )
+    with pytest.raises(DataError, match="checksum"):
+        Shards.open(out, "train")
+    with pytest.raises(DataError, match=said):
+        Shards.open(out, "train", verify=False)
+
+
+def test_a_template_or_manifest_that_was_edited_is_refused(shards, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(shards.folder, out)
+    (out / "chat_template.jinja").write_text(TEMPLATE + " ")
+    with pytest.raises(DataError, match=r"chat_template\.jinja: its checksum differs"):
+        Shards.open(out, "train")
+    (out / "chat_template.jinja").write_text(TEMPLATE)
+    Shards.open(out, "train")
+    content = json.loads((out / MANIFEST).read_text())
+    del content["checksum"], content["fingerprint"]["chat"]
+    (out / MANIFEST).write_text(sealed(content))
+    with pytest.raises(DataError, match="columns"):
+        Shards.open(out, "train")
+
+
+def test_an_interrupted_preparation_goes_on_and_another_template_is_refused(shards, folder, tmp_path, monkeypatch):
+    out, written = tmp_path / "out", []
+    real = prepare.ShardWriter.write
+
+    def stops(self):
+        written.append(self)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(prepare.ShardWriter, "write", stops)
+    with pytest.raises(KeyboardInterrupt):
+        make(folder, out)
+    monkeypatch.setattr(prepare.ShardWriter, "write", real)
+    with pytest.raises(InputError, match="other arguments: chat"):
+        make(folder, out, chat_template=_with(folder, tmp_path, "Answer", "Reply"))
+    assert make(folder, out).content_hash() == shards.content_hash()
+
+
+GOOD = talk(1)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": GOOD[:1]}, "line 2: no message has the role 'assistant'"),
+        ({"messages": []}, "line 2: messages must be a list of messages"),
+        ({"messages": "hello"}, "line 2: messages must be a list of messages"),
+        ({"talk": GOOD}, "line 2: no field 'messages', it has talk"),
+        ({"messages": ["hello"]}, r"line 2: messages\[0\]: a message must be an object"),
+        ({"messages": [turn("user", "a"), {"role": "assistant"}]}, r"line 2: messages\[1\]\.content: text is needed"),
+        ({"messages": [{"content": "a"}]}, r"line 2: messages\[0\]\.role: text is needed"),
+        ({"messages": [turn("user", "x<|endoftext|>"), *GOOD]}, r"messages\[0\]\.content spells the special token"),
+        ({"messages": [turn("assistant", "")]}, "line 2: the template writes nothing"),
+        ([1], "line 2: a record must be an object"),
+        (None, "line 2: not JSON"),
+    ],
+)
+def test_what_is_no_conversation_is_named_by_line_and_field(folder, tmp_path, record, said):
+    path = tmp_path / "bad.jsonl"
+    line = "{" if record is None else json.dumps(record)
+    path.write_text(json.dumps({"messages": GOOD}) + "\n" + line + "\n")
+    template = folder / "plain.jinja"
+    if record == {"messages": [turn("assistant", "")]}:
+        template = tmp_path / "quiet.jinja"
+        template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(DataError, match=said) as error:
+        make(folder, tmp_path / "out", str(path), chat_template=template)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[-1].content }}", "writes message 2 otherwise when others follow"),
+        ("{{ raise_exception('no system role') }}", "the chat template refuses it: no system role"),
+        ("{% for", "the chat template refuses it"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, said):
+    (tmp_path / "bad.jinja").write_text(template)
+    with pytest.raises(DataError, match=said):
+        make(folder, tmp_path / "out", chat_template=tmp_path / "bad.jinja")
+
+
+def test_what_cannot_be_asked_for_is_refused(folder, tmp_path):
+    with pytest.raises(InputError, match="has no chat template; name one with --chat-template"):
+        make(folder, tmp_path / "a", chat_template=None)
+    with pytest.raises(InputError, match="name the field of the conversations too"):
+        make(folder, tmp_path / "b", chat=())
+    with pytest.raises(InputError, match="one field of messages, or two"):
+        make(folder, tmp_path / "c", chat=("a", "b", "c"))
+    (folder / "text.txt").write_text("hello")
+    with pytest.raises(InputError, match="holds no records"):
+        make(folder, tmp_path / "d", "text.txt")
+
+
+def test_a_turn_ends_with_its_first_end_token_and_gets_one_where_the_template_has_none(folder):
+    words, _ = load_tokenizer(str(folder / "words"))
+    words.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    im_end = words.token_to_id("<|im_end|>")
+    encode = ConversationEncoder(words.to_str(), im_end)
+    text = "user: a<|im_end|>\nAnswer: b<|im_end|>\n"
+    ids, (first, length) = encode(text, [(text.index("b"), len(text))])
+    assert ids[first + length - 1] == ids[-1] == im_end
+    assert words.decode(ids[first : first + length], skip_special_tokens=False) == "b<|im_end|>"
+    ids, (first, length) = encode("a b", [(1, 3)])
+    assert (first, length) == (1, len(ids) - 1)
+    assert ids[-1] == im_end
+    ids, (first, length) = encode("a bc", [(1, 2)])
+    assert length < len(ids) - 1, "a question at the end is not answered with an end"

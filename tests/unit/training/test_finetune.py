@@ -1,0 +1,241 @@
+"""Training on from a checkpoint: conversations, gates that stay, adapters, and the depth before and after."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from adaponder import AdaPonderForCausalLM
+from adaponder.commands import train as command
+from adaponder.commands.options import TrainOptions
+from adaponder.data import Shards
+from adaponder.data.prepare import prepare
+from adaponder.errors import ConfigError, InputError
+from adaponder.recipes import load_recipe, recipe_names
+from adaponder.training import lora
+from adaponder.training.data import sampler_of
+from adaponder.training.distributed import World
+from adaponder.training.micro_batches import MicroBatches
+from adaponder.training.run import train
+from adaponder.training.validation import validate
+from adaponder.training.watch import collapse
+from training_support import WORDS, corpus, small
+
+TEMPLATE = """{% for message in messages %}{% if message.role == "user" %}ask {{ message.content }}
+{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A run folder whose final model is trained on; its data lies beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    shards = corpus(folder)
+    train(small(shards, "train.steps=4", "train.save_every=0"), out=folder / "run", quiet=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(base, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    rows = []
+    for number in range(120):
+        drawn = ([WORDS[(number * k + i) % len(WORDS)] for i in range(4 + number % 5)] for k in (3, 5))
+        question, answer = (" ".join(words) for words in drawn)
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": chat}))
+    (folder / "chats.jsonl").write_text("\n".join(rows))
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    how = {"chat": ["messages"], "chat_template": folder / "chat.jinja", "validation": 0.2}
+    prepare([str(folder / "chats.jsonl")], out=folder / "shards", tokenizer=str(base / "run" / "final"), **how)
+    return folder / "shards"
+
+
+def finetune(base: Path, *overrides: str, data: Path | None = None, name: str = "finetune/text"):
+    settings = [
+        f"model.backbone={base / 'run' / 'final'}",
+        f"data.source={base / 'shards' if data is None else data}",
+        "data.sequence=32",
+        "train.steps=6",
+        "train.global_batch=4",
+        "train.lr=1e-2",
+        "train.gate_lr=1e-2",
+        "train.save_every=3",
+        "train.keep=99",
+        "train.log_every=1",
+        "train.eval_tokens=256",
+    ]
+    return load_recipe(name, [*settings, *overrides])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def moved(run: Path, base: Path) -> set[str]:
+    before, after = weights(base / "run" / "final"), weights(run / "final")
+    assert before.keys() == after.keys()
+    return {name for name, value in after.items() if not torch.equal(value, before[name])}
+
+
+def test_every_recipe_for_finetuning_trains_on_from_the_sample():
+    names = [name for name in recipe_names() if name.startswith("finetune/")]
+    assert len(names) == 4
+    for name in names:
+        recipe = load_recipe(name)
+        assert recipe.model.backbone == "sample"
+        assert (recipe.train.lora_rank is not None) == name.endswith("-lora")
+        assert recipe.data.attend_across_documents == ("chat" not in name)
+
+
+def test_targets_are_what_the_assistant_says_and_no_more(base, chats):
+    recipe = finetune(base, data=chats, name="finetune/chat")
+    batches = MicroBatches.of(recipe, sampler_of(recipe, Shards.open(chats)), World())
+    (inputs,), (batch,) = batches.inputs(1), batches.draw(1)
+    targets, following = inputs["targets"].numpy(), batch.tokens[:, 1:]
+    same = batch.documents[:, 1:] == batch.documents[:, :-1]
+    assert np.array_equal(targets != -100, batch.learned[:, 1:] & same)
+    assert np.array_equal(targets[targets != -100], following[targets != -100])
+    assert 0.2 < (targets != -100).mean() < 0.8
+
+
+@pytest.fixture(scope="module")
+def tuned(base, chats, tmp_path_factory):
+    """The trainer of a model that was tuned on conversations."""
+    out = tmp_path_factory.mktemp("tuned") / "run"
+    return train(finetune(base, data=chats, name="finetune/chat"), out=out, quiet=True).trainer
+
+
+def test_validation_scores_what_training_learns(tuned, chats):
+    trainer, shards = tuned, Shards.open(chats, "validation")
+    model = trainer.model.eval()
+    total, count, depth = torch.zeros((), dtype=torch.double), 0, 0
+    windows = 256 // 32
+    for window in range(windows):
+        tokens = torch.from_numpy(shards.read(window * 32, 33))[None]
+        documents = torch.from_numpy(shards.document_numbers(window * 32, 33))[None]
+        learned = torch.from_numpy(shards.learned_blocks(np.array([window * 32]), 33))
+        counted = learned[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+        output = model(tokens[:, :-1], document_ids=documents[:, :-1])
+        nll = torch.nn.functional.cross_entropy(output.logits[0].double(), tokens[0, 1:], reduction="none")
+        total, count = total + nll[counted[0]].detach().sum(), count + int(counted.sum())
+        depth += int(output.depth[counted].sum())
+    assert trainer.after["validation_loss"] == pytest.approx(float(total) / count, rel=1e-5)
+    assert trainer.after["validation_depth"] == pytest.approx(depth / count)
+    model.train()
+    apart = validate(model, shards, tokens=256, length=32, together=4, world=World(), dtype="float32", across=False)
+    together = validate(model, shards, tokens=256, length=32, together=4, world=World(), dtype="float32")
+    assert apart == trainer.after != together
+
+
+def test_the_template_is_saved_with_the_model(tuned):
+    words = AutoTokenizer.from_pretrained(tuned.run / "final")
+    asked = words.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
+    assert asked == "ask the cat\n"
+
+
+@pytest.mark.parametrize("rank", ["null", "2"])
+def test_gates_train_or_stay(base, tmp_path, rank):
+    own = [f"train.lora_rank={rank}", "train.steps=2", "train.save_every=0", "train.eval_tokens=64"]
+    train(finetune(base, *own), out=tmp_path / "trained", quiet=True)
+    train(finetune(base, *own, "train.freeze_gates=true", "train.ponder_weight=0"), out=tmp_path / "kept", quiet=True)
+    gates = {name for name in weights(base / "run" / "final") if name.startswith("method.")}
+    assert gates <= moved(tmp_path / "trained", base)
+    still = moved(tmp_path / "kept", base)
+    assert still
+    assert not gates & still
+
+
+def test_adapters_train_alone_and_the_final_model_has_them_merged(base, tmp_path):
+    recipe = finetune(base, "train.lora_rank=2", "train.lora_targets=[query_key_value]", "train.dtype=float64")
+    trainer = train(recipe, out=tmp_path / "run", quiet=True).trainer
+    backbone = {name for name in moved(tmp_path / "run", base) if not name.startswith("method.")}
+    assert backbone == {f"backbone.gpt_neox.layers.{n}.attention.query_key_value.weight" for n in (0, 1)}
+    adapted = trainer.model.eval()
+    assert any("lora" in name for name, _ in adapted.named_parameters())
+    for folder in (tmp_path / "run" / "final", tmp_path / "run" / "checkpoints" / "step-00000003"):
+        opened = AdaPonderForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        assert not any("lora" in name for name, _ in opened.named_parameters())
+    merged = AdaPonderForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float64)
+    text = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected, found = adapted(text), merged(text)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
+    assert torch.equal(found.depth, expected.depth)
+
+
+def test_a_resumed_run_with_adapters_is_the_unbroken_one(base, tmp_path):
+    recipe = finetune(base, "train.lora_rank=2")
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    source = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    resumed = train(recipe, out=tmp_path / "resumed", resume=str(source), quiet=True)
+    for name, value in weights(tmp_path / "whole" / "final").items():
+        assert torch.equal(value, weights(tmp_path / "resumed" / "final")[name]), name
+    assert resumed.trainer.before is None, "another folder does not know what was before"
+    (tmp_path / "whole" / "final").rename(tmp_path / "elsewhere")
+    again = train(recipe, out=tmp_path / "whole", resume="auto", quiet=True)
+    assert again.trainer.before == json.loads((tmp_path / "whole" / "before.json").read_text())
+    other = finetune(base, "train.lora_rank=3")
+    with pytest.raises(Exception, match="lora_rank: 2 → 3"):
+        train(other, out=tmp_path / "other", resume=str(source), quiet=True)
+    with pytest.raises(Exception, match=r"lora\.safetensors holds other adapters"):
+        train(other, out=tmp_path / "more", resume=str(source), allow_changes=True, quiet=True)
+
+
+def test_depth_before_and_after_is_printed_and_written(base, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(finetune(base, "train.save_every=0").to_yaml())
+    record = tmp_path / "record.json"
+    command.run(TrainOptions(recipe=str(recipe), out=tmp_path / "run", json=record))
+    shown, result = capsys.readouterr().out, json.loads(record.read_text())
+    assert result["before"]["validation_loss"] > result["after"]["validation_loss"]
+    for values in (result["before"], result["after"]):
+        assert f"{values['validation_depth']:.3f}" in shown
+        assert f"{values['validation_loss']:.4f}" in shown
+    opened = AdaPonderForCausalLM.from_pretrained(base / "run" / "final")
+    shards = Shards.open(base / "shards", "validation")
+    measured = validate(opened, shards, tokens=256, length=32, together=4, world=World(), dtype="float32")
+    assert result["before"] == measured
+
+
+@pytest.mark.parametrize(
+    ("halted", "pressed", "kind"),
+    [([1.0, 1.0], False, "all"), ([0.0, 1.0], False, "one"), ([0.0, 0.0], False, None), ([0.0, 0.0], True, "none")],
+)
+def test_every_method_that_halts_is_warned_of_one_depth_for_all(halted, pressed, kind):
+    plan = load_recipe("cpu/demo", ["train.ponder_start=0", "train.ponder_full=0"]).train
+    told = collapse({"step": 159, "halted": halted}, plan, pressed=pressed)
+    assert (told and told[0]) == kind
+
+
+def test_gates_of_a_method_without_a_ponder_term_that_collapse_are_told_of(base, tmp_path, capsys):
+    shards = base / "shards"
+    recipe = small(shards, "train.steps=1", "train.save_every=0", "model.capacities=[1.0,0.03,0.03]", method="mor")
+    train(recipe, out=tmp_path / "run")
+    assert "collapsed, every token halts after" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("train.freeze_gates=true", "freeze_gates with ponder_weight=0.1"),
+        ("train.lora_alpha=4", "lora_alpha: lora_rank is missing"),
+        ("train.lora_rank=0", "lora_rank=0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(base, wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        finetune(base, wrong)
+    with pytest.raises(ConfigError, match="not with compile"):
+        finetune(base, "train.lora_rank=2", "train.compile=true")
+
+
+def test_adapters_that_fit_nothing_are_refused_by_name(base, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"train\.lora_targets=\('nothing',\)"):
+        train(finetune(base, "train.lora_rank=2", "train.lora_targets=[nothing]"), out=tmp_path / "a", quiet=True)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(InputError, match=r"pip install 'adaponder\[finetune\]'"):
+        lora.attach(None, finetune(base, "train.lora_rank=2").train)

@@ -1,0 +1,202 @@
+"""Under TRL's ``SFTTrainer`` and with peft's adapters: the model's own loss, what is masked, and what merging gives."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from adaponder import Engine, FixedDepth, Objective, Request
+from adaponder.errors import InputError
+from adaponder.halting import bottom_k_mean, ponder_fraction
+from adaponder.integrations import PonderCallback, PonderSFTTrainer
+from support import VOCABULARY, ids, tiny
+
+SCHEDULE = {"ponder_start": 1, "ponder_full": 2, "ponder_weight": 0.5, "k_max": 0.4, "gate_start": 0}
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}w2 {{ message.content }} w3 {% else %}"
+    "{% generation %}{{ message.content }} w0 {% endgeneration %}{% endif %}{% endfor %}"
+)
+LAYERS = {"gpt_neox": ["query_key_value", "dense_h_to_4h"], "llama": ["q_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w1", chat_template=TEMPLATE)
+
+
+def said(row: torch.Tensor) -> str:
+    return " ".join(f"w{n}" for n in row.tolist())
+
+
+def pairs(count: int = 8) -> Dataset:
+    rows = ids(count, 12, seed=3).clamp_min(4)
+    return Dataset.from_list(
+        [{"prompt": said(row[: 3 + n % 3]), "completion": said(row[6:])} for n, row in enumerate(rows)]
+    )
+
+
+def chats(count: int = 8) -> Dataset:
+    rows = ids(count, 12, seed=4).clamp_min(4)
+    return Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": said(row[:3])}, {"role": "assistant", "content": said(row[6:])}]}
+            for row in rows
+        ]
+    )
+
+
+def trainer(model, words, folder, *, data=None, kind=PonderSFTTrainer, callbacks=None, peft=None, **settings):
+    asked = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "seed": 1}
+    asked |= {"save_strategy": "no", "logging_steps": 1, "max_steps": 3, "max_length": 32, "bf16": False}
+    asked |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "gradient_checkpointing": False}
+    return kind(
+        model=model,
+        args=SFTConfig(output_dir=str(folder), **asked | settings),
+        train_dataset=pairs() if data is None else data,
+        processing_class=words,
+        callbacks=[PonderCallback(**SCHEDULE)] if callbacks is None else callbacks,
+        **({} if peft is None else {"peft_config": peft}),
+    )
+
+
+def adapters(family: str = "gpt_neox", *, gates: bool = True, **more) -> LoraConfig:
+    saved = ["method"] if gates else None
+    return LoraConfig(r=4, target_modules=LAYERS[family], modules_to_save=saved, task_type="CAUSAL_LM", **more)
+
+
+@pytest.mark.parametrize("gates", [True, False])
+def test_the_loss_is_the_model_s_own_with_the_ponder_term_and_adapters_alone_train(words, tmp_path, gates):
+    model = tiny(dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = []
+    model.register_forward_hook(lambda module, args, kwargs, output: seen.append((kwargs, output)), with_kwargs=True)
+    run = trainer(model, words, tmp_path, peft=adapters(gates=gates))
+    run.train()
+    assert len(seen) == 6
+    for step, (kwargs, output) in zip([0, 0, 1, 1, 2, 2], seen, strict=True):
+        assert output.terms.keys() == ({"cross_entropy"} if step < 1 else {"cross_entropy", "ponder"})
+        if step == 2:
+            real = kwargs["attention_mask"].bool()
+            fraction = ponder_fraction(step, start=1, full=2, k_max=0.4)
+            expected = bottom_k_mean(output.gates[real], fraction)
+            torch.testing.assert_close(output.terms["ponder"], expected)
+            share = (kwargs["labels"][:, 1:] != -100).sum() / kwargs["num_items_in_batch"]
+            torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + share * 0.5 * expected)
+    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert logged == pytest.approx([sum(float(one.loss) for _, one in seen[n : n + 2]) for n in (0, 2, 4)], rel=1e-4)
+    assert all(1 <= entry["depth"] <= 3 for entry in run.state.log_history if "loss" in entry)
+    merged = run.model.merge_and_unload()
+    moved = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved
+    assert any(name.startswith("method.") for name in moved) == gates
+    assert all(name.startswith("method.") or any(one in name for one in LAYERS["gpt_neox"]) for name in moved)
+
+
+def test_prompts_are_masked_and_packed_conversations_do_not_see_each_other(words, tmp_path):
+    seen = []
+
+    def watch(module, args, kwargs, output):
+        seen.append((kwargs, output))
+
+    for data, how in ((pairs(), {}), (chats(), {"assistant_only_loss": True}), (chats(), {"packing": True})):
+        model = tiny(dtype=torch.float32)
+        model.register_forward_hook(watch, with_kwargs=True)
+        run = trainer(model, words, tmp_path, data=data, max_steps=1, gradient_accumulation_steps=1, **how)
+        run.train()
+    (paired, _), (chatted, _), (packed, output) = seen
+    assert (paired["labels"] == -100).sum() > (paired["attention_mask"] == 0).sum()
+    for row, labels in zip(chatted["input_ids"], chatted["labels"], strict=True):
+        first = row.tolist().index(3) + 1  # w3 ends the question
+        assert (labels[:first] == -100).all()
+        assert (labels[first : first + 7] == row[first : first + 7]).all()
+    starts = (packed["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(starts) > 1
+    second = slice(starts[1], starts[2] if starts[2:] else None)
+    alone = tiny(dtype=torch.float32)(packed["input_ids"][:, second], policy=FixedDepth(3))  # as stage 1 reads
+    torch.testing.assert_close(output.logits[:, second], alone.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_trl_s_own_trainer_would_drop_the_ponder_term_and_is_refused(words, tmp_path):
+    model = tiny(dtype=torch.float32)
+    with pytest.raises(InputError, match=r"use adaponder\.integrations\.PonderSFTTrainer"):
+        trainer(model, words, tmp_path, kind=SFTTrainer).train()
+    with pytest.raises(AttributeError, match="PonderSFTTrainer"):
+        trainer(tiny(dtype=torch.float32), words, tmp_path, kind=SFTTrainer, callbacks=[]).train()
+    for how in ({"loss_type": "dft"}, {"label_smoothing_factor": 0.1}):
+        with pytest.raises(InputError, match="the model's own"):
+            trainer(tiny(dtype=torch.float32), words, tmp_path, **how)
+
+
+def test_gradient_checkpointing_changes_no_weight(words, tmp_path):
+    def weights(**how) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        run = trainer(tiny(dtype=torch.float32), words, tmp_path, peft=adapters(), **how)
+        run.train()
+        return {name: value for name, value in run.model.named_parameters() if value.requires_grad}
+
+    plain, replayed = weights(), weights(gradient_checkpointing=True)
+    for name, value in plain.items():
+        torch.testing.assert_close(replayed[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_tells_the_depth_before_and_after(words, tmp_path):
+    run = trainer(tiny(dtype=torch.float32), words, tmp_path)
+    run.eval_dataset = run.train_dataset
+    before = run.evaluate()
+    run.train()
+    after = run.evaluate()
+    model, batch = run.model.eval(), run.data_collator([run.train_dataset[n] for n in range(8)])
+    output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+    mean = float(output.depth[batch["attention_mask"].bool()].float().mean())
+    assert after["eval_depth"] == pytest.approx(mean)
+    assert before["eval_depth"] != after["eval_depth"]
+    assert len(after["eval_halted"]) == 2
+    assert before["eval_loss"] > after["eval_loss"]
+
+
+@pytest.mark.parametrize(("family", "gates"), [("gpt_neox", True), ("gpt_neox", False), ("llama", True)])
+def test_merging_adapters_changes_neither_logits_nor_depths_nor_what_is_generated(family, gates, tmp_path):
+    torch.manual_seed(1)
+    adapted = get_peft_model(tiny("adaponder", family), adapters(family, gates=gates, init_lora_weights=False)).double()
+    if gates:
+        with torch.no_grad():
+            for parameter in adapted.base_model.model.method.modules_to_save["default"].parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    text, asked = ids(2, 9), {"max_new_tokens": 6, "do_sample": False}
+    adapted.eval()
+    expected, generated = adapted(input_ids=text), adapted.generate(input_ids=text, **asked)
+    assert not torch.equal(expected.depth, tiny("adaponder", family)(text).depth)
+    adapted.save_pretrained(tmp_path)
+    opened = PeftModel.from_pretrained(tiny("adaponder", family), str(tmp_path)).eval()
+    torch.testing.assert_close(opened(input_ids=text).logits, expected.logits, rtol=0, atol=1e-10)
+    by_engine = _greedy(opened.get_base_model(), text[0])
+    merged = adapted.merge_and_unload()
+    found = merged(text)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
+    assert torch.equal(found.depth, expected.depth)
+    assert torch.equal(merged.generate(text, **asked), generated)
+    assert by_engine == _greedy(merged, text[0]) == generated[0, 9:].tolist()
+
+
+def _greedy(model, prompt: torch.Tensor) -> list[int]:
+    request = Request(prompt=prompt.tolist(), max_new_tokens=6, temperature=0.0)
+    return [token.id for token in Engine(model, lanes=1).stream(request)]
+
+
+def test_adapters_get_the_gradient_of_the_ponder_term():
+    model = get_peft_model(tiny(), adapters(init_lora_weights=False)).double().train()
+    losses = []
+    for weight in (0.0, 1.0):
+        model.zero_grad()
+        objective = Objective(ponder_weight=weight, ponder_fraction=0.5)
+        model(input_ids=ids(), labels=ids(), objective=objective).loss.backward()
+        losses.append({name: value.grad.clone() for name, value in model.named_parameters() if value.requires_grad})
+    assert all(not torch.equal(losses[0][name], value) for name, value in losses[1].items() if "lora" in name)
