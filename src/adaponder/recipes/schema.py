@@ -122,7 +122,6 @@ class TrainRecipe:
         freeze_gates: whether the method's own parameters stay as the checkpoint has them (``None``: they train).
         lora_rank: train low-rank adapters of the backbone's linear maps instead of its weights (``None``: the weights).
         lora_alpha: adapters weigh ``lora_alpha / lora_rank`` (``None``: twice the rank).
-        lora_targets: which modules are adapted, by the end of their names (``None``: every linear map in a layer).
         capacity_warmup: for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become
             as frequent as ``model.halt_prior`` says.
         exit_stage: for ouro, its training stage.
@@ -168,7 +167,6 @@ class TrainRecipe:
     freeze_gates: bool | None = None
     lora_rank: int | None = limited(1, 65_536)
     lora_alpha: float | None = limited(0, 1_000_000, above=True)
-    lora_targets: tuple[str, ...] | None = None
     capacity_warmup: int = limited(0, STEPS, default=0)
     exit_stage: Literal[1, 2] = 1
     exit_entropy: tuple[float, float] | None = limited(0, 1_000_000)
@@ -240,8 +238,7 @@ class TrainRecipe:
             not (self.freeze_gates and self.freeze_backbone_steps),
             f"freeze_gates with freeze_backbone_steps={self.freeze_backbone_steps}: nothing would train",
         )
-        for name in ("lora_alpha", "lora_targets"):
-            _require(self.lora_rank is not None or getattr(self, name) is None, f"{name}: lora_rank is missing")
+        _require(self.lora_rank is not None or self.lora_alpha is None, "lora_alpha: lora_rank is missing")
         _require(
             self.lora_rank is None or not (self.compile or self.parallel == "fsdp"),
             f"lora_rank={self.lora_rank}: not with compile or parallel=fsdp",

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from adaponder.errors import CheckpointError, ConfigError, InputError
+from adaponder.errors import CheckpointError, InputError
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import TrainRecipe
 
@@ -32,15 +32,10 @@ def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path |
         ) from None
     config = LoraConfig(
         r=train.lora_rank,
-        lora_alpha=2 * train.lora_rank if train.lora_alpha is None else train.lora_alpha,  # type: ignore[arg-type]
-        target_modules="all-linear" if train.lora_targets is None else list(train.lora_targets),
+        lora_alpha=2 * train.lora_rank if train.lora_alpha is None else train.lora_alpha,  # pyright: ignore[reportArgumentType]
+        target_modules="all-linear",  # but the head
     )
-    try:
-        inject_adapter_in_model(config, model.backbone, adapter_name=_ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"train.lora_targets={train.lora_targets}: {error}") from None
-    for refuses_adapters in (model.wrapped.head, model.wrapped.table):
-        refuses_adapters()
+    inject_adapter_in_model(config, model.backbone, adapter_name=_ADAPTER)
     if resumed_from is not None:
         _restore(model, resumed_from)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,10 +30,9 @@ class DepthCounts:
         if self._count not in model._forward_hooks.values():
             model.register_forward_hook(self._count)
 
-    def _count(self, model: nn.Module, inputs: tuple, output: object) -> None:
+    def _count(self, model: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, AdaPonderOutput) and output.loss is not None and output.depth is not None:
-            iterations = model.config.iterations
-            levels = torch.arange(1, iterations + 1, device=output.depth.device)
+            levels = torch.arange(1, model.config.iterations + 1, device=output.depth.device)
             counts = (output.depth[..., None] == levels).sum((0, 1))
             kept = self.sums.get(model.training)
             self.sums[model.training] = counts if kept is None else kept.to(counts.device) + counts

@@ -32,6 +32,7 @@ class PonderSFTTrainer(SFTTrainer):
                 f"loss_type={self.args.loss_type!r}, label_smoothing_factor={self.args.label_smoothing_factor}: the "
                 "loss is the model's own, cross-entropy and what its objective adds; leave both out"
             )
+        assert self.model is not None
         vars(member_of(self.model, "PonderSFTTrainer")).pop("forward", None)
 
     def compute_loss(
@@ -42,8 +43,9 @@ class PonderSFTTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel()
-        if self.model.training:
+        training = self.model is not None and self.model.training
+        if training:
             self._total_train_tokens += int(tokens) * self.accelerator.num_processes
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
+        self._metrics["train" if training else "eval"]["num_tokens"] = [self._total_train_tokens]
         inputs = {name: value for name, value in inputs.items() if name not in _OF_KERNELS}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)

@@ -51,7 +51,7 @@ def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name
 PAPER = [name for name in recipe_names() if name.startswith("paper/")]
 # How fast a run is and what it keeps; what it computes is the same.
 OF_THE_MACHINE = {*FREE_TRAIN, "execution", "compile", "memory_budget", "gradient_checkpointing"}
-# Settings that only one method reads, and those of the controller, which no paper has.
+# Settings that only one method reads, and those of the controller and of fine-tuning, which no paper has.
 OF_ONE_METHOD = {
     "pause_token_id": "pause",
     "capacities": "mor",
@@ -71,6 +71,9 @@ OF_ONE_METHOD = {
     "lookahead_delta": "anytime",
     "target_gain": "none",
     "target_every": "none",
+    "freeze_gates": "none",
+    "lora_rank": "none",
+    "lora_alpha": "none",
 }
 
 
