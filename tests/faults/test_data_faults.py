@@ -509,7 +509,9 @@ def test_19_what_is_done_is_not_done_again(corpus, whole, tmp_path, monkeypatch)
     kept = json.loads((tmp_path / "out" / "progress.json").read_text())
     encoded = []
     original = Encoder._encode
-    monkeypatch.setattr(Encoder, "_encode", lambda self, items: encoded.extend(items) or original(self, items))
+    monkeypatch.setattr(
+        Encoder, "_encode", lambda self, items, out: encoded.extend(items) or original(self, items, out)
+    )
     made = prepare(**arguments(corpus, tmp_path / "out"))
     total = made.total("train", "documents") + made.total("validation", "documents")
     done = sum(shard["documents"] for split in kept["shards"].values() for shard in split)
