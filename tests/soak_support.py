@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import datetime
 import json
 import random
@@ -23,6 +24,10 @@ from adaponder.inference import Engine, Request
 from harness_support import VOCABULARY, reader, words
 
 NAME = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "pydantic")
 
 
@@ -30,7 +35,9 @@ def write_checkpoint(folder: Path) -> Path:
     """A float64 model whose gates disagree, with its tokenizer: what it generates does not depend on who is beside."""
     model = reader()
     model.save_pretrained(folder)
-    words().save_pretrained(folder)
+    tokenizer = copy.deepcopy(words())
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder
 
 

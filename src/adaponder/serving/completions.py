@@ -24,6 +24,10 @@ from adaponder.serving.texts import Choice, Grown, Run, admit, as_api_error
 from adaponder.serving.usage import usage_of
 
 
+# Of a completion that does not say how many; OpenAI's number.
+_TOKENS = 16
+
+
 async def completions(context: Context, request: HttpRequest) -> Response:
     """Goes on from one prompt or several."""
     body = await read_body(request, CompletionBody, context.limits)
@@ -39,7 +43,7 @@ async def completions(context: Context, request: HttpRequest) -> Response:
         prompts,
         context.served,
         context.limits,
-        max_tokens=16 if body.max_tokens is None else body.max_tokens,
+        max_tokens=min(_TOKENS, context.limits.max_tokens or _TOKENS) if body.max_tokens is None else body.max_tokens,
         samples=best,
         log_probabilities=logprobs,
         echoes=bool(body.echo) and body.logprobs is not None,

@@ -87,7 +87,9 @@ def describe(app: FastAPI, served: Served, limits: Limits) -> None:
 
 def _narrow(fields: dict[str, Any], served: Served, limits: Limits) -> None:
     """Says of a body's fields what this server takes of them."""
-    most = {"n": limits.n, "best_of": limits.best_of, "logprobs": limits.logprobs, "top_logprobs": limits.logprobs}
+    most = {"n": limits.n, "best_of": limits.best_of, "max_iterations": served.iterations}
+    most |= dict.fromkeys(("logprobs", "top_logprobs", "iteration_top"), limits.logprobs)
+    most |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.max_tokens or served.tokens)
     for name, field in fields.items():
         for kind in _kinds(field):
             if name == "model" and kind.get("type") == "string":
@@ -99,6 +101,15 @@ def _narrow(fields: dict[str, Any], served: Served, limits: Limits) -> None:
                 kind.pop("maxLength", None)  # a body of several long prompts is too long before any of them is
             elif name in most and kind.get("type") == "integer":
                 kind["maximum"] = most[name]
+            elif name == "budget" and kind.get("type") == "number":
+                kind["maximum"] = served.iterations
+            elif name == "budget" and kind.get("type") == "string" and served.profiles:
+                kind["enum"] = list(served.profiles)
+            elif name == "depths" and kind.get("type") == "object":
+                for slots in kind["patternProperties"].values():
+                    slots["maximum"] = served.iterations
+            elif name == "logit_bias" and kind.get("type") == "object":
+                kind["propertyNames"] = {"pattern": "^[0-9]{1,10}$"}
             elif name == "stop" and kind.get("type") == "array":
                 kind["maxItems"] = limits.stops
             elif name == "stop" and kind.get("type") == "string":
