@@ -22,6 +22,7 @@ from adaponder.serving.bodies import read_bytes
 from adaponder.serving.context import SALT
 from adaponder.serving.errors import ApiError
 from adaponder.serving.settings import Key, Settings
+from adaponder.serving.worker import Worker
 
 COOKIE = "adaponder_key"
 REQUEST_ID = "adaponder.request_id"
@@ -59,10 +60,11 @@ class AccessControl:
     Args:
         app: everything behind it.
         settings: who may come in, and limits of the form's body.
+        worker: what runs behind the app, for whoever holds the app itself.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings):
-        self.app, self.access, self.limits = app, settings.access, settings.limits
+    def __init__(self, app: ASGIApp, settings: Settings, worker: Worker):
+        self.app, self.access, self.limits, self.worker = app, settings.access, settings.limits, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -83,7 +83,7 @@ def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
     describe(app, context.served, settings.limits)
-    return AccessControl(_Counted(app, metrics), settings)
+    return AccessControl(_Counted(app, metrics), settings, worker)
 
 
 def _add_generation(app: FastAPI, context: Context) -> None:

@@ -63,7 +63,8 @@ class Generation(DepthControl):
     depth: bool = Field(False, description="Return each token's depth.")
     top_k: int = Field(0, ge=0, le=_LARGEST)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=1e6)
+    # Logits are divided by it: beyond these they would leave the numbers that a float holds.
+    repetition_penalty: float = Field(1.0, ge=1e-3, le=1e3)
     min_tokens: int = Field(0, ge=0, le=_LARGEST)
     ignore_eos: bool = False
 

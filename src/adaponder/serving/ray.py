@@ -12,6 +12,7 @@ Ray is imported when it is asked for and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
@@ -84,22 +85,50 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
         cluster: where.
         settings: those of the app; what bounds headers, waiting requests and the drain holds at the proxy, too.
     """
-    ended = threading.Event()
+    ended, serves = threading.Event(), False
     handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+
+    def end(*_: Any) -> None:
+        ended.set()
+        if not serves:
+            raise _Ended
+
+    def listen() -> None:
+        for kind in handlers:
+            signal.signal(kind, end)
+
     try:
-        url = deploy(make, cluster, limits=settings.limits)
-        for kind in handlers:  # Ray has put its own in their place, which dump a stack and die
-            signal.signal(kind, lambda *_: ended.set())
+        listen()
+        url = deploy(make, cluster, limits=settings.limits, connected=listen)
+        listen()
+        serves = True
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
         ended.wait()
+    except _Ended:
+        print("ended before it served", flush=True)
     finally:
+        serves = True
         for kind, handler in handlers.items():
             signal.signal(kind, handler)
         stop(started=cluster.address is None)
 
 
-def deploy(make: Callable[[], ASGIApp], cluster: Cluster, *, limits: Limits | None = None) -> str:
-    """Starts Ray where none is named, deploys the app and returns its address once every replica is ready."""
+class _Ended(Exception):
+    """SIGTERM or Ctrl-C came while replicas were starting."""
+
+
+def deploy(
+    make: Callable[[], ASGIApp],
+    cluster: Cluster,
+    *,
+    limits: Limits | None = None,
+    connected: Callable[[], None] = lambda: None,
+) -> str:
+    """Starts Ray where none is named, deploys the app and returns its address once every replica is ready.
+
+    ``connected`` is called when Ray runs, which by then has put handlers of its own in place of those of signals: they
+    dump a stack and die.
+    """
     bounds = limits or Limits()
     os.environ[VARIABLE] = f"{bounds.header_bytes},{bounds.header_seconds}"
     if cluster.address is None:
@@ -115,6 +144,7 @@ def deploy(make: Callable[[], ASGIApp], cluster: Cluster, *, limits: Limits | No
         )
     else:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    connected()
     port = cluster.port or _free_port(cluster.host)
     http = {"host": cluster.host, "port": port}
     location = "HeadOnly" if cluster.address is None else "EveryNode"
@@ -177,6 +207,10 @@ def _replica_class() -> type:
         app: Any
 
         async def check_health(self) -> None:
+            # Ray asks once before it sends requests: they come when there is an engine for them.
+            worker = getattr(self.app, "worker", None)
+            while worker is not None and worker.state == "starting":
+                await asyncio.sleep(0.05)
             if await _status_of(self.app, "/health") != 200:
                 raise RuntimeError("the engine does not run")
 

@@ -42,6 +42,7 @@ REFUSED = [
     ({"max_tokens": 10**9}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": POSITIONS}, "max_tokens"),
+    ({"adaponder": {"repetition_penalty": 5e-324}}, "adaponder.repetition_penalty"),
     ({"stop": ["x"] * 10**4}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": "x" * 1001}, "stop"),

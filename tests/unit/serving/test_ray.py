@@ -6,9 +6,11 @@ import ast
 import asyncio
 import builtins
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from adaponder.errors import InputError
 from adaponder.serving import ray as ours
 from adaponder.serving.proxy import Guard
+from adaponder.serving.settings import Settings
 
 
 def answered(app: Any, **scope: Any) -> tuple[int, dict[str, Any], bytes]:
@@ -136,6 +139,40 @@ def test_a_replica_is_well_as_long_as_its_app_says_so():
     replica.app = Seen(503)
     with pytest.raises(RuntimeError, match="engine"):
         asyncio.run(replica.check_health())
+
+
+def test_a_replica_is_ready_when_its_engine_is():
+    replica, worker = ours._replica_class()(), SimpleNamespace(state="starting")
+    replica.app = Seen(200)
+    replica.app.worker = worker
+
+    async def main() -> None:
+        asked = asyncio.create_task(replica.check_health())
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        worker.state = "ready"
+        await asyncio.wait_for(asked, 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_replicas_start_ends_it_in_order(monkeypatch, capsys, kind):
+    """Ray puts a handler of its own in place of ours when it starts."""
+    ended, before = [], signal.getsignal(kind)
+
+    def deploy(make: Any, cluster: Any, *, limits: Any, connected: Any) -> str:
+        signal.signal(kind, signal.SIG_IGN)
+        connected()
+        signal.raise_signal(kind)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(ours, "deploy", deploy)
+    monkeypatch.setattr(ours, "stop", lambda *, started: ended.append(started))
+    ours.run(Seen, ours.Cluster(), Settings())
+    assert ended == [True]
+    assert "ended before it served" in capsys.readouterr().out
+    assert signal.getsignal(kind) is before
 
 
 def test_ray_is_imported_inside_functions_of_one_file_alone():
