@@ -121,11 +121,11 @@ async def write_slowly(host: str, port: int, data: bytes, seconds: float) -> Non
 
 
 async def never_read(host: str, port: int, place: str, seconds: float) -> None:
-    """A client that asks for as much as it may and reads nothing of it."""
+    """A client that asks for much and reads nothing of it; not for so much that the queue is full, which is 429."""
     with suppress(OSError):
         _, writer = await asyncio.open_connection(host, port, limit=1)
         writer.transport.pause_reading()
-        body = {"model": NAME, "prompt": ["a", "b", "c"], "n": 16, "max_tokens": 60, "stream": True}
+        body = {"model": NAME, "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 60, "stream": True}
         body |= {"adaponder": {"depth": True, "gates": True, "iteration_top": 20, "ignore_eos": True}}
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {place}\r\nContent-Type: application/json\r\n"
