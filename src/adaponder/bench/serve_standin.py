@@ -108,13 +108,13 @@ class SleepingEngine:
                 self.waiting.append(_Sequence(number, sample, request, completion))
             return number
 
-    def cancel(self, number: int) -> None:
-        """Ends a request's samples that are not finished."""
+    def cancel(self, number: int, sample: int | None = None) -> None:
+        """Ends a request's samples that are not finished, or one of them."""
         with self._alone():
-            for one in [one for one in self.waiting if one.number == number]:
+            for one in [one for one in self.waiting if one.number == number and sample in (None, one.sample)]:
                 self.waiting.remove(one)
                 self._ended.append(self._end(one, "cancelled"))
-            for key in [key for key in self.resident if key[0] == number]:
+            for key in [key for key in self.resident if key[0] == number and sample in (None, key[1])]:
                 self._ended.append(self._end(self.resident.pop(key), "cancelled"))
 
     @property

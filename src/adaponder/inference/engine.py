@@ -192,11 +192,11 @@ class Engine:
             self.scheduler.add(one)
         return number
 
-    def cancel(self, number: int) -> None:
-        """Ends a request's samples that are not finished; what they hold is free at once."""
+    def cancel(self, number: int, sample: int | None = None) -> None:
+        """Ends a request's samples that are not finished, or one of them; what they hold is free at once."""
         with self._alone():
             for sequence in self._requests.get(number, ()):
-                if sequence.state != FINISHED:
+                if sequence.state != FINISHED and sample in (None, sequence.sample):
                     self._ended.append(self.receiver.end(sequence, "cancelled"))
 
     @property

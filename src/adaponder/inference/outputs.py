@@ -68,6 +68,8 @@ class Completion:
         stop_id: the token id that stopped it.
         error: what went wrong, in one line.
         dropped_rows: rows that were computed of drafts that did not follow; no depth counts them.
+        cached_tokens: tokens of the prompt, from its first on, whose rows an earlier request had left: they were not
+            computed for this one.
     """
 
     request: Request
@@ -80,6 +82,7 @@ class Completion:
     stop_id: int | None = None
     error: str | None = None
     dropped_rows: int = 0
+    cached_tokens: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -112,4 +115,5 @@ class Completion:
             "stop_id": self.stop_id,
             "error": self.error,
             "dropped_rows": self.dropped_rows,
+            "cached_tokens": self.cached_tokens,
         }

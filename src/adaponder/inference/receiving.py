@@ -193,6 +193,7 @@ class Receiver:
             stop_id,
             error,
             sequence.dropped_rows,
+            sequence.cached_tokens,
         )
         return Event(sequence.request_number, sequence.sample, None, completion)
 

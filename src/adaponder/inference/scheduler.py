@@ -183,6 +183,8 @@ class Scheduler:
             depths = [depth for span in sequence.shared for depth in span.depths]
             sequence.depths[: len(depths)] = depths
             sequence.begun, sequence.state = len(depths), PREFILLING
+            if sequence.leader is None and not sequence.preemptions:
+                sequence.cached_tokens = len(depths)
             plan.admitted.append(sequence)
         self.most_resident = max(self.most_resident, len(self.resident))
 

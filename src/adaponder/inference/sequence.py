@@ -69,6 +69,7 @@ class Sequence:
         reading: how many iterations of the token now being read are known.
         depths: of each token, how often it was read; 0 while that is not known.
         dropped_rows: rows of its window that are known, less those of the tokens that were accepted.
+        cached_tokens: tokens of its prompt that an earlier request had read.
         forced: depth by slot of the tokens whose depth its request forces.
         forced_depth: their mean, where that is every token.
     """
@@ -106,6 +107,7 @@ class Sequence:
     error: str | None = None
     preemptions: int = 0
     dropped_rows: int = 0
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         wanted, top = self.request.iteration_top, self.request.log_probabilities

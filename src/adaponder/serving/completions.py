@@ -23,7 +23,6 @@ from adaponder.serving.streams import DONE, EventStream, Outbox, unless_left
 from adaponder.serving.texts import Choice, Grown, Run, admit, as_api_error
 from adaponder.serving.usage import usage_of
 
-
 # Of a completion that does not say how many; OpenAI's number.
 _TOKENS = 16
 

@@ -87,33 +87,38 @@ def describe(app: FastAPI, served: Served, limits: Limits) -> None:
 
 def _narrow(fields: dict[str, Any], served: Served, limits: Limits) -> None:
     """Says of a body's fields what this server takes of them."""
-    most = {"n": limits.n, "best_of": limits.best_of, "max_iterations": served.iterations}
-    most |= dict.fromkeys(("logprobs", "top_logprobs", "iteration_top"), limits.logprobs)
-    most |= dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), limits.max_tokens or served.tokens)
+    bounds = _bounds(served, limits)
     for name, field in fields.items():
         for kind in _kinds(field):
-            if name == "model" and kind.get("type") == "string":
-                kind["enum"] = [served.name]
-            elif name in ("prompt", "tokens") and kind.get("type") == "integer":
-                kind["maximum"] = served.vocabulary - 1
-            elif name == "prompt" and kind.get("type") == "string":
-                kind["minLength"] = 1
+            kind.update(bounds.get((name, kind.get("type", "")), {}))
+            if name == "prompt" and kind.get("type") == "string":
                 kind.pop("maxLength", None)  # a body of several long prompts is too long before any of them is
-            elif name in most and kind.get("type") == "integer":
-                kind["maximum"] = most[name]
-            elif name == "budget" and kind.get("type") == "number":
-                kind["maximum"] = served.iterations
-            elif name == "budget" and kind.get("type") == "string" and served.profiles:
-                kind["enum"] = list(served.profiles)
-            elif name == "depths" and kind.get("type") == "object":
-                for slots in kind["patternProperties"].values():
+            if name == "depths":
+                for slots in kind.get("patternProperties", {}).values():
                     slots["maximum"] = served.iterations
-            elif name == "logit_bias" and kind.get("type") == "object":
-                kind["propertyNames"] = {"pattern": "^[0-9]{1,10}$"}
-            elif name == "stop" and kind.get("type") == "array":
-                kind["maxItems"] = limits.stops
-            elif name == "stop" and kind.get("type") == "string":
-                kind["maxLength"] = limits.stop_characters
+
+
+def _bounds(served: Served, limits: Limits) -> dict[tuple[str, str], dict[str, Any]]:
+    """What a schema says more of a field of this name and type."""
+    tokens = limits.max_tokens or served.tokens
+    most = {
+        "n": limits.n,
+        "best_of": limits.best_of,
+        "max_iterations": served.iterations,
+        "prompt": served.vocabulary - 1,
+        "tokens": served.vocabulary - 1,
+        **dict.fromkeys(("logprobs", "top_logprobs", "iteration_top"), limits.logprobs),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), tokens),
+    }
+    return {(name, "integer"): {"maximum": value} for name, value in most.items()} | {
+        ("model", "string"): {"enum": [served.name]},
+        ("prompt", "string"): {"minLength": 1},
+        ("budget", "number"): {"maximum": served.iterations},
+        ("budget", "string"): {"enum": list(served.profiles)} if served.profiles else {},
+        ("logit_bias", "object"): {"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
+        ("stop", "array"): {"maxItems": limits.stops},
+        ("stop", "string"): {"maxLength": limits.stop_characters},
+    }
 
 
 def _kinds(field: dict[str, Any]) -> Iterator[dict[str, Any]]:

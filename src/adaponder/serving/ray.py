@@ -91,7 +91,7 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
     def end(*_: Any) -> None:
         ended.set()
         if not serves:
-            raise _Ended
+            raise _EndedError
 
     def listen() -> None:
         for kind in handlers:
@@ -104,7 +104,7 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
         serves = True
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
         ended.wait()
-    except _Ended:
+    except _EndedError:
         print("ended before it served", flush=True)
     finally:
         serves = True
@@ -113,7 +113,7 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
         stop(started=cluster.address is None)
 
 
-class _Ended(Exception):
+class _EndedError(Exception):
     """SIGTERM or Ctrl-C came while replicas were starting."""
 
 

@@ -88,7 +88,7 @@ class Run:
         self.choices: list[Choice] = []
         self._open = len(requests)
         self._tickets: list[int] = []
-        self._finished: set[int] = set()
+        self._finished: set[tuple[int, int]] = set()
         self._last: float | None = None
         served = worker.served
         for request in requests:
@@ -118,11 +118,11 @@ class Run:
             texts.setdefault(event.sample, []).extend(piece.text for piece in told.pieces)
             if told.done:
                 ended.add(event.sample)
+            elif told.writing.stream.stop is not None and (ticket, event.sample) not in self._finished:
+                self._finished.add((ticket, event.sample))
+                self.worker.finish(ticket, event.sample)
         if writings.over:
             self._open -= 1
-        elif writings.complete and ticket not in self._finished:
-            self._finished.add(ticket)
-            self.worker.finish(ticket)
         problem = next((own[sample].writing.error for sample in ended if own[sample].writing.error), None)
         if problem is not None:
             self._fail(ApiError(500, problem, code="generation_failed"))

@@ -26,26 +26,32 @@ def text_cost(served: Served, depths: Sequence[int], *, logits: int, policy: Any
 def usage_of(served: Served, requests: Sequence[Request], writings: Sequence[Writing]) -> dict[str, Any]:
     """The ``usage`` of an answer: ``writings`` are all samples of the first request, then of the next.
 
-    A prompt is read once for all its samples. FLOPs are those of reading these tokens; rows of a prefix that an earlier
-    request left behind are counted as if they had been computed.
+    A prompt is read once for all its samples, and what an earlier request had read of it costs no FLOPs.
     """
     prompt_tokens = sum(len(request.prompt) for request in requests)
     completion_tokens = sum(len(writing.tokens) for writing in writings)
-    total, full = _nothing(), _nothing()
-    first = 0
+    total, full, kept, kept_full = (_nothing() for _ in range(4))
+    first = cached = 0
     for request in requests:
         own = writings[first : first + request.samples]
         first += request.samples
         spent, most = _of_request(served, request, own)
         total, full = total + spent, full + most
+        if own[0].cached_tokens:
+            depths, how = own[0].prompt_depths[: own[0].cached_tokens], _how(request)
+            cached += len(depths)
+            kept += text_cost(served, depths, logits=0, **how)
+            deepest = [request.max_iterations or served.iterations] * len(depths)
+            kept_full += text_cost(served, deepest, logits=0, **how)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "adaponder": {
             "mean_depth": total.iterations,
-            "flops": total.flops,
-            "flops_full_depth": full.flops,
+            "flops": total.flops - kept.flops,
+            "flops_full_depth": full.flops - kept_full.flops,
             "kv_bytes": total.kv_bytes,
             "kv_bytes_full_depth": full.kv_bytes,
             "dropped_rows": sum(writing.dropped_rows for writing in writings),
@@ -65,7 +71,7 @@ def _of_request(served: Served, request: Request, writings: Sequence[Writing]) -
                 depths = [deepest] * len(depths)
             prompt = len(writing.prompt_depths)
             scored = prompt if request.prompt_log_probabilities is not None else 0
-            arguments: dict[str, Any] = {"policy": request.policy, "max_iterations": request.max_iterations}
+            arguments = _how(request)
             heads = len(writing.tokens)
             if request.iteration_top:
                 heads += sum(depths[prompt - 1 :]) - len(depths[prompt - 1 :])
@@ -75,6 +81,10 @@ def _of_request(served: Served, request: Request, writings: Sequence[Writing]) -
             spent = spent + whole
         costs.append(spent)
     return costs[0], costs[1]
+
+
+def _how(request: Request) -> dict[str, Any]:
+    return {"policy": request.policy, "max_iterations": request.max_iterations}
 
 
 def _nothing() -> Cost:

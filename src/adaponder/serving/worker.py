@@ -43,7 +43,7 @@ class Steps(Protocol):
 
     def submit(self, request: Request) -> int: ...
 
-    def cancel(self, number: int) -> None: ...
+    def cancel(self, number: int, sample: int | None = None) -> None: ...
 
     def step(self) -> Iterable[Event]: ...
 
@@ -143,9 +143,9 @@ class Worker:
             ticket.sink = _ignore
             self._commands.put(lambda engine: self._end(engine, number))
 
-    def finish(self, number: int) -> None:
-        """Ends a request whose text is complete; its sink is told the ends."""
-        self._commands.put(lambda engine: self._end(engine, number))
+    def finish(self, number: int, sample: int) -> None:
+        """Ends a sample whose text is complete; its sink is told the end."""
+        self._commands.put(lambda engine: self._end(engine, number, sample))
 
     async def job(self, parts: Generator[None, None, _Result]) -> _Result:
         """What a generator returns that the model's thread runs; others go first where it yields.
@@ -280,10 +280,10 @@ class Worker:
         self._numbers_of[ticket] = number
         self._running[number] = [ticket, request.samples]
 
-    def _end(self, engine: Steps, ticket: int) -> None:
+    def _end(self, engine: Steps, ticket: int, sample: int | None = None) -> None:
         number = self._numbers_of.get(ticket)
         if number is not None:
-            engine.cancel(number)
+            engine.cancel(number, sample)
 
     def _pass_on(self, events: Iterable[Event], engine: Steps) -> None:
         told: dict[int, list[Event]] = {}
@@ -349,7 +349,7 @@ class _Gone:
     def submit(self, request: Request) -> int:
         raise UnavailableError("engine: it is not running")
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, number: int, sample: int | None = None) -> None:
         """There is nothing left to cancel."""
 
     def step(self) -> Iterable[Event]:

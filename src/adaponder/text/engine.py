@@ -34,7 +34,7 @@ class Writing:
         prompt_log_probabilities: of the prompt's tokens, where they were asked for; known at the end.
         finish_reason: ``stop`` at a stop string or id; ``None`` while it goes on.
         error: what went wrong, in one line.
-        dropped_rows: see :class:`Completion`.
+        dropped_rows, cached_tokens: see :class:`Completion`.
     """
 
     request: Request
@@ -48,6 +48,7 @@ class Writing:
     finish_reason: FinishReason | None = None
     error: str | None = None
     dropped_rows: int = 0
+    cached_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -143,6 +144,7 @@ def _end(writing: Writing, completion: Completion) -> TextEvent:
     writing.prompt_depths = list(completion.prompt_depths)
     writing.prompt_log_probabilities = completion.prompt_log_probabilities
     writing.dropped_rows = completion.dropped_rows
+    writing.cached_tokens = completion.cached_tokens
     return TextEvent(writing, pieces, done=True)
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from adaponder import Engine, Request
+from adaponder.serving.usage import text_cost
 from adaponder.text import pieces
 from serving_support import TEMPLATE, serving, tiny_served
 from support import tiny
@@ -55,6 +56,21 @@ def test_a_completion_is_what_the_engine_says(server, solo):
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 8, 10)
     assert usage["adaponder"]["mean_depth"] == pytest.approx(alone.mean_depth)
     assert 0 < usage["adaponder"]["flops"] < usage["adaponder"]["flops_full_depth"]
+
+
+def test_what_an_earlier_request_has_read_costs_nothing_again(server):
+    prompt = [number % 50 + 3 for number in range(40)]
+    first, again = (ask(server, prompt=prompt, max_tokens=4, n=2, adaponder={"depth": True}).json() for _ in range(2))
+    assert first["choices"] == again["choices"]
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 16 <= cached < 40
+    served, depths = server.worker.served, first["choices"][0]["adaponder"]["prompt_depths"][:cached]
+    for name, read in (("flops", depths), ("flops_full_depth", [3] * cached)):
+        spent, less = first["usage"]["adaponder"][name], again["usage"]["adaponder"][name]
+        assert spent - less == text_cost(served, read, logits=0, policy=None, max_iterations=None).flops > 0
+    for name in ("mean_depth", "kv_bytes"):
+        assert first["usage"]["adaponder"][name] == again["usage"]["adaponder"][name]
 
 
 def test_a_stream_says_the_same_as_the_whole(server):

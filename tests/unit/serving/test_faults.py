@@ -147,8 +147,8 @@ class Stuck:
     def submit(self, request):
         return self.engine.submit(request)
 
-    def cancel(self, number):
-        self.engine.cancel(number)
+    def cancel(self, number, sample=None):
+        self.engine.cancel(number, sample)
 
     def step(self):
         if self.held:

@@ -41,7 +41,7 @@ class ScriptedEngine:
         self.requests[number] = Completion(request, 0, list(request.prompt))
         return number
 
-    def cancel(self, number):
+    def cancel(self, number, sample=None):
         completion = self.requests.pop(number, None)
         if completion is not None:
             completion.finish_reason = "cancelled"
@@ -323,6 +323,21 @@ def test_the_model_waits_for_an_event_loop_that_falls_behind():
         worker.cancel(number)
 
     run(main, engine)
+
+
+def test_one_sample_may_be_finished_before_the_others():
+    async def main(worker):
+        told = Told()
+        number = worker.submit(Request([1, 2, 3], max_new_tokens=40, samples=3, ignore_eos=True), told)
+        while not told.events:
+            await asyncio.sleep(0.001)
+        worker.finish(number, 1)
+        assert await worker.drained(20)
+        ends = {event.sample: event.completion for event in told.events if event.completion is not None}
+        assert [ends[sample].finish_reason for sample in range(3)] == ["length", "cancelled", "length"]
+        assert len(ends[1].tokens) < 40 == len(ends[0].tokens) == len(ends[2].tokens)
+
+    run(main, Engine(tiny(), lanes=4))
 
 
 def test_a_real_engine_gives_its_pages_back_when_requests_are_cancelled():
