@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import lab_support
 import support
 from adaponder import AdaPonderError, LearnedGate, Policy, PolicyInput, cli
-from adaponder.evaluation.lab.profiles import policy_of, store
+from adaponder.evaluation.lab.profiles import load_profile, store
 from adaponder.evaluation.meter import Meter
 from adaponder.policies import Ranked, Schedule, parse_policy, spec_of
 from toy_policy import TopProbability
@@ -80,7 +80,7 @@ def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
     shallow, deep = (evaluated("--policy", f"top:{bound}")["cost"]["iterations"] for bound in (0.1, 0.2))
     assert 1.0 < shallow < deep < K
     store(folder, "sure", {"policy": "top:0.2"})
-    assert policy_of(folder, "sure") == TopProbability(0.2)
+    assert load_profile(folder, "sure") == TopProbability(0.2)
     assert evaluated("--profile", "sure")["cost"]["iterations"] == deep
 
 
