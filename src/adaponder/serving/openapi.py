@@ -93,8 +93,9 @@ def _narrow(fields: dict[str, Any], served: Served, limits: Limits) -> None:
             kind.update(bounds.get((name, kind.get("type", "")), {}))
             if name == "prompt" and kind.get("type") == "string":
                 kind.pop("maxLength", None)  # a body of several long prompts is too long before any of them is
-            if name == "depths":
-                for slots in kind.get("patternProperties", {}).values():
+            if name == "depths" and "patternProperties" in kind:
+                kind["additionalProperties"] = False
+                for slots in kind["patternProperties"].values():
                     slots["maximum"] = served.iterations
 
 
@@ -115,7 +116,10 @@ def _bounds(served: Served, limits: Limits) -> dict[tuple[str, str], dict[str, A
         ("prompt", "string"): {"minLength": 1},
         ("budget", "number"): {"maximum": served.iterations},
         ("budget", "string"): {"enum": list(served.profiles)} if served.profiles else {},
-        ("logit_bias", "object"): {"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
+        ("logit_bias", "object"): {
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "maxProperties": limits.logit_bias,
+        },
         ("stop", "array"): {"maxItems": limits.stops},
         ("stop", "string"): {"maxLength": limits.stop_characters},
     }
