@@ -1,17 +1,25 @@
-"""A wheel has the sample checkpoint in it, and what is installed from the wheel opens it."""
+"""What is released: the source archive builds the wheel; what is installed from that is whole and opens the sample."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from adaponder import __version__
 
 ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "src" / "adaponder"
 OPENS = """
 import adaponder
 from transformers import AutoModelForCausalLM
@@ -21,38 +29,64 @@ print(model.num_parameters())
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    pytest.importorskip("setuptools")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("out")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, text=True)
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
+    """What a command prints, or its errors as the message of a failure."""
+    shell = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run(command, cwd=folder, env=shell, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (made,) = out.glob("*.whl")
+    return done.stdout
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """An archive of ``source``, as a build front end would have it made."""
+    run(sys.executable, "-c", f"from setuptools.build_meta import {kind} as make; make({str(out)!r})", folder=source)
+    (made,) = out.iterdir()
     return made
 
 
-def test_a_wheel_is_small_and_has_every_file_of_the_sample(wheel):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel made from what the source archive holds, and from nothing else."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    archive = build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
+    assert archive.name == f"adaponder-{__version__}.tar.gz"
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as files:
+        files.extractall(unpacked, filter="data")
+    return build("build_wheel", unpacked / f"adaponder-{__version__}", tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
     assert wheel.stat().st_size < 8_000_000
+    listed = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name.rpartition("/")[2]: name for name in archive.namelist() if name.startswith("adaponder/sample/")}
-        here = ROOT / "src" / "adaponder" / "sample"
-        assert set(packed) == {path.name for path in here.iterdir()}
-        for name, path in packed.items():
-            assert archive.read(path) == (here / name).read_bytes(), name
+        for name in listed.split():
+            assert archive.read(name.removeprefix("src/")) == (ROOT / name).read_bytes(), name
+        about = archive.read(f"adaponder-{__version__}.dist-info/METADATA").decode()
+    assert "Requires-Python: >=3.11" in about
+    assert "License-Expression: Apache-2.0" in about
+    assert "Language models that think longer on hard tokens" in about  # the README
 
 
 def test_what_is_installed_from_the_wheel_opens_the_sample_without_a_network(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", OPENS], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    path, parameters = done.stdout.split()
-    assert path == str(tmp_path / "site" / "adaponder" / "sample")
+    """In an environment of its own, with the libraries of this one and without this checkout."""
+    venv.create(tmp_path / "env")
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python, command = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "adaponder"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile"]
+    run(*install, wheel, folder=tmp_path)
+    path, parameters = run(python, "-c", OPENS, folder=tmp_path, HF_HUB_OFFLINE="1").split()
+    assert path == str(site / "adaponder" / "sample")
     assert parameters == "3902979"
+    assert __version__ in run(command, "--version", folder=tmp_path)
+
+
+def test_version_citation_and_changelog_agree():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest.group(1) == __version__

@@ -1,0 +1,214 @@
+"""Commands that documents show are run in their order, at a size of seconds; those that cannot be are parsed."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from adaponder import cli
+from adaponder.evaluation.lab.profiles import check_name
+from adaponder.policies import parse_policy
+from adaponder.recipes import load_recipe
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "experiments/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+    ROOT / "src" / "adaponder" / "sample" / "README.md",
+]
+COMMANDS = get_command(cli.app).commands
+
+# What makes a command that is run small, by its name.
+SMALL_RECIPE = [
+    "train.steps=4",
+    "train.global_batch=2",
+    "train.eval_tokens=512",
+    "train.ponder_start=2",
+    "train.ponder_full=3",
+    "data.sequence=64",
+    "model.backbone.hidden_size=32",
+    "model.backbone.intermediate_size=64",
+    "model.backbone.num_hidden_layers=1",
+]
+SMALLER = {
+    "prepare": ["--workers", "1"],
+    "train": [word for value in SMALL_RECIPE for word in ("--set", value)],
+    "eval": ["--max-tokens", "100"],
+    "compare": ["--max-tokens", "100"],
+    "calibrate": ["--max-tokens", "400"],
+    "analyze": ["--max-tokens", "64", "--only", "grid"],
+    "export": ["--max-tokens", "64"],
+    "generate": ["--max-new-tokens", "4"],
+}
+# Why a command of the pages that are run is not: the first pattern that is found in it.
+NOT_RUN = {
+    r"--device cuda": "needs a GPU",
+    r"^demo": "trains for minutes; tests/unit/cli runs its parts",
+    r"^serve": "does not end; tests/unit/serving and tests/browser ask it",
+    r"^policies": "every rule takes 16 s; tests/unit/evaluation",
+    r"^doctor$": "takes 4 s; tests/unit/cli/test_cli.py",
+    r"^sweep": "trains six times; tests/unit/training",
+    r"^prepare hops": "takes 7 s; tests/unit/data",
+    r"^reproduce": "rewrites the documents of the checkout; tests/unit/reproduction",
+    r"EleutherAI|zeng123": "needs the hub",
+    r"--tasks": "needs sets of questions; tests/unit/commands/test_task_command.py",
+    r"--push": "sends to the hub; tests/unit/export",
+    r"--interactive": "needs somebody at the keyboard; tests/unit/commands/test_generate.py",
+}
+
+
+def shown_commands(text: str) -> list[str]:
+    """Command lines in the code blocks of a document, without ``adaponder`` in front and the comment behind."""
+    lines = []
+    for language, block in re.findall(r"^```(\w*)\n(.+?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        if language not in ("", "bash", "sh"):
+            continue
+        lines += re.findall(r"^(?:.*(?:\| |-m ))?adaponder (\S.*)$", block.replace("\\\n", " "), flags=re.MULTILINE)
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
+
+
+def said_commands(text: str) -> list[str]:
+    """Commands in the middle of a sentence, which may leave out what does not matter there."""
+    return [" ".join(line.split()) for line in re.findall(r"`adaponder ([^`]+)`", text)]
+
+
+def examples_of_help() -> list[str]:
+    helps = [command.help or "" for command in COMMANDS.values()]
+    helps += [one.help or "" for group in COMMANDS.values() for one in getattr(group, "commands", {}).values()]
+    return re.findall(r"\[dim\](?:.* -m )?adaponder (.+?)\[/\]", "\n".join(helps))
+
+
+def docstrings() -> str:
+    paths = sorted((ROOT / "examples").glob("*.py"))
+    return "\n".join(str(ast.get_docstring(ast.parse(path.read_text()))) for path in paths)
+
+
+def parsed(line: str) -> tuple[str, dict[str, Any]]:
+    """The command's name and its parameters, as the real command line reads them."""
+    name, *arguments = shlex.split(line)
+    command = COMMANDS[name]
+    if hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    return name, command.make_context(name, arguments).params
+
+
+def in_documents() -> list[str]:
+    lines = {line for path in DOCUMENTS for line in shown_commands(path.read_text())}
+    lines |= set(re.findall(r"^ +adaponder (.+)$", docstrings(), flags=re.MULTILINE))
+    return sorted(lines | set(examples_of_help()))
+
+
+@pytest.mark.parametrize("line", in_documents())
+def test_a_command_that_is_shown_is_one_that_the_command_line_takes(line):
+    _, values = parsed(line)
+    if line.startswith(("train ", "sweep ")):
+        load_recipe(values["recipe"], list(values.get("overrides") or ()))
+    if values.get("policy"):
+        parse_policy(values["policy"])
+    if values.get("profile"):
+        check_name(values["profile"])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_command_that_is_mentioned_and_its_options_exist(path):
+    for line in said_commands(path.read_text()):
+        name, *words = line.split()
+        if name in ("COMMAND", "--help"):
+            continue
+        command = COMMANDS[name]
+        if hasattr(command, "commands") and words and words[0] in command.commands:
+            command = command.commands[words.pop(0)]
+        known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, line
+
+
+def test_a_command_that_does_not_exist_is_found():
+    assert shown_commands(
+        '```\nadaponder eval "a b" --x 1  # why\nsrun torchrun -n 2 \\\n -m adaponder train r\n```\n'
+    ) == [
+        "eval 'a b' --x 1",
+        "train r",
+    ]
+    for line in ("evaluate runs/demo", "eval runs/demo --deepness 2", "bench nothing"):
+        with pytest.raises(Exception, match=r"evaluate|deepness|nothing"):
+            parsed(line)
+
+
+def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(tmp_path, monkeypatch, capsys):
+    """In one folder, where what the pages take for granted is there: sources, and a run under the names they use."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("policies", "methods", "execution"):
+        shutil.copytree(ROOT / "src" / "adaponder" / folder, tmp_path / "src" / folder)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "import "}) + "\n")
+    lines: dict[str, None] = {}
+    for name in ("docs/tutorial.md", "README.md", "docs/commands.md", "docs/export.md"):
+        for line in shown_commands((ROOT / name).read_text()):
+            # The run of `make demo` and its data are the tutorial's here.
+            lines[line.replace("runs/demo", "runs/src").replace("data/stdlib-train-bpe-2048", "data/src")] = None
+    left_out = {line: why for line in lines for pattern, why in NOT_RUN.items() if re.search(pattern, line)}
+    assert set(left_out.values()) == set(NOT_RUN.values()), "a reason that no command has any more"
+    ran = []
+    for line in lines:
+        if line not in left_out:
+            run_small(line, monkeypatch, capsys)
+            ran.append(line.split()[0])
+        if line.startswith("train") and "runs/src" in line:
+            (tmp_path / "data" / "mine").symlink_to("src")
+            for name in ("one", "other"):
+                (tmp_path / "runs" / name).symlink_to("src")
+            (tmp_path / "pythia-70m-ada").symlink_to("runs/src/final")
+    assert len(ran) >= 18
+    assert {*SMALLER, "doctor", "inspect", "recipes", "convert"} == set(ran)
+    assert (tmp_path / "analysis" / "report.html").is_file()
+    assert "budget-3" in (tmp_path / "runs" / "src" / "final" / "profiles.json").read_text()
+
+
+def run_small(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs a command by the real entry point, made small; what it printed is the message if it fails."""
+    words = shlex.split(line)
+    monkeypatch.setattr(sys, "argv", ["adaponder", *words, *SMALLER.get(words[0], [])])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import "))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = capsys.readouterr()
+    assert not end.value.code, f"adaponder {line}\n{shown.out}{shown.err}"
+
+
+def test_targets_and_extras_that_documents_name_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
+        text = path.read_text()
+        blocks = "\n".join(re.findall(r"^```\w*\n(.+?)^```", text, flags=re.DOTALL | re.MULTILINE))
+        named = re.findall(r"`make ([a-z-]+)`", text) + re.findall(r"^make ([a-z-]+)", blocks, flags=re.MULTILINE)
+        assert set(named) <= targets, path.name
+        wanted = re.findall(r"(?:adaponder|\.)\[([a-z, ]+)\]", text)
+        assert {one.strip() for group in wanted for one in group.split(",")} <= extras, path.name
+
+
+def test_every_target_of_the_makefile_is_explained_to_contributors():
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    guide = (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "README.md").read_text()
+    assert not [name for name in targets if f"make {name}" not in guide and name not in ("help", "check", "clean")]
+
+
+def test_the_public_host_runs_what_contributors_run():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = {step["run"] for job in jobs.values() for step in job["steps"] if "run" in step}
+    assert {"make test", "make docs"} <= commands
+    versions = jobs["test"]["strategy"]["matrix"]["python"]
+    assert versions == ["3.11", "3.12"]
