@@ -6,6 +6,7 @@ import http.client
 import json
 import ssl
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,26 +60,40 @@ class Burst:
 
 def about_model(url: str, key: str | None, *, timeout: float = 30.0) -> dict[str, Any]:
     """The server's model, as ``GET /v1/models`` describes it."""
+    status, body = _get(url, "/v1/models", key, timeout)
+    if status != 200:
+        cure = "; give its key in ADAPONDER_API_KEY" if status in (401, 403) else ""
+        raise EvaluationError(f"{url}/v1/models: status {status}{cure}")
+    try:
+        return json.loads(body)["data"][0]
+    except (ValueError, LookupError, TypeError):
+        raise EvaluationError(f"{url}/v1/models: not a list of models") from None
+
+
+def wait_until_ready(url: str, key: str | None, *, patience: float) -> None:
+    """Returns once the server takes requests: it listens before its engine is open."""
+    until = time.monotonic() + patience
+    while (status := _get(url, "/ready", key, 30.0)[0]) != 200:
+        if time.monotonic() > until:
+            raise EvaluationError(f"{url}/ready: status {status} after {patience:g} s")
+        time.sleep(0.05)
+
+
+def _get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, bytes]:
+    """Status and body."""
     target = Target.of(url, key)
     kind = http.client.HTTPSConnection if target.secure else http.client.HTTPConnection
     settings: dict[str, Any] = {"context": ssl.create_default_context()} if target.secure else {}
     connection = kind(target.host, target.port, timeout=timeout, **settings)
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connection.request("GET", f"{target.prefix}/v1/models", headers=headers)
+        connection.request("GET", f"{target.prefix}{path}", headers=headers)
         answer = connection.getresponse()
-        body = answer.read()
+        return answer.status, answer.read()
     except OSError as problem:
         raise EvaluationError(f"{url}: no server answers there ({type(problem).__name__})") from None
     finally:
         connection.close()
-    if answer.status != 200:
-        cure = "; give its key in ADAPONDER_API_KEY" if answer.status in (401, 403) else ""
-        raise EvaluationError(f"{url}/v1/models: status {answer.status}{cure}")
-    try:
-        return json.loads(body)["data"][0]
-    except (ValueError, LookupError, TypeError):
-        raise EvaluationError(f"{url}/v1/models: not a list of models") from None
 
 
 def all_at_once(url: str, load: Load, *, key: str | None, repeats: int) -> Burst:

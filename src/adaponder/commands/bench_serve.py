@@ -53,6 +53,7 @@ def run(options: ServeBenchOptions) -> dict[str, Any]:
     elif options.checkpoint is not None:
         alone = _engine_alone(options, device)
         with started(_serve_command(options), patience=600.0) as server:
+            bench.wait_until_ready(server.url, None, patience=600.0)
             metrics |= _loaded(options, server.url, None, alone, server)
     else:
         assert options.url is not None

@@ -7,7 +7,7 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
-from adaponder.bench.serve import Load, all_at_once, at_rates, client_limit, overhead
+from adaponder.bench.serve import Load, all_at_once, at_rates, client_limit, overhead, wait_until_ready
 from adaponder.bench.serve_client import Client, Target
 from adaponder.bench.serve_load import (
     Answer,
@@ -235,3 +235,13 @@ def test_the_stand_in_makes_its_lanes_tokens_per_tick():
 def test_the_client_is_faster_than_what_it_measures(monkeypatch):
     monkeypatch.setattr("adaponder.bench.serve._CLIENT_TOKENS", 200)
     assert client_limit() > 8000
+
+
+def test_a_server_that_is_starting_is_waited_for(monkeypatch):
+    statuses = [503, 503, 200]
+    monkeypatch.setattr("adaponder.bench.serve._get", lambda url, path, key, timeout: (statuses.pop(0), b""))
+    wait_until_ready("http://127.0.0.1:1", None, patience=10)
+    assert statuses == []
+    statuses = [503] * 10
+    with pytest.raises(EvaluationError, match="/ready: status 503"):
+        wait_until_ready("http://127.0.0.1:1", None, patience=0)
