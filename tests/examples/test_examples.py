@@ -28,6 +28,10 @@ RUNS = {
         r"goes on with \[[\d, ]+\], read \[[123, ]+\] times\n.* the same: True",
     ),
     "generate_under_a_budget": (["--tokens", "4"], r"budget 1\.25  mean depth 1\.[\s\S]*budget 3\.75  mean depth 3\."),
+    "finetune_with_lora": (
+        ["--steps", "1", "--out", "model"],
+        r"594,435 of 4,497,414 parameters train\nbefore: loss 3\.[\s\S]*after:  loss [\s\S]*differ by \de-0[5-9]",
+    ),
     "read_a_trace": (["runs/sample/trace.parquet"], r"tokens, loss \d\.\d+, mean depth [23]\.\d+ of 4"),
 }
 
