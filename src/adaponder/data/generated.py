@@ -2,7 +2,8 @@
 
 ``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
 on the settings and its number alone, all have the same number of tokens, and their tokenizer is ``symbols``. With
-``data.sequence`` = ``length`` - 1 a window of training is one document.
+``data.sequence`` = ``length`` - 1 a window of training is one document. The answers alone are learned (``answers=0``:
+every token), as the prompts of conversations are not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import asdict, fields, replace
 import numpy as np
 
 from adaponder.data import hops, mano
-from adaponder.data.formats import Counts, Document, InputPart
+from adaponder.data.formats import Conversation, Counts, Document, InputPart
 from adaponder.data.hops import Hops, Question
 from adaponder.data.mano import Mano
 from adaponder.data.symbols import END_ID, words_of
@@ -54,18 +55,29 @@ def settings_of(argument: str) -> Hops | Mano:
 
 def documents(settings: Hops | Mano) -> Iterator[list[str]]:
     """The words of every document, in order."""
-    made_from = {name: value for name, value in asdict(settings).items() if name != "documents"}
+    made_from = {name: value for name, value in asdict(settings).items() if name not in ("documents", "answers")}
     name = type(settings).__name__
     for number in range(settings.documents):
         # Python promises the same numbers for a seed of ``random()`` alone, not of what is built on it.
         yield settings.document(random.Random(f"{name} {json.dumps(made_from)} {number}").random)
 
 
-def read(part: InputPart, counts: Counts) -> Iterator[Document]:
+def learns_answers(argument: str) -> bool:
+    """Whether an input is a puzzle of which the answers alone are learned."""
+    return is_generated(argument) and bool(settings_of(argument).answers)
+
+
+def read(part: InputPart, counts: Counts) -> Iterator[Document | Conversation]:
     """The documents of an input that :func:`is_generated`; its size in bytes is not known beforehand."""
-    name = part.argument.partition(":")[0]
-    for words in documents(settings_of(part.argument)):
-        yield Document(" ".join(words), name)
+    name, settings = part.argument.partition(":")[0], settings_of(part.argument)
+    for words in documents(settings):
+        text = " ".join(words)
+        if not settings.answers:
+            yield Document(text, name)
+            continue
+        starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
+        learned = tuple((starts[each.place], starts[each.place] + len(each.answer)) for each in questions(words))
+        yield Conversation(text, name, learned, part.argument)
 
 
 def version(part: InputPart) -> str:

@@ -42,6 +42,7 @@ class Hops:
         letters: to choose from.
         ends: different last letters of a document; several questions may have the same answer.
         capitals: 1 writes last letters as capitals, so that they can be told from others; 0 does not.
+        answers: 1 says that the answers alone are learned; 0, every token.
     """
 
     seed: int = 0
@@ -51,6 +52,7 @@ class Hops:
     letters: int = MOST_LETTERS
     ends: int = 4
     capitals: int = 1
+    answers: int = 1
 
     @property
     def hops(self) -> list[int]:
@@ -68,8 +70,9 @@ class Hops:
             raise InputError(f"hops: most={self.most}: from 1 to {_MOST_HOPS} hops")
         if self.questions < 1:
             raise InputError(f"hops: questions={self.questions}: at least one")
-        if self.capitals not in (0, 1):
-            raise InputError(f"hops: capitals={self.capitals}: 0 or 1")
+        for name in ("capitals", "answers"):
+            if getattr(self, name) not in (0, 1):
+                raise InputError(f"hops: {name}={getattr(self, name)}: 0 or 1")
         taken = sum(self.hops) + (0 if self.capitals else self.ends)
         if not 2 <= self.ends <= self.letters:
             raise InputError(f"hops: ends={self.ends}: from 2 to letters={self.letters}")

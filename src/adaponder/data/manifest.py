@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ DOCS = pa.schema(
 
 
 # Of conversations: (first token, tokens) of each part that is learned, one after another, within the document.
-CHAT_DOCS = DOCS.append(pa.field("learned", pa.list_(pa.int64())))
+MASKED_DOCS = DOCS.append(pa.field("learned", pa.list_(pa.int64())))
 
 # More than any corpus has, and sums of them still fit into the int64 of offsets.
 _MOST = 2**48
@@ -104,9 +105,14 @@ class Manifest:
     begin_token: str | None = None
 
     @property
-    def chat(self) -> bool:
-        """Whether documents are conversations, of which a part is learned."""
-        return "chat" in self.fingerprint
+    def puzzles(self) -> bool:
+        """Whether documents are puzzles whose answers are learned: all of one length, each read from its beginning."""
+        return "answers" in self.fingerprint
+
+    @property
+    def masked(self) -> bool:
+        """Whether only a part of each document is learned."""
+        return is_masked(self.fingerprint)
 
     def total(self, split: str, what: str) -> int:
         """The sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
@@ -220,3 +226,8 @@ def unsealed(path: Path) -> dict[str, Any]:
             f"{path}: its checksum differs, so it was damaged or edited by hand: delete {path.parent} and prepare again"
         )
     return content
+
+
+def is_masked(fingerprint: Mapping[str, Any]) -> bool:
+    """Whether what a folder was made from says what is learned of it: conversations, and puzzles, whose answers are."""
+    return "chat" in fingerprint or "answers" in fingerprint

@@ -29,6 +29,7 @@ class Mano:
         length: tokens of each document, its end token included.
         modulus: of every sum, difference and product.
         most: height of the tallest tree; a number has height 0, and none is asked alone.
+        answers: 1 says that the answers alone are learned; 0, every token.
     """
 
     seed: int = 0
@@ -36,10 +37,13 @@ class Mano:
     length: int = 129
     modulus: int = 7
     most: int = 4
+    answers: int = 1
 
     def check(self) -> None:
         if not 2 <= self.modulus < MOST_NUMBERS:
             raise InputError(f"mano: modulus={self.modulus}: from 2 to {MOST_NUMBERS - 1}")
+        if self.answers not in (0, 1):
+            raise InputError(f"mano: answers={self.answers}: 0 or 1")
         if not 1 <= self.most <= _MOST_HEIGHT:
             raise InputError(f"mano: most={self.most}: a height from 1 to {_MOST_HEIGHT}")
         # A full tree has 2 ** (height + 1) - 1 words; then there are modulus, sign of equality, value and end.

@@ -22,9 +22,19 @@ from adaponder.data import sources
 from adaponder.data.chat import ChatFormat, own_template
 from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
 from adaponder.data.formats import Conversation
-from adaponder.data.generated import is_generated
+from adaponder.data.generated import is_generated, learns_answers
 from adaponder.data.journal import Journal, claimed, finished, owned
-from adaponder.data.manifest import CHAT_TEMPLATE, JOURNAL, MANIFEST, SPLITS, TOKENIZER, DataError, Manifest, dtype_of
+from adaponder.data.manifest import (
+    CHAT_TEMPLATE,
+    JOURNAL,
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    DataError,
+    Manifest,
+    dtype_of,
+    is_masked,
+)
 from adaponder.data.sources import Counts, Document, InputPart
 from adaponder.data.symbols import SYMBOLS
 from adaponder.data.tokenizers import TRAIN, load_tokenizer, special_tokens, tokenizer_hash, vocabulary_size
@@ -64,7 +74,8 @@ def prepare(
 
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, lies below ``validation``: the same text always lands on the same side. A finished ``out`` is left as it is.
-    Puzzles need no ``tokenizer`` named: theirs is ``symbols``.
+    Puzzles need no ``tokenizer`` named: theirs is ``symbols``. Of most the answers alone are learned, so that no other
+    text can be prepared beside them.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two: a prompt and its
     completion. They are written by the tokenizer's chat template, or by ``chat_template``, and what the assistant says
@@ -76,6 +87,9 @@ def prepare(
         raise InputError(f"--chat-template {chat_template}: name the field of the conversations too, with --chat")
     counts = Counts()
     parts = sources.find(inputs, counts)
+    puzzles = [part.argument for part in parts if learns_answers(part.argument)]
+    if puzzles and len(puzzles) < len(parts):
+        raise InputError(f"input {puzzles[0]}: its answers alone are learned (answers=0: all); prepare others apart")
     form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
     with owned(out):
         fingerprint: dict[str, Any] = {
@@ -91,6 +105,8 @@ def prepare(
             template = hashlib.sha256(form.template.encode()).hexdigest()
             fingerprint["chat"] = {"fields": list(form.fields), "template": template, "begin": form.tokens.begin}
             parts = [form.reader(part) for part in parts]
+        if puzzles:
+            fingerprint["answers"] = True
         before = finished(out, fingerprint)
         if before is not None:
             return before
@@ -226,7 +242,7 @@ class _Writing:
                 dtype=dtype,
                 shard_tokens=shard_tokens,
                 number=len(shards),
-                chat="chat" in journal.fingerprint,
+                masked=is_masked(journal.fingerprint),
             )
             for split, shards in journal.shards.items()
         }

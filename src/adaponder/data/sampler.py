@@ -93,7 +93,7 @@ class Sampler:
         """A hash of all that decides every batch: the data's checksums and these settings."""
         manifest = self.shards.manifest
         content = [
-            (shard.tokens, shard.tokens_sha256, *([shard.docs_sha256] if manifest.chat else []))
+            (shard.tokens, shard.tokens_sha256, *([shard.docs_sha256] if manifest.masked else []))
             for shard in manifest.splits[self.shards.split]
         ]
         settings = (self.shards.tokenizer_hash, self.sequence, self.global_batch, self.seed)

@@ -70,12 +70,12 @@ class Shards:
             verify_sums(folder, sums_of(folder / split, manifest.splits[split]), share=share)
         starts, learned, base = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
         for shard in manifest.splits[split]:
-            table = document_table(folder / split / shard.docs_name, shard, chat=manifest.chat)
+            table = document_table(folder / split / shard.docs_name, shard, masked=manifest.masked)
             starts.append(base + table.starts)
             if table.learned is not None:
                 learned.append(base + table.learned)
             base += shard.tokens
-        whole = DocumentTable(np.concatenate(starts), np.concatenate(learned) if manifest.chat else None)
+        whole = DocumentTable(np.concatenate(starts), np.concatenate(learned) if manifest.masked else None)
         return cls(folder, split, manifest, whole)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -134,7 +134,7 @@ class Shards:
     def content_hash(self) -> str:
         """A hash of the tokens of all splits and of the tokenizer: equal for equal data, wherever it lies."""
         sums = [[shard.tokens_sha256 for shard in split] for split in self.manifest.splits.values()]
-        if self.manifest.chat:  # what is learned of it stands in the tables
+        if self.manifest.masked:  # what is learned of it stands in the tables
             sums += [[shard.docs_sha256 for shard in split] for split in self.manifest.splits.values()]
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 

@@ -50,9 +50,9 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):
-        if not isinstance(document, Document):
+        if isinstance(document, Pretokenised):
             raise InputError(f"{document.origin}: holds tokens, not text")
-        yield document
+        yield Document(document.text, document.source)
 
 
 def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[AnyDocument]:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.filesize import decimal
 
-from adaponder.data.manifest import CHAT_DOCS, CHAT_TEMPLATE, DOCS, DataError, Manifest, Shard
+from adaponder.data.manifest import CHAT_TEMPLATE, DOCS, MASKED_DOCS, DataError, Manifest, Shard
 from adaponder.data.tokenizers import hash_of_content
 from adaponder.errors import InputError
 from adaponder.files import checksums_wanted, open_plain, parse_json, read_bytes, sha256_of_each
@@ -71,14 +71,14 @@ class DocumentTable(NamedTuple):
     learned: np.ndarray | None
 
 
-def document_table(path: Path, shard: Shard, *, chat: bool) -> DocumentTable:
+def document_table(path: Path, shard: Shard, *, masked: bool) -> DocumentTable:
     """The table of a shard's documents, once it is known to cut exactly the shard's tokens into documents."""
-    schema = CHAT_DOCS if chat else DOCS
+    schema = MASKED_DOCS if masked else DOCS
     try:
         with open_plain(path, DataError) as raw, pq.ParquetFile(raw) as file:
             if file.schema_arrow.remove_metadata() != schema:
                 raise DataError(f"{path}: columns {file.schema_arrow.names}, needed {schema.names} of their types")
-            table = file.read(columns=["start", "length", *(["learned"] if chat else [])])
+            table = file.read(columns=["start", "length", *(["learned"] if masked else [])])
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: truncated or not a Parquet file ({error})") from None
     start, length = (table.column(name).to_numpy() for name in ("start", "length"))
@@ -89,7 +89,7 @@ def document_table(path: Path, shard: Shard, *, chat: bool) -> DocumentTable:
         )
     if (length < 1).any() or (start != np.cumsum(length) - length).any():
         raise DataError(f"{path}: documents do not follow one another: damaged or foreign")
-    return DocumentTable(start, _learned(path, table, start, length) if chat else None)
+    return DocumentTable(start, _learned(path, table, start, length) if masked else None)
 
 
 def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:

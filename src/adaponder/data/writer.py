@@ -10,15 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from adaponder.data.manifest import CHAT_DOCS, DOCS, DTYPES, DataError, Shard
+from adaponder.data.manifest import DOCS, DTYPES, MASKED_DOCS, DataError, Shard
 from adaponder.files import write_whole
 
 
 class ShardWriter:
     """Gathers the documents of one split and writes them as whole shards."""
 
-    def __init__(self, folder: Path, *, dtype: str, shard_tokens: int, number: int = 0, chat: bool = False):
-        self.schema = CHAT_DOCS if chat else DOCS
+    def __init__(self, folder: Path, *, dtype: str, shard_tokens: int, number: int = 0, masked: bool = False):
+        self.schema = MASKED_DOCS if masked else DOCS
         self.folder, self.dtype, self.shard_tokens, self.number = folder, DTYPES[dtype], shard_tokens, number
         self.tokens = 0
         self._parts: list[np.ndarray] = []
@@ -40,7 +40,7 @@ class ShardWriter:
     def write(self) -> Shard:
         """Writes what was gathered and starts the next shard. Tokens come last: where they are, the table is too."""
         tokens = np.concatenate(self._parts, dtype=self.dtype).tobytes()
-        columns = dict(zip(CHAT_DOCS.names, zip(*self._table, strict=True), strict=True))
+        columns = dict(zip(MASKED_DOCS.names, zip(*self._table, strict=True), strict=True))
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table({name: list(columns[name]) for name in self.schema.names}, schema=self.schema), sink)
         docs = sink.getvalue().to_pybytes()

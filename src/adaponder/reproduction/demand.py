@@ -13,6 +13,8 @@ from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN
 from adaponder.reproduction.tables import NONE, markdown, prose
 
 CLAIM, MEASURE = "hops", "demand"
+# An earlier form of the puzzle, whose table stands below the other's.
+EARLIER = "hops-capitals"
 # Share of right answers from which on a question counts as solved; fixed beforehand, as are the three aims.
 SOLVED = 0.95
 _RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
@@ -38,10 +40,10 @@ class Subject:
         return self.made["by_depth"]
 
 
-def subjects(judge: Judge) -> list[Subject]:
+def subjects(judge: Judge, claim: str = CLAIM) -> list[Subject]:
     """Every model of the claim that was measured, in the order of the queue."""
     found = []
-    for each in dict.fromkeys(judge.evidence.queue.of_claim(CLAIM)):
+    for each in dict.fromkeys(judge.evidence.queue.of_claim(claim)):
         made = judge.evidence.measured(each.setting, MEASURE).get(each.seed)
         if made is not None:
             model = each.resolved().model
@@ -132,31 +134,43 @@ def aims(subject: Subject, needed: Sequence[int | None]) -> Aims:
 
 def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
     """The section of the results page; empty where nothing was measured."""
-    found = subjects(judge)
-    fixed, halting = [each for each in found if not each.halts], [each for each in found if each.halts]
-    if not fixed:
+    tables, before = _tables(subjects(judge)), _tables(subjects(judge, EARLIER))
+    if not tables and not before:
         return []
-    needs, needed = fixed[0].made["needs"], needed_depths(found)
-    asked = sum(fixed[0].made["questions"])
     lines = [
         "## Depth on demand: puzzles whose needed depth is known",
         "",
         *prose(
             f"`{command}`. A letter leads to another, that one to the next, until one leads nowhere; a question names",
             "the first and wants the last, and nothing says how many hops there are. Two layers, d 128; share of right",
-            f"answers to {asked:,} questions that were held out. The *needed depth* of a number of hops is the least K",
-            f"of separately trained models that answers {SOLVED:.0%} of its questions.",
+            "answers to questions that were held out. The *needed depth* of a number of hops is the least K of",
+            f"separately trained models that answers {SOLVED:.0%} of its questions.",
         ),
         "",
-        *markdown(
-            ["every token read K times", "seed", *(f"{need} hop{'s' if need > 1 else ''}" for need in needs)],
-            [[each.title, str(each.seed), *(_percent(share) for share in each.full)] for each in fixed]
-            + [["**needed depth**", "", *(NONE if depth is None else f"**{depth}**" for depth in needed)]],
-        ),
+        *(tables or ["Not run yet."]),
     ]
+    if tables and drawn:
+        lines += ["", *drawn]
+    if before:
+        says = judge.evidence.queue.claims[EARLIER]
+        lines += ["", f"**{says}** `{command.replace(CLAIM, EARLIER)}`", "", *before]
+    return lines
+
+
+def _tables(found: Sequence[Subject]) -> list[str]:
+    """Fixed depths, those that halt, and verdicts; empty where no fixed depth was measured."""
+    fixed, halting = [each for each in found if not each.halts], [each for each in found if each.halts]
+    if not fixed:
+        return []
+    needs, needed = fixed[0].made["needs"], needed_depths(found)
+    lines = markdown(
+        ["every token read K times", "seed", *(f"{need} hop{'s' if need > 1 else ''}" for need in needs)],
+        [[each.title, str(each.seed), *(_percent(share) for share in each.full)] for each in fixed]
+        + [["**needed depth**", "", *(NONE if depth is None else f"**{depth}**" for depth in needed)]],
+    )
     if halting:
         lines += ["", *_halting(halting, needs, needed), "", *_verdicts(fixed, halting, needed)]
-    return [*lines, "", *drawn] if drawn else lines
+    return lines
 
 
 def _halting(halting: Sequence[Subject], needs: Sequence[int], needed: Sequence[int | None]) -> list[str]:

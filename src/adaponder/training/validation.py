@@ -17,7 +17,13 @@ from adaponder.training.distributed import World
 
 def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
     """How many whole windows of ``length`` predictions the split's first ``tokens`` tokens hold."""
-    return min(tokens, shards.tokens - 1) // length
+    step = _step(shards, length)
+    return min(tokens, shards.tokens - (length + 1 - step)) // step
+
+
+def _step(shards: Shards, length: int) -> int:
+    """From one window's first token to the next's: each token is a target once, but of a puzzle the first word."""
+    return length + 1 if shards.manifest.puzzles else length
 
 
 def validate(
@@ -90,7 +96,7 @@ def validation_sums(
 
 def _windows(shards: Shards, chosen: Tensor, *, windows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, targets, documents) of the chosen windows, the last with one more; nothing is a target past the end."""
-    starts = chosen.clamp_max(windows - 1).numpy() * length
+    starts = chosen.clamp_max(windows - 1).numpy() * _step(shards, length)
     block = torch.from_numpy(shards.read_blocks(starts, length + 1))
     documents = torch.from_numpy(shards.number_blocks(starts, length + 1))
     targets = block[:, 1:].masked_fill((chosen >= windows)[:, None], -100)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from adaponder import cli
@@ -14,6 +15,7 @@ from adaponder.data.prepare import prepare
 from adaponder.data.symbols import END_ID, UNKNOWN, WORDS, ids_of, words_of
 from adaponder.data.tokenizers import END, load_tokenizer, vocabulary_size
 from adaponder.errors import InputError
+from adaponder.training import validation
 
 SMALL = {
     "hops": "hops:seed=3,documents=60",
@@ -330,3 +332,49 @@ def test_a_folder_is_known_by_the_version_and_by_the_defaults_behind_its_name(mo
     monkeypatch.undo()
     monkeypatch.setitem(generated.PUZZLES, "hops", hops.Hops(questions=5))
     assert described() != before
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_answers_alone_are_learned_and_the_text_is_the_same_as_where_everything_is(name, tmp_path):
+    whole = f"{SMALL[name]},answers=0"
+    prepare([SMALL[name]], out=tmp_path / "answers", validation=0.2)
+    prepare([whole], out=tmp_path / "all", validation=0.2)
+    for split in ("train", "validation"):
+        masked, plain = (Shards.open(tmp_path / folder, split) for folder in ("answers", "all"))
+        length = sum(shard.tokens for shard in masked.manifest.splits[split])
+        start = np.zeros(1, np.int64)
+        ids = masked.read_blocks(start, length)[0]
+        assert np.array_equal(ids, plain.read_blocks(start, length)[0])
+        assert plain.learned_blocks(start, length) is None
+        asked = needed(ids) > 0
+        learned = masked.learned_blocks(start, length)[0]
+        assert asked.any()
+        # Where a document ends with an answer, its end token is learned with it.
+        assert np.array_equal(learned, asked | ((ids == END_ID) & np.roll(asked, 1)))
+
+
+def test_answers_that_are_learned_alone_stand_beside_no_text_that_is_learned_whole(tmp_path):
+    (tmp_path / "text.txt").write_text("a b c")
+    text = str(tmp_path / "text.txt")
+    for inputs in (["hops:documents=9", text], ["hops:documents=9,answers=0", "mano:documents=9"]):
+        with pytest.raises(InputError, match=r"documents=9.*answers alone are learned.*apart"):
+            prepare(inputs, out=tmp_path / "out", tokenizer="symbols")
+    with pytest.raises(InputError, match="answers=2: 0 or 1"):
+        prepare(["mano:answers=2"], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["hops", "mano"])
+def test_validation_reads_each_document_from_its_beginning(name, tmp_path):
+    prepare([SMALL[name]], out=tmp_path, validation=0.3)
+    shards = Shards.open(tmp_path, "validation")
+    length = settings_of(SMALL[name]).length - 1
+    windows = validation.whole_windows(shards, 10**6, length=length)
+    assert windows == shards.documents > 5
+    ids, targets, numbers = validation._windows(shards, torch.arange(windows), windows=windows, length=length)
+    assert all(len(set(row.tolist())) == 1 for row in numbers)
+    for row, learned in zip(ids, targets != -100, strict=True):
+        asked = [place for place, _, _ in answers(" ".join(words_of(row.numpy())))]
+        assert set(asked) <= set((learned.nonzero()[:, 0] + 1).tolist())
+        assert len(asked) >= 2
+    few = validation.whole_windows(shards, 2 * (length + 1), length=length)
+    assert few == 2

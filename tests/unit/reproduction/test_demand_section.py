@@ -81,9 +81,12 @@ def test_only_models_that_solve_the_puzzles_are_judged():
 
 @pytest.fixture
 def page(monkeypatch):
-    def made(found: list[Subject]) -> str:
-        monkeypatch.setattr(demand, "subjects", lambda judge: found)
-        return "\n".join(section(types.SimpleNamespace(), "adaponder reproduce hops", []))
+    def made(found: list[Subject], earlier: tuple[Subject, ...] = ()) -> str:
+        by_claim = {demand.CLAIM: found, demand.EARLIER: earlier}
+        monkeypatch.setattr(demand, "subjects", lambda judge, claim=demand.CLAIM: by_claim[claim])
+        queue = types.SimpleNamespace(claims={demand.EARLIER: "As it was."})
+        judge = types.SimpleNamespace(evidence=types.SimpleNamespace(queue=queue))
+        return "\n".join(section(judge, "adaponder reproduce hops", []))
 
     return made
 
@@ -102,3 +105,13 @@ def test_the_section_says_what_does_not_hold(page):
     assert f"K = 1 fails where K = 4 succeeds: **{FAILS}**" in text
     assert f"depth follows need: **{FAILS}**" in text
     assert page([FOLLOWS]) == ""
+
+
+def test_an_earlier_form_has_its_own_table_and_changes_no_verdict(page):
+    alone, both = page([*SEPARATE, FULL, FOLLOWS]), page([*SEPARATE, FULL, FOLLOWS], (*SEPARATE, LOST))
+    assert both.startswith(alone)
+    assert "**As it was.** `adaponder reproduce hops-capitals`" in both
+    assert both.count("needed depth**") == 2
+    waiting = page([], tuple(SEPARATE))
+    assert waiting.index("Not run yet.") < waiting.index("As it was.")
+    assert page([]) == ""
