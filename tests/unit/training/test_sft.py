@@ -39,7 +39,7 @@ def said(row: torch.Tensor) -> str:
 def pairs(count: int = 8) -> Dataset:
     rows = ids(count, 12, seed=3).clamp_min(4)
     return Dataset.from_list(
-        [{"prompt": said(row[: 3 + n % 3]), "completion": said(row[6:])} for n, row in enumerate(rows)]
+        [{"prompt": said(row[: 3 + n % 3]), "completion": f" {said(row[6:])}"} for n, row in enumerate(rows)]
     )
 
 
