@@ -19,7 +19,7 @@ from adaponder.serving.usage import text_cost
 from adaponder.text import pieces
 
 # Tokens that are read before others may go first.
-_PART = 256
+_PART = 512
 
 
 class Scores:
