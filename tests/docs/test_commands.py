@@ -61,6 +61,7 @@ NOT_RUN = {
     r"^policies": "every rule takes 16 s; tests/unit/evaluation",
     r"^doctor$": "takes 4 s; tests/unit/cli/test_cli.py",
     r"^sweep": "trains six times; tests/unit/training",
+    r"^train finetune": "takes minutes; tests/repo/test_finetune_page.py runs it small",
     r"^prepare hops": "takes 7 s; tests/unit/data",
     r"^reproduce": "rewrites the documents of the checkout; tests/unit/reproduction",
     r"EleutherAI|zeng123": "needs the hub",
