@@ -81,7 +81,7 @@ def _apart(judge: Judge, folder: Path) -> dict[str, str]:
             continue
         if path.name not in known:
             named = read_json(path, InputError).get("data")
-            why[path.name] = "no single run of the queue" if named is None else "from before there was a queue"
+            why[path.name] = "from before there was a queue" if isinstance(named, str) else "no single run of the queue"
         elif known[path.name]["data"] not in hashes:
             why[path.name] = f"other data: hash `{known[path.name]['data']}`"
         else:

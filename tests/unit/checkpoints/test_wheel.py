@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -54,8 +53,7 @@ def wheel(tmp_path_factory) -> Path:
     archive = build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
     assert archive.name == f"adaponder-{__version__}.tar.gz"
     unpacked = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(archive) as files:
-        files.extractall(unpacked, filter="data")
+    shutil.unpack_archive(archive, unpacked)
     return build("build_wheel", unpacked / f"adaponder-{__version__}", tmp_path_factory.mktemp("wheel"))
 
 
