@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import tempfile
 from importlib.machinery import ModuleSpec
@@ -16,21 +17,56 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from adaponder.commands import tasks as eval_tasks
 from adaponder.commands.options import EvalOptions
-from harness_support import POSITIONS, RECORDS, write_records
+from harness_support import POSITIONS, WIKITEXT, reader, words, write_records
 from soak_support import NAME, run_parts, serving, write_checkpoint
 
 RECORD = Path(__file__).with_suffix(".json")
 TASKS = ("arc_easy", "lambada_openai", "wikitext")
 
 
-def short_records() -> dict[str, list[dict[str, Any]]]:
-    """The records that fit into the model's positions: lm-eval's client cuts longer ones elsewhere."""
-    return {task: [row for row in rows if len(str(row)) < 400] for task, rows in RECORDS.items() if task in TASKS}
+WORDS = "the mill ran past a river and she saw fire light rain then he said no while it slept".split()
+ITEMS = 12
+
+
+def records() -> dict[str, list[dict[str, Any]]]:
+    """Items of which a model of chance gets some right: an accuracy of 0 on both sides would compare nothing.
+
+    All fit into the model's positions: lm-eval's client cuts longer ones elsewhere.
+    """
+    rng = random.Random(0)
+    questions = [
+        {
+            "id": str(number),
+            "question": " ".join(rng.sample(WORDS, 6)) + "?",
+            "choices": {"text": rng.sample(WORDS, 4), "label": list("ABCD")},
+            "answerKey": rng.choice("ABCD"),
+        }
+        for number in range(ITEMS)
+    ]
+    pages = [row for row in WIKITEXT if len(row["page"]) < POSITIONS]
+    return {"arc_easy": questions, "lambada_openai": last_words(rng), "wikitext": pages}
+
+
+def last_words(rng: random.Random) -> list[dict[str, Any]]:
+    """Texts whose last word is, in every second one, the word that the model expects most."""
+    model, tokenizer = reader(), words()
+    rows: list[dict[str, Any]] = []
+    while len(rows) < ITEMS:
+        text = " ".join(rng.sample(WORDS, 5))
+        with torch.no_grad():
+            expected = tokenizer.decode(model(torch.tensor([tokenizer.encode(text)])).logits[0, -1].argmax())
+        if len(rows) % 2:
+            rows.append({"text": f"{text} {rng.choice(WORDS)}"})
+        elif expected.startswith(" ") and expected.strip().isalpha():
+            rows.append({"text": text + expected})
+    return rows
 
 
 def allow_without_retries() -> None:
@@ -90,6 +126,7 @@ def compare(url: str, folder: Path, data: Path, tasks: tuple[str, ...]) -> dict[
                 continue
             here, there = value["value"], through[score["task"]][metric.partition(" ")[0]]
             assert abs(here - there) <= 1e-9 * max(1.0, abs(here)), (score["task"], metric, here, there)
+            assert not metric.startswith("acc") or 0 < here < 1, (score["task"], metric, here, "says nothing")
             compared[f"{score['task']} {metric}"] = {"eval": here, "server": there}
     assert {name.partition(" ")[0] for name in compared} == set(tasks), compared
     return compared
@@ -98,7 +135,7 @@ def compare(url: str, folder: Path, data: Path, tasks: tuple[str, ...]) -> dict[
 def scores(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         folder = write_checkpoint(Path(place) / "model")
-        data = write_records(Path(place) / "records", short_records())
+        data = write_records(Path(place) / "records", records())
         with serving(folder) as server:
             return {"compared": compare(server.url, folder, data, TASKS)}
 

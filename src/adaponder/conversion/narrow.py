@@ -51,7 +51,7 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
     if weights in _HALVES:
         if model.device.type == "cpu":
             raise InputError(
-                f"--weights {weights}: a CPU computes in float32, often a hundred times faster; name a GPU by "
+                f"--weights {weights}: a CPU computes in float32, which it does faster; name a GPU by "
                 f"--device, or insist with --dtype {weights}"
             )
         nn.Module.to(model, _HALVES[weights])

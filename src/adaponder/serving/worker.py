@@ -218,7 +218,7 @@ class Worker:
             self.cancel(number)
             try:
                 sink(problem)
-            except Exception:
+            except Exception:  # its client is gone or broken; the others must go on
                 _log.exception("a request could not be told of its failure")
 
     def _set_state(self, state: str, problem: str | None = None) -> None:
