@@ -50,8 +50,8 @@ class Hops:
     most: int = 4
     questions: int = 6
     letters: int = MOST_LETTERS
-    ends: int = 4
-    capitals: int = 1
+    ends: int = 11
+    capitals: int = 0
     answers: int = 1
 
     @property
@@ -79,7 +79,7 @@ class Hops:
         if not taken <= self.letters <= MOST_LETTERS:
             raise InputError(
                 f"hops: letters={self.letters}: questions={self.questions} of up to most={self.most} hops take "
-                f"{taken}, and there are {MOST_LETTERS}: lower questions or most"
+                f"{taken}, and there are {MOST_LETTERS}: lower questions, most or ends"
             )
 
     def document(self, draw: Draw) -> list[str]:

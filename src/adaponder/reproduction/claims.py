@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,9 @@ def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
     words = [claims.titles.get(experiment.recipe, experiment.recipe)]
     for change in experiment.changes:
         name, _, value = change.replace('"', "").partition("=")
-        if name != "train.lr":
+        if name == "model.iterations":
+            words[0] = re.sub(r"K = \d+", f"K = {value}", words[0])
+        elif name != "train.lr":
             words.append(_CHANGES.get(name, "{name} {value}").format(name=name.partition(".")[2], value=value))
     if experiment.source is not None:
         return f"{words[0]}, continued from {claims.titles.get(experiment.source.recipe, experiment.source.recipe)}"

@@ -13,8 +13,8 @@ from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN
 from adaponder.reproduction.tables import NONE, markdown, prose
 
 CLAIM, MEASURE = "hops", "demand"
-# An earlier form of the puzzle, whose table stands below the other's.
-EARLIER = "hops-capitals"
+# Other forms of the puzzle, whose tables stand below.
+OTHERS = ("hops-ends", "hops-capitals")
 # Share of right answers from which on a question counts as solved; fixed beforehand, as are the three aims.
 SOLVED = 0.95
 _RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
@@ -53,17 +53,25 @@ def subjects(judge: Judge, claim: str = CLAIM) -> list[Subject]:
     return found
 
 
-def needed_depths(found: Sequence[Subject]) -> list[int | None]:
-    """For each need, in order, the least K of separately trained models, the mean over seeds, that solves it."""
-    fixed: dict[int, list[Sequence[float]]] = {}
+def fixed_depths(found: Sequence[Subject]) -> dict[int, list[float]]:
+    """Accuracy by need of every separately trained K, the mean over seeds of the method that answers most there."""
+    by_method: dict[tuple[int, str], list[Sequence[float]]] = {}
     for each in found:
         if not each.halts:
-            fixed.setdefault(each.iterations, []).append(each.full)
+            by_method.setdefault((each.iterations, each.title), []).append(each.full)
+    best: dict[int, list[float]] = {}
+    for (k, _), seeds in sorted(by_method.items()):
+        means = [sum(shares) / len(seeds) for shares in zip(*seeds, strict=True)]
+        if k not in best or sum(means) > sum(best[k]):
+            best[k] = means
+    return best
+
+
+def needed_depths(found: Sequence[Subject]) -> list[int | None]:
+    """For each need, in order, the least separately trained K that solves it."""
+    fixed = fixed_depths(found)
     needs = range(len(found[0].made["needs"])) if found else range(0)
-    return [
-        next((k for k in sorted(fixed) if sum(full[i] for full in fixed[k]) / len(fixed[k]) >= SOLVED), None)
-        for i in needs
-    ]
+    return [next((k for k in sorted(fixed) if fixed[k][i] >= SOLVED), None) for i in needs]
 
 
 def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Sequence[int | None]) -> float | None:
@@ -134,8 +142,9 @@ def aims(subject: Subject, needed: Sequence[int | None]) -> Aims:
 
 def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
     """The section of the results page; empty where nothing was measured."""
-    tables, before = _tables(subjects(judge)), _tables(subjects(judge, EARLIER))
-    if not tables and not before:
+    tables = _tables(subjects(judge))
+    others = {claim: made for claim in OTHERS if (made := _tables(subjects(judge, claim)))}
+    if not tables and not others:
         return []
     lines = [
         "## Depth on demand: puzzles whose needed depth is known",
@@ -144,16 +153,16 @@ def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
             f"`{command}`. A letter leads to another, that one to the next, until one leads nowhere; a question names",
             "the first and wants the last, and nothing says how many hops there are. Two layers, d 128; share of right",
             "answers to questions that were held out. The *needed depth* of a number of hops is the least K of",
-            f"separately trained models that answers {SOLVED:.0%} of its questions.",
+            f"separately trained models (of any method) that answers {SOLVED:.0%} of its questions.",
         ),
         "",
         *(tables or ["Not run yet."]),
     ]
     if tables and drawn:
         lines += ["", *drawn]
-    if before:
-        says = judge.evidence.queue.claims[EARLIER]
-        lines += ["", f"**{says}** `{command.replace(CLAIM, EARLIER)}`", "", *before]
+    for claim, made in others.items():
+        says = judge.evidence.queue.claims[claim]
+        lines += ["", f"**{says}** `{command.replace(CLAIM, claim)}`", "", *made]
     return lines
 
 
@@ -189,13 +198,10 @@ def _halting(halting: Sequence[Subject], needs: Sequence[int], needed: Sequence[
 
 
 def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Sequence[int | None]) -> list[str]:
-    least = min(each.iterations for each in fixed)
-    most = max(each.iterations for each in fixed)
-    hard = [i for i, depth in enumerate(needed) if depth == most]
-    failing = all(each.full[i] < SOLVED for each in fixed if each.iterations == least for i in hard)
-    lines = [
-        f"- K = {least} fails where K = {most} succeeds: **{(HOLDS if hard and failing else FAILS)}**",
-    ]
+    by_depth = fixed_depths(fixed)
+    least, most = min(by_depth), max(by_depth)
+    hard = any(low < SOLVED <= high for low, high in zip(by_depth[least], by_depth[most], strict=True))
+    lines = [f"- K = {least} fails where K = {most} succeeds: **{HOLDS if hard else FAILS}**"]
     best = best_of(halting, needed)
     if best is None:
         return [
@@ -219,11 +225,13 @@ def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Sequ
 
 
 def best_of(halting: Sequence[Subject], needed: Sequence[int | None]) -> Subject | None:
-    """Of those that solve every need at full depth the one that meets most aims, then of the best correlation."""
-    solving = [each for each in halting if min(each.full) >= SOLVED]
-    reached = [aims(each, needed) for each in solving]
-    order = sorted(range(len(solving)), key=lambda i: (sum(reached[i].met), reached[i].rho or -1.0))
-    return solving[order[-1]] if order else None
+    """Of those that solve every need at full depth one that meets all aims, else the one of the best correlation."""
+
+    def merit(subject: Subject) -> tuple[bool, float]:
+        reached = aims(subject, needed)
+        return all(reached.met), -1.0 if reached.rho is None else reached.rho
+
+    return max((each for each in halting if min(each.full) >= SOLVED), key=merit, default=None)
 
 
 def figure_points(judge: Judge) -> tuple[Any, ...]:
@@ -231,11 +239,11 @@ def figure_points(judge: Judge) -> tuple[Any, ...]:
     found = subjects(judge)
     needed = needed_depths(found)
     best = best_of([each for each in found if each.halts], needed)
-    fixed = {each.iterations: list(each.full) for each in reversed(found) if not each.halts}
+    fixed = fixed_depths(found)
     if best is None or not fixed:
         return ()
     made = best.made
-    return made["needs"], dict(sorted(fixed.items())), best.title, made["accuracy"], made["by_depth"]
+    return made["needs"], fixed, best.title, made["accuracy"], made["by_depth"]
 
 
 def _percent(share: float) -> str:

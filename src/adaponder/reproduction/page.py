@@ -29,7 +29,7 @@ from adaponder.reproduction.tables import (
 COMMAND = "adaponder reproduce --results"
 BEGIN, END = f"<!-- made by {COMMAND} -->", "<!-- end -->"
 # Claims that have a section of their own.
-_OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, demand.EARLIER)
+_OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, *demand.OTHERS)
 # Figures of other claims.
 _DRAWN = {"nll-by-step": "loss-by-halting-step", "policies": "policies-at-equal-depth"}
 

@@ -12,9 +12,9 @@ from adaponder.reproduction.statistics import FAILS, HOLDS
 QUESTIONS = [100, 100, 50, 50]
 
 
-def fixed(k: int, *shares: float, seed: int = 0) -> Subject:
+def fixed(k: int, *shares: float, seed: int = 0, method: str = "") -> Subject:
     made = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {str(k): list(shares)}}
-    return Subject(f"K = {k}", seed, k, False, made)
+    return Subject(f"{method}K = {k}", seed, k, False, made)
 
 
 def halting(name: str, by_depth: list[list[int]], accuracy: list[float], full: list[float]) -> Subject:
@@ -42,6 +42,9 @@ def test_the_least_depth_that_solves_each_need_over_seeds():
     assert needed_depths([*SEPARATE, fixed(1, 0.8, 0.3, 0.2, 0.2, seed=1)]) == [2, 2, 3, 4]  # a mean of 0.895
     assert needed_depths([FOLLOWS]) == [None] * 4  # one that halts proves nothing about a depth
     assert needed_depths([]) == []
+    # Another method that fails at K takes nothing from the one that does not, whichever comes first.
+    slow = fixed(4, 0.9, 0.5, 0.5, 0.5, method="slow, ")
+    assert needed_depths([*SEPARATE, slow]) == needed_depths([slow, *SEPARATE]) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("needed", [[1, 2, 3, 4], [1, 1, 2, 3], [1, 2, 3, None]])
@@ -82,9 +85,9 @@ def test_only_models_that_solve_the_puzzles_are_judged():
 @pytest.fixture
 def page(monkeypatch):
     def made(found: list[Subject], earlier: tuple[Subject, ...] = ()) -> str:
-        by_claim = {demand.CLAIM: found, demand.EARLIER: earlier}
-        monkeypatch.setattr(demand, "subjects", lambda judge, claim=demand.CLAIM: by_claim[claim])
-        queue = types.SimpleNamespace(claims={demand.EARLIER: "As it was."})
+        by_claim = {demand.CLAIM: found, "hops-capitals": earlier}
+        monkeypatch.setattr(demand, "subjects", lambda judge, claim=demand.CLAIM: by_claim.get(claim, ()))
+        queue = types.SimpleNamespace(claims={"hops-capitals": "As it was."})
         judge = types.SimpleNamespace(evidence=types.SimpleNamespace(queue=queue))
         return "\n".join(section(judge, "adaponder reproduce hops", []))
 
@@ -98,6 +101,10 @@ def test_the_section_says_what_holds(page):
     assert text.count("- good: ") == 3
     assert "99.0 % at 1.02" in text
     assert FAILS not in text
+    # Where three iterations are enough for all, one still fails where four succeed.
+    text = page([*SEPARATE[:2], fixed(3, 1, 1, 1, 1), SEPARATE[3], FOLLOWS])
+    assert "| **needed depth** |  | **1** | **2** | **3** | **3** |" in text
+    assert f"K = 1 fails where K = 4 succeeds: **{HOLDS}**" in text
 
 
 def test_the_section_says_what_does_not_hold(page):
