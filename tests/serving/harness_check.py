@@ -31,7 +31,7 @@ RECORD = Path(__file__).with_suffix(".json")
 TASKS = ("arc_easy", "lambada_openai", "wikitext")
 
 
-WORDS = "the mill ran past a river and she saw fire light rain then he said no while it slept".split()
+WORDS = ["the", "mill", "ran", "past", "a", "river", "and", "she", "saw", "fire", "light", "rain", "then", "he"]
 ITEMS = 12
 
 

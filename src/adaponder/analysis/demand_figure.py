@@ -33,7 +33,7 @@ def demand(
         left.set_ylim(0, 104)
         left.set_xlabel("hops that a question needs")
         left.set_ylabel("right answers (%)")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         table = [[100 * count / sum(row) for count in row] for row in by_depth]
         right.imshow(table, cmap="Greys", vmin=0, vmax=130, aspect="auto")
         for y, row in enumerate(table):
