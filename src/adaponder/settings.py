@@ -275,6 +275,12 @@ class Recurrence:
         "anytime, share of each depth 1 … K in the training loss; they add up to 1, and None makes them equal",
         Span(0, 1),
     )
+    gate_share: float = setting(
+        0.0,
+        "anytime, share of sequences in which the gates halt tokens in training, after train.capacity_warmup, "
+        "instead of chance; tokens without a target then learn to halt",
+        Span(0, 1, because="it is a share"),
+    )
     lookahead_delta: float = setting(
         0.05,
         "anytime, gates learn whether some later iteration lowers a token's loss by more than so many nats",

@@ -14,6 +14,7 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.depths import EveryDepthLoss
 from adaponder.methods.objectives.lookahead import LookaheadLoss
 from adaponder.policies import LearnedGate, Policy, RandomRates
+from adaponder.policies.gate_or_chance import GateOrChance
 
 
 class Anytime(AdaPonder):
@@ -24,11 +25,17 @@ class Anytime(AdaPonder):
     backbone has learned with at any depth. Gates learn beside it, from detached states, whether some later iteration
     lowers a token's loss by more than ``lookahead_delta``: the backbone's loss gives them no gradient, and theirs gives
     the backbone none.
+
+    With ``gate_share`` the gates themselves halt the tokens of some sequences, as they will at inference. Tokens
+    without a target then learn to halt at once: what the others need of them, training shows.
     """
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
-        self.by_chance = RandomRates(config.halt_prior)
+        self.by_chance: Policy = RandomRates(config.halt_prior)
+        self.halting = self.by_chance
+        if config.gate_share:
+            self.halting = GateOrChance(config.gate_share, config.tau, config.halt_prior)
 
     def advance(self, rows: Rows, state: State) -> State:
         embedding, hidden = state.input, state.hidden
@@ -39,11 +46,16 @@ class Anytime(AdaPonder):
         return State(embedding, hidden)
 
     def default_policy(self, *, training: bool) -> Policy:
-        return self.by_chance if training else LearnedGate(self.config.tau)
+        return self.halting if training else LearnedGate(self.config.tau)
 
     def objective(self, values: Objective) -> LossFunction:
         prior = self.config.loss_prior or [1.0 / self.config.iterations] * self.config.iterations
-        return LookaheadLoss(EveryDepthLoss(tuple(prior)), delta=self.config.lookahead_delta, share=values.share)
+        return LookaheadLoss(
+            EveryDepthLoss(tuple(prior)),
+            delta=self.config.lookahead_delta,
+            share=values.share,
+            without_target=self.config.gate_share > 0,
+        )
 
     # --- facts --------------------------------------------------------------------------------------------------
 
@@ -53,7 +65,7 @@ class Anytime(AdaPonder):
 
     def training_policy(self, progress: float) -> Policy:
         """Halts become as frequent as ``halt_prior`` says: at the beginning almost every token is read to the end."""
-        return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.by_chance
+        return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
     def states_scored(cls, iterations: int) -> int:

@@ -67,6 +67,7 @@ OTHER = {
     "exit_prior_weight": 0.5,
     "halt_prior": 2.0,
     "loss_prior": [0.4, 0.3, 0.2, 0.1],
+    "gate_share": 0.5,
     "lookahead_delta": 0.2,
 }
 # Lists whose length is held against the iterations, and only by the method that reads them.
@@ -121,6 +122,7 @@ ZERO = {
     "model.halting_cost",
     "model.exit_prior_weight",
     "model.loss_prior",
+    "model.gate_share",
     "model.lookahead_delta",
     "data.validation",
     "train.gate_lr",

@@ -68,6 +68,7 @@ OF_ONE_METHOD = {
     "exit_prior_weight": "pondernet",
     "halt_prior": "anytime",
     "loss_prior": "anytime",
+    "gate_share": "anytime",
     "lookahead_delta": "anytime",
     "target_gain": "none",
     "target_every": "none",

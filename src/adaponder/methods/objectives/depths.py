@@ -10,7 +10,8 @@ from torch import Tensor
 
 from adaponder.execution.base import Execution
 from adaponder.methods.objectives.base import Losses, Scorer, Trajectory
-from adaponder.policies import RandomRates
+from adaponder.policies import Policy, RandomRates
+from adaponder.policies.gate_or_chance import GateOrChance
 
 
 @dataclass
@@ -19,7 +20,8 @@ class EveryDepthLoss:
 
     ``r_i`` is the share of tokens that the policy lets reach iteration ``i``, where it halts them by chance, else 1.
     So this is ``sum_i prior[i] * E[loss_i]``, estimated from every row that was computed. The factors are constants,
-    not shares of a batch, so any partition into micro-steps has the same sum.
+    not shares of a batch, so any partition into micro-steps has the same sum. Of a sequence whose tokens the gates
+    halted only the loss at each token's own depth counts: that is what inference will have.
     """
 
     needs_states: ClassVar[bool] = True
@@ -33,18 +35,35 @@ class EveryDepthLoss:
         """From the losses of each token after each iteration, ``[iterations, batch, time]``."""
         terms = {"cross_entropy": score.mean(losses[-1])}  # of each token's last state, at its own depth
         total = torch.zeros_like(terms["cross_entropy"])
-        policy = execution.control.policy
+        gated = gated_sequences(execution)
         for i, (loss, share) in enumerate(zip(losses, self.prior, strict=False)):
             reached = execution.depth > i
-            chance = policy.reaching(i) if isinstance(policy, RandomRates) else 1.0
-            total = total + share / chance * score.mean(loss * reached)
+            weight = share / _chance(execution.control.policy, i) * reached.to(loss.dtype)
+            if gated is not None:
+                weight = torch.where(gated, (execution.depth == i + 1).to(loss.dtype), weight)
+            total = total + score.mean(loss * weight)
             terms[f"depth_{i + 1}"] = _mean_of(loss.detach(), reached, score)
         return Losses(total, terms | {"every_depth": total})
+
+
+def gated_sequences(execution: Execution) -> Tensor | None:
+    """``[batch, 1]``: in which sequences the gates halted tokens; ``None`` where the policy knows no such."""
+    policy = execution.control.policy
+    if not isinstance(policy, GateOrChance):
+        return None
+    seed = torch.as_tensor(execution.control.seed, device=execution.depth.device)
+    return policy.by_gate(seed.expand(execution.depth.shape[0])).unsqueeze(1)
 
 
 def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
     """Losses of each token after each iteration, ``[iterations, batch, time]``; a halted token's stays what it was."""
     return torch.stack([score.nll(state) for state in trajectory.states])
+
+
+def _chance(policy: Policy, iteration: int) -> float:
+    """The share of tokens that chance lets reach ``iteration``; 1 where it has no say."""
+    by_chance = policy.by_chance if isinstance(policy, GateOrChance) else policy
+    return by_chance.reaching(iteration) if isinstance(by_chance, RandomRates) else 1.0
 
 
 def _mean_of(values: Tensor, chosen: Tensor, score: Scorer) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from adaponder.execution.base import Execution
 from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, with_term
-from adaponder.methods.objectives.depths import EveryDepthLoss, losses_by_depth
+from adaponder.methods.objectives.depths import EveryDepthLoss, gated_sequences, losses_by_depth
 
 
 @dataclass
@@ -22,6 +23,10 @@ class LookaheadLoss:
     halts tokens, chance also picks those with labels, so they are like all others; but a sequence that reads deeply has
     more of them, and so each sequence counts equally.
 
+    Sequences in which the gates halted tokens give no labels: those read to the end there are not like all others.
+    ``without_target`` teaches tokens that have no target to halt: they have no loss that reading on could lower. What
+    other tokens miss then, the backbone learns to do without, if such halts are in its training.
+
     No gradient goes into the labels. That none goes from gates into the backbone is up to the method: its gates must
     read detached states.
 
@@ -29,6 +34,7 @@ class LookaheadLoss:
         depths: the loss of the backbone.
         delta: nats.
         share: see :class:`adaponder.methods.objectives.Objective`.
+        without_target: whether tokens without a target have the label 0.
     """
 
     needs_states: ClassVar[bool] = True
@@ -36,6 +42,7 @@ class LookaheadLoss:
     depths: EveryDepthLoss
     delta: float
     share: float | None = None
+    without_target: bool = False
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         by_depth = losses_by_depth(trajectory, score)
@@ -43,12 +50,21 @@ class LookaheadLoss:
         if trajectory.gates is None:
             return losses
         label = lookahead_labels(by_depth.detach(), self.delta)
-        labelled = (execution.depth == execution.passes) & score.counted
+        whole, gated = execution.depth == execution.passes, gated_sequences(execution)
+        if gated is not None:
+            whole = whole & ~gated
+        labelled = whole & score.counted
         logit = trajectory.gates.movedim(-1, 0).to(by_depth.dtype)
-        surprise = nn.functional.binary_cross_entropy_with_logits(logit, label, reduction="none").mean(0)
         losses.terms["helped"] = mean_over_sequences(label.mean(0), labelled)
-        term = mean_over_sequences(surprise, labelled)
+        term = mean_over_sequences(_surprise(logit, label), labelled)
+        if self.without_target:
+            term = term + mean_over_sequences(_surprise(logit, torch.zeros_like(label)), whole & ~score.counted)
         return with_term(losses, "lookahead", term, score, weight=1.0, share=self.share)
+
+
+def _surprise(logit: Tensor, label: Tensor) -> Tensor:
+    """Binary cross-entropy of each token, the mean over gates, which are the first axis."""
+    return nn.functional.binary_cross_entropy_with_logits(logit, label, reduction="none").mean(0)
 
 
 def lookahead_labels(losses: Tensor, delta: float) -> Tensor:

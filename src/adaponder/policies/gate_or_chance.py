@@ -1,0 +1,48 @@
+"""Halts of training that are halfway those of inference: gates decide in some sequences, chance in the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adaponder.policies.base import Policy, PolicyInput
+from adaponder.policies.gate import LearnedGate
+from adaponder.policies.random import unit_hash
+from adaponder.policies.random_rates import RandomRates
+from adaponder.policies.values import check_share, set_fields
+
+# A place of the hash that no token and none of its draws has.
+_SEQUENCE = -3
+
+
+@dataclass(frozen=True)
+class GateOrChance(Policy):
+    """In a ``share`` of the sequences the learned gate decides with ``tau``, in the others :class:`RandomRates`.
+
+    So a model learns with the halts that its gates will make, and gates still see what every depth is worth. Which
+    sequences are whose is a hash of their seeds.
+    """
+
+    share: float
+    tau: float
+    prior: float
+    reads_seed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_share("share", self.share)
+        set_fields(self, share=float(self.share), tau=LearnedGate(self.tau).tau, prior=self.by_chance.prior)
+
+    @property
+    def by_chance(self) -> RandomRates:
+        return RandomRates(self.prior)
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return torch.where(self.by_gate(rows.seed), LearnedGate(self.tau)(rows), self.by_chance(rows))
+
+    def by_gate(self, seed: Tensor) -> Tensor:
+        """Whether the gate decides in a sequence of that seed, of the shape of ``seed``."""
+        place = torch.full_like(seed, _SEQUENCE)
+        return unit_hash(place, seed, place) < self.share
