@@ -72,7 +72,7 @@ def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int =
     check_fits(model, text, Windows(max(1, longest - 1)))
     depths = range(1, model.config.iterations + 1)
     own = _answers(model, text, batch_size, {})
-    fixed = {depth: _answers(model, text, batch_size, _at(model, depth)) for depth in depths}
+    fixed = {depth: _answers(model, text, batch_size, at_depth(model, depth)) for depth in depths}
     needs = np.unique(own.needed)
     groups = [own.needed == need for need in needs]
     return Demand(
@@ -86,7 +86,7 @@ def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int =
     )
 
 
-def _at(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
+def at_depth(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
     """Arguments of the model's ``forward`` by which every token has this depth."""
     return {"policy": FixedDepth(depth)} if model.method.halts else {"max_iterations": depth}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from adaponder.checkpoints.manifest import verify_files
-from adaponder.checkpoints.shipped import FULL_NAME, NAME, is_sample, sample_path
+from adaponder.checkpoints.shipped import NAMES, full_name, shipped
 from adaponder.config import AdaPonderConfig, is_our_auto_map
 from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
 from adaponder.files import checksums_wanted, open_plain, read_json
@@ -51,18 +51,19 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """What to say where something in the working directory has the short name of the package's checkpoint."""
-    return f"; the checkpoint that comes with adaponder is {FULL_NAME}" if str(path) == NAME else ""
+    """What to say where something in the working directory has the short name of one of the package's checkpoints."""
+    name = str(path)
+    return f"; the checkpoint that comes with adaponder is {full_name(name)}" if name in NAMES else ""
 
 
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
     """The model folder of a checkpoint: found here, or a hub repository's snapshot without anything that could execute.
 
-    ``sample`` is the checkpoint that comes with the package, unless something here has that name. ``hub`` goes to the
-    hub's client: revision, cache_dir, token, local_files_only.
+    ``sample`` and ``sample-hops`` come with the package, unless something here has that name. ``hub`` goes to the hub's
+    client: revision, cache_dir, token, local_files_only.
     """
-    if is_sample(name):
-        return sample_path()
+    if (own := shipped(name)) is not None:
+        return own
     folder = Path(name)
     if folder.is_dir():
         return find_checkpoint(folder)

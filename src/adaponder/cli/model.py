@@ -6,7 +6,7 @@ import typer
 
 from adaponder.cli.app import app
 from adaponder.cli.ending import FAILED
-from adaponder.commands.options import ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions
+from adaponder.commands.options import ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions, PuzzleOptions
 from adaponder.errors import InputError
 
 
@@ -42,6 +42,17 @@ def generate(options: GenerateOptions) -> None:
 def inspect(options: InspectOptions) -> None:
     """Show shapes, parameters with and without what the method adds, and the cost of a token at each depth."""
     from adaponder.commands import inspect as command
+
+    command.run(options)
+
+
+@app.taking(PuzzleOptions)
+def puzzle(options: PuzzleOptions) -> None:
+    """Show a checkpoint at puzzles whose needed depth is known: easy words are read once, hard ones again and again.
+
+    [dim]adaponder puzzle --seed 5[/]
+    """
+    from adaponder.commands import puzzle as command
 
     command.run(options)
 

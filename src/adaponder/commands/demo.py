@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from adaponder.checkpoints.shipped import FULL_NAME, data_of, sample_path
+from adaponder.checkpoints.shipped import SAMPLE, data_of, full_name, sample_path
+from adaponder.commands import puzzle
 from adaponder.commands.generate import generate, show
-from adaponder.commands.options import DemoOptions
+from adaponder.commands.options import DemoOptions, PuzzleOptions
 from adaponder.commands.recipes import show_recipe
 from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
@@ -56,6 +57,9 @@ def run(options: DemoOptions) -> dict[str, Any]:
 
     console.rule("4  beside it, the checkpoint that comes with adaponder: adaponder generate sample")
     result |= {"beside": beside(done.final)}
+
+    console.rule("5  where the needed depth is known: adaponder puzzle")
+    result |= {"puzzles": puzzle.run(PuzzleOptions(seed=5))["by_need"]}
     replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, result).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
     write_json(options.json, result)
@@ -101,7 +105,7 @@ def beside(trained: Path) -> list[dict[str, Any]]:
 def _on_held_out(folder: Path) -> dict[str, Any]:
     """Parameters, bits per byte and mean depth of the model in ``folder`` on the package's held-out text."""
     model = AdaPonderForCausalLM.from_pretrained(folder).eval()
-    text = open_text(data_of(FULL_NAME), open_vocabulary(str(folder)), whose=str(folder))
+    text = open_text(data_of(full_name(SAMPLE)), open_vocabulary(str(folder)), whose=str(folder))
     scores = score(model, text, Windows(default_length(model)))
     summary = summarise(text, scores.nll, scores.depth)
     facts = {"parameters": model.num_parameters(), "bytes": int(text.utf8_bytes.sum())}

@@ -30,7 +30,7 @@ class Subject(NamedTuple):
     vocabulary: Vocabulary
 
     def text(self, data: str, options: WindowOptions) -> Text:
-        """The part of ``data`` that the options name, as the checkpoint's tokens; ``sample`` is the shipped text."""
+        """The part of ``data`` that the options name, as the checkpoint's tokens; ``sample`` is a shipped text."""
         data = data_of(data)
         with console.status(f"reading {data} …"):
             return open_text(data, self.vocabulary, whose=self.name, split=options.split, max_tokens=options.max_tokens)

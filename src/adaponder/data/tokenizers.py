@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from adaponder.checkpoints.shipped import is_sample, sample_path
+from adaponder.checkpoints.shipped import shipped
 from adaponder.data.symbols import SYMBOLS, symbol_tokenizer
 from adaponder.errors import InputError
 from adaponder.files import read_bytes, read_json
@@ -169,7 +169,7 @@ def _entries(spec: str) -> int:
 
 
 def _file_of(spec: str) -> Path:
-    path = sample_path() if is_sample(spec) else Path(spec)
+    path = shipped(spec) or Path(spec)
     if os.path.isfile(path):
         return path
     if os.path.isdir(path):

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 import adaponder
 from adaponder.checkpoints.loading import fetch
 from adaponder.checkpoints.manifest import read_manifest, verify_files
-from adaponder.checkpoints.shipped import FULL_NAME, TEXT, data_of, is_sample
+from adaponder.checkpoints.shipped import TEXT, data_of, shipped
 from adaponder.cli import app
+from adaponder.commands.puzzle import by_need, read_puzzles
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe
@@ -52,17 +53,17 @@ def test_it_is_whole_and_small_and_every_weight_is_stored_once_in_bfloat16():
 
 def test_its_name_means_a_folder_here_first_and_its_full_name_always_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert fetch("sample") == fetch(FULL_NAME) == SAMPLE
+    assert fetch("sample") == fetch("adaponder:sample") == SAMPLE
     assert data_of("sample") == str(SAMPLE / TEXT)
     (tmp_path / "sample").mkdir()
-    assert not is_sample("sample")
+    assert shipped("sample") is None
     assert data_of("sample") == "sample"
-    with pytest.raises(CheckpointError, match=f"comes with adaponder is {FULL_NAME}"):
+    with pytest.raises(CheckpointError, match="comes with adaponder is adaponder:sample"):
         fetch("sample")
-    assert fetch(FULL_NAME) == SAMPLE
+    assert fetch("adaponder:sample") == SAMPLE
     (tmp_path / "sample").rmdir()
     (tmp_path / "sample").write_text("")
-    with pytest.raises(InputError, match=f"comes with adaponder is {FULL_NAME}"):
+    with pytest.raises(InputError, match="comes with adaponder is adaponder:sample"):
         fetch("sample")
 
 
@@ -126,3 +127,51 @@ def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_
         assert f"| `{name}` | {measured['depth']:.2f} | {measured['loss']:.4f} | {measured['mflops']:.1f} |" in card
         assert profiles.load_profile(SAMPLE, name).fingerprint
     assert found[ladder[0]]["loss"] > found[ladder[-1]]["loss"]
+
+
+# --- sample-hops -----------------------------------------------------------------------------------------------------
+
+HOPS = adaponder.sample_path("sample-hops")
+
+
+def test_the_puzzler_is_whole_and_small_and_opens_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    verify_files(HOPS)
+    assert {path.name for path in HOPS.iterdir()} == {*read_manifest(HOPS)["files"], "manifest.json"}
+    assert (HOPS / "model.safetensors").stat().st_size < 2_000_000
+    assert fetch("sample-hops") == fetch("adaponder:sample-hops") == HOPS
+    opened = AutoModelForCausalLM.from_pretrained(HOPS)
+    assert {parameter.dtype for parameter in opened.parameters()} == {torch.float32}
+    with pytest.raises(InputError, match="comes without a text; adaponder puzzle"):
+        data_of("sample-hops")
+    with pytest.raises(CheckpointError, match="with adaponder come sample, sample-hops"):
+        adaponder.sample_path("sample-cubes")
+    (tmp_path / "sample-hops").mkdir()
+    with pytest.raises(CheckpointError, match="comes with adaponder is adaponder:sample-hops"):
+        fetch("sample-hops")
+
+
+def test_its_depth_follows_the_hops_and_its_answers_are_right():
+    read = read_puzzles(AutoModelForCausalLM.from_pretrained(HOPS).eval(), seed=123, puzzles=100)
+    rows = by_need(read)
+    assert all(row["right"] > 0.95 for row in rows)
+    assert [round(row["depth"]) for row in rows] == [2, 3, 4, 4]
+    assert all(row["right_once"] < 0.75 for row in rows[1:])
+    assert read.depth[read.need == 0].mean() < 1.2, "letters of the steps are read once"
+
+
+def test_its_card_says_what_its_record_says():
+    record = json.loads((ROOT / "experiments" / "records" / "sample-hops.json").read_text())
+    measured, card = record["measured"], (HOPS / "README.md").read_text()
+    for row, full in zip(measured["by_hops"], measured["at_fixed_depth"]["4"], strict=True):
+        cells = f"| {row['hops']} | {row['questions']:,} | {row['right']:.2%} | {row['depth']:.2f} | {full:.2%} |"
+        assert f"{cells} {row['right_once']:.2%} |" in card
+    for fact in (
+        f"{measured['accuracy']:.2%} of",
+        f"{measured['accuracy_at_full_depth']:.2%} at full",
+        f"read {measured['depth_of_other_words']:.2f} times",
+        f"{measured['depth_of_all_words']:.2f} times on average",
+        f"{measured['spearman_of_hops_and_depth']:.3f}",
+        f"{record['parameters']:,}",
+    ):
+        assert fact in card, fact

@@ -58,7 +58,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
-    assert wheel.stat().st_size < 8_000_000
+    assert wheel.stat().st_size < 9_000_000
     listed = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with zipfile.ZipFile(wheel) as archive:
         for name in listed.split():

@@ -107,6 +107,7 @@ BASE = {
     "convert": ("stock", "--out", "converted"),
     "generate": ("ada", "--prompt", "x"),
     "inspect": ("ada",),
+    "puzzle": ("ada",),
     "doctor": (),
     "prepare": ("text.txt", "--tokenizer", "ada/tokenizer.json", "--out", "shards", "--workers", "1"),
     "train": ("cpu/demo",),

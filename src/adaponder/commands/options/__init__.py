@@ -20,7 +20,7 @@ from adaponder.commands.options.evaluation import (
 )
 from adaponder.commands.options.export import ExportOptions
 from adaponder.commands.options.generation import GenerateOptions
-from adaponder.commands.options.model import ConvertOptions, DoctorOptions, InspectOptions
+from adaponder.commands.options.model import ConvertOptions, DoctorOptions, InspectOptions, PuzzleOptions
 from adaponder.commands.options.option import Option
 from adaponder.commands.options.serving import ServeOptions
 from adaponder.commands.options.training import (
@@ -50,6 +50,7 @@ __all__ = [
     "PoliciesOptions",
     "PrefillBenchOptions",
     "PrepareOptions",
+    "PuzzleOptions",
     "RecipesOptions",
     "ReproduceOptions",
     "ServeBenchOptions",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
+from adaponder.checkpoints.shipped import HOPS, full_name
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
 from adaponder.commands.options.shared import CHECKPOINT, Dtype, Json, Seed
@@ -71,6 +72,19 @@ class InspectOptions(Json):
         int | None,
         Option(metavar="N", min=0, help="Tokens before the one counted; default 2048, or the backbone's positions."),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PuzzleOptions(Json):
+    """``adaponder puzzle``."""
+
+    checkpoint: Annotated[
+        str, Option(argument=True, metavar="CKPT", help="Trained on hops; default: the one that comes with adaponder.")
+    ] = full_name(HOPS)
+    seed: Annotated[
+        int | None, Option(metavar="N", min=0, max=2**31 - 1, help="Of the puzzles; default: others each time.")
+    ] = None
+    puzzles: Annotated[int, Option(metavar="N", min=1, max=10_000, help="How many; the first is shown.")] = 64
 
 
 @dataclass(frozen=True, kw_only=True)

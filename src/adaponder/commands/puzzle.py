@@ -1,0 +1,141 @@
+"""adaponder puzzle: fresh puzzles read by a checkpoint that was trained on such, every word coloured by its depth."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.text import Text
+
+from adaponder.analysis.demand import at_depth
+from adaponder.commands.options import PuzzleOptions
+from adaponder.conversion.open import load
+from adaponder.data.generated import documents, questions
+from adaponder.data.hops import BAR, STOP, Hops
+from adaponder.data.symbols import END_ID, SYMBOLS, ids_of, words_of
+from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
+from adaponder.errors import InputError
+from adaponder.evaluation.text import open_vocabulary
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.terminal import by_depth, console, depth_style, legend, line, table, write_json
+
+# Puzzles that are read at once, and steps of one that are shown in a line.
+_AT_ONCE, _IN_A_LINE = 64, 7
+
+
+def run(options: PuzzleOptions) -> dict[str, Any]:
+    """Shows one puzzle in colour and the tally of many; without ``options.seed`` they are other ones each time."""
+    model, folder = load(options.checkpoint)
+    if open_vocabulary(str(folder)).hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
+        raise InputError(f"{options.checkpoint}: not trained on puzzles: its tokens are not {SYMBOLS}")
+    seed = random.SystemRandom().randrange(1, 2**31) if options.seed is None else options.seed
+    read = read_puzzles(model.eval(), seed=seed, puzzles=options.puzzles)
+    result = {"checkpoint": options.checkpoint, "seed": seed, "by_need": by_need(read)}
+    show(read, result["by_need"], deepest=model.config.iterations)
+    console.print(f"seed {seed}")
+    write_json(options.json, result)
+    return result
+
+
+class Readings(NamedTuple):
+    """What a model made of puzzles, ``[puzzles, words]``: its answer after each word, how often it read that, and need.
+
+    ``need`` is the number of hops where the next word is an answer, else 0; ``once`` is the answer with every word read
+    once.
+    """
+
+    words: list[list[str]]
+    answer: np.ndarray
+    depth: np.ndarray
+    once: np.ndarray
+    need: np.ndarray
+    right: np.ndarray
+
+
+@torch.inference_mode()
+def read_puzzles(model: AdaPonderForCausalLM, *, seed: int, puzzles: int) -> Readings:
+    """Reads so many puzzles of a seed, side by side; right answers are worked out from their words."""
+    words = list(documents(replace(Hops(), seed=seed, documents=puzzles)))
+    ids = torch.from_numpy(np.stack([ids_of(each) for each in words])).to(model.device)
+    need, right = np.zeros((2, *ids.shape), np.int64)
+    for row, each in enumerate(words):
+        for question in questions(each):
+            need[row, question.place - 1] = question.needed
+            right[row, question.place - 1] = ids_of([question.answer])[0]
+
+    def answers(**how: Any) -> tuple[np.ndarray, np.ndarray]:
+        outputs = (model(part, **how) for part in ids.split(_AT_ONCE))
+        found = [(output.logits[..., :END_ID].argmax(-1), output.depth) for output in outputs]
+        answer, depth = (torch.cat(each).cpu().numpy() for each in zip(*found, strict=True))
+        return answer, depth
+
+    answer, depth = answers()
+    once, _ = answers(**at_depth(model, 1))
+    return Readings(words, answer, depth, once, need, right)
+
+
+def by_need(read: Readings) -> list[dict[str, Any]]:
+    """For each number of hops: questions, share answered rightly, mean depth, and share with every word read once."""
+    rows = []
+    for need in np.unique(read.need[read.need > 0]).tolist():
+        asked = read.need == need
+        rows.append(
+            {
+                "hops": need,
+                "questions": int(asked.sum()),
+                "right": float((read.answer == read.right)[asked].mean()),
+                "depth": float(read.depth[asked].mean()),
+                "right_once": float((read.once == read.right)[asked].mean()),
+            }
+        )
+    return rows
+
+
+def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
+    """The first puzzle, each word coloured by how often it was read, and what ``by_need`` counted in all."""
+    console.print("Steps lead from letter to letter; a question wants the letter that a chain of steps ends with.")
+    console.print()
+    console.print(_steps(read, deepest))
+    console.print()
+    for text in _questions(read, deepest):
+        console.print(text)
+    console.print()
+    console.print(legend(deepest))
+    cells = [
+        (f"{row['hops']}", f"{row['right']:.0%}", f"{row['depth']:.2f}", f"{row['right_once']:.0%}") for row in rows
+    ]
+    title = f"\n{sum(row['questions'] for row in rows)} questions of {len(read.words)} puzzles"
+    console.print(table(title, ("hops", "right", "mean depth", "right if read once"), cells))
+
+
+def _steps(read: Readings, deepest: int) -> Text:
+    """The first puzzle's steps, every word coloured by how often it was read."""
+    words = read.words[0][: read.words[0].index(BAR)]
+    breaks = range(3 * _IN_A_LINE - 1, len(words), 3 * _IN_A_LINE)
+    pieces = [f"{word} " if word != STOP else ".\n" if place in breaks else ".  " for place, word in enumerate(words)]
+    return by_depth(pieces, read.depth[0, : len(words)].tolist(), deepest)
+
+
+def _questions(read: Readings, deepest: int) -> list[Text]:
+    """The first puzzle's questions, fewest hops first: the letter asked, the chain, the answer, and the depth."""
+    words, found = read.words[0], []
+    leads = {words[place]: words[place + 1] for place in range(0, words.index(BAR), 3)}
+    for place in sorted(np.flatnonzero(read.need[0]).tolist(), key=lambda place: read.need[0, place]):
+        chain = [words[place]]
+        while chain[-1] in leads:
+            chain.append(leads[chain[-1]])
+        depth, answer = int(read.depth[0, place]), words_of(read.answer[0, place : place + 1])[0]
+        verdict = ("right", "green") if answer == chain[-1] else (f"wrong, it is {chain[-1]}", "red")
+        times = ("once", "twice")[depth - 1] if depth < 3 else f"{depth} times"
+        found.append(
+            line(
+                (f" {words[place]} ", depth_style(depth, deepest)),
+                f" read {times:<8} says {answer}, ",
+                verdict,
+                (f"   {' '.join(chain)}", "dim"),
+            )
+        )
+    return found

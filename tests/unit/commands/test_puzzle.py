@@ -1,0 +1,104 @@
+"""Puzzles in the terminal: answers, depths and needs are those of the model and of the text."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from typer.testing import CliRunner
+
+from adaponder import AdaPonderForCausalLM, FixedDepth
+from adaponder.cli import app
+from adaponder.commands import puzzle
+from adaponder.data.generated import documents, questions, settings_of
+from adaponder.data.symbols import END_ID, WORDS, ids_of
+from adaponder.data.tokenizers import SYMBOLS, load_tokenizer
+from support import stir
+
+
+@pytest.fixture(scope="module", params=["relay", "loop"])
+def model(request) -> AdaPonderForCausalLM:
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=128,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+    )
+    backbone = AutoModelForCausalLM.from_config(config)
+    options = {"tau": 0.5} if request.param == "relay" else {}
+    return stir(AdaPonderForCausalLM.from_backbone(backbone, method=request.param, iterations=3, **options)).eval()
+
+
+def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
+    monkeypatch.setattr(puzzle, "_AT_ONCE", 3)  # the last part is smaller
+    read = puzzle.read_puzzles(model, seed=9, puzzles=7)
+    once = {"policy": FixedDepth(1)} if model.method.halts else {"max_iterations": 1}
+    asked = 0
+    for row, words in enumerate(documents(settings_of("hops:seed=9,documents=7"))):
+        assert read.words[row] == words
+        ids = torch.from_numpy(ids_of(words))[None]
+        with torch.no_grad():
+            own, shallow = model(ids), model(ids, **once)
+        for made, output in ((read.answer, own), (read.once, shallow)):
+            assert made[row].tolist() == output.logits[0, :, :END_ID].argmax(-1).tolist()
+        assert read.depth[row].tolist() == own.depth[0].tolist()
+        for question in questions(words):
+            assert read.need[row, question.place - 1] == question.needed
+            assert WORDS[read.right[row, question.place - 1]] == question.answer
+            asked += 1
+    assert int((read.need > 0).sum()) == asked == 42
+
+
+def test_answers_are_counted_by_need():
+    need = np.array([[0, 1, 2, 1], [2, 0, 1, 4]])
+    right, answer, once = np.full((2, 4), 7), np.array([[7, 7, 3, 7], [7, 7, 3, 7]]), np.array([[7, 3, 7, 3]] * 2)
+    read = puzzle.Readings([], answer, np.array([[4, 1, 2, 2], [3, 4, 1, 4]]), once, need, right)
+    assert puzzle.by_need(read) == [
+        {"hops": 1, "questions": 3, "right": 2 / 3, "depth": 4 / 3, "right_once": 1 / 3},
+        {"hops": 2, "questions": 2, "right": 1 / 2, "depth": 5 / 2, "right_once": 1.0},
+        {"hops": 4, "questions": 1, "right": 1.0, "depth": 4.0, "right_once": 0.0},
+    ]
+
+
+def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(SYMBOLS)[0].save(str(tmp_path / "model" / "tokenizer.json"))
+    outputs = []
+    for name in ("a", "b"):
+        arguments = ["puzzle", str(tmp_path / "model"), "--seed", "3", "--puzzles", "5", "--json", f"{tmp_path}/{name}"]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        outputs.append(done.output)
+    assert outputs[0] == outputs[1]
+    result = json.loads((tmp_path / "a").read_text())
+    assert result["seed"] == 3
+    assert sum(row["questions"] for row in result["by_need"]) == 30
+    text = outputs[0]
+    words = next(iter(documents(settings_of("hops:seed=3,documents=5"))))
+    assert " ".join(words[:3]) in text
+    for question in questions(words):
+        assert f" {words[question.place - 1]} " in text
+    assert text.count("says ") == 6
+    assert "30 questions of 5 puzzles" in text
+
+
+def test_without_a_seed_puzzles_differ_from_call_to_call(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(SYMBOLS)[0].save(str(tmp_path / "model" / "tokenizer.json"))
+    seeds = []
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["puzzle", str(tmp_path / "model"), "--puzzles", "1", "--json", f"{tmp_path}/x"])
+        assert done.exit_code == 0, done.output
+        seeds.append(json.loads((tmp_path / "x").read_text())["seed"])
+    assert seeds[0] != seeds[1]
+
+
+def test_a_checkpoint_of_other_tokens_is_refused():
+    done = CliRunner().invoke(app, ["puzzle", "adaponder:sample"])
+    assert done.exit_code != 0
+    assert "not trained on puzzles" in str(done.exception) + done.output
