@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaponder.data import formats, generated
-from adaponder.data.formats import AnyDocument, Counts, Document, InputPart, Pretokenised
+from adaponder.data.formats import AnyDocument, Conversation, Counts, Document, InputPart, Pretokenised
 from adaponder.data.manifest import DataError
 from adaponder.data.megatron import megatron
 from adaponder.data.packing import inner_suffix, packing_of
@@ -41,7 +41,7 @@ _UNPACKED_ONLY = {".parquet", ".idx", ".bin"}
 __all__ = ["Counts", "Document", "InputPart", "Pretokenised", "describe", "documents", "find", "megatron", "read"]
 
 
-def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document]:
+def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document | Conversation]:
     """The documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles or ``hf:NAME[:CONFIG][:SPLIT]``.
 
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and perhaps ``source``; any other file is one document. Text
@@ -52,7 +52,7 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
     for document in read(find(inputs, counts), counts):
         if isinstance(document, Pretokenised):
             raise InputError(f"{document.origin}: holds tokens, not text")
-        yield Document(document.text, document.source)
+        yield document if isinstance(document, Conversation) else Document(document.text, document.source)
 
 
 def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[AnyDocument]:

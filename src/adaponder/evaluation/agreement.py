@@ -85,7 +85,7 @@ def agreement(
             unexplained = int((margin > noise + np.finfo(np.float32).eps).sum())
     return Agreement(
         tokens=text.predictions,
-        loss_difference=abs(dense.loss - compact.loss),
+        loss_difference=abs(float(dense.nll.mean() - compact.nll.mean())),
         worst=float(np.abs(dense.nll - compact.nll)[same].max(initial=0.0)),
         flips=int(flipped.sum()),
         unexplained=unexplained,

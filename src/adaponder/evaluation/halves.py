@@ -73,7 +73,7 @@ class Half:
         chosen = self.chosen
         if chosen.all():
             return scores
-        names = ("nll", "depth", "gates", "nll_by_iteration", "entropy")
+        names = ("nll", "depth", "gates", "nll_by_iteration", "entropy", "counted")
         arrays = {name: getattr(scores, name) for name in names}
         return replace(scores, **{name: array[chosen] for name, array in arrays.items() if array is not None})
 
@@ -139,6 +139,7 @@ def _gather(text: Text, chosen: np.ndarray) -> Text:
         sources=tuple(name for name, wanted in zip(text.sources, chosen, strict=True) if wanted),
         utf8_bytes=text.utf8_bytes[chosen],
         vocabulary=text.vocabulary,
+        learned=None if text.learned is None else text.learned[chosen[text.document]],
     )
 
 
@@ -159,5 +160,6 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
         # Bytes in proportion to tokens, of the document that the window begins in.
         utf8_bytes=np.round(text.utf8_bytes[first] * lengths / whole).astype(np.int64),
         vocabulary=text.vocabulary,
+        learned=None if text.learned is None else text.learned[chosen],
     )
     return Half(text, half, own_text)

@@ -57,6 +57,7 @@ class Scores:
         gates: ``float32[n, gates]`` with ``detail``: the gates' probabilities, of halted tokens too.
         nll_by_iteration: ``float64[n, passes]`` with ``detail``: the loss after each iteration.
         entropy: ``float32[n, passes]`` with ``detail``: of the next-token distribution, nats.
+        counted: ``bool[n]``: which predictions the loss is the mean of; ``None``: all.
     """
 
     nll: np.ndarray
@@ -65,10 +66,11 @@ class Scores:
     gates: np.ndarray | None = None
     nll_by_iteration: np.ndarray | None = None
     entropy: np.ndarray | None = None
+    counted: np.ndarray | None = None
 
     @property
     def loss(self) -> float:
-        return float(self.nll.mean())
+        return float((self.nll if self.counted is None else self.nll[self.counted]).mean())
 
 
 def default_length(model: AdaPonderForCausalLM) -> int:
@@ -127,7 +129,7 @@ def score(
             f"the loss of prediction {int(np.argmax(~np.isfinite(nll)))} is not finite: the model overflows in "
             f"{str(model.dtype).removeprefix('torch.')}; try --dtype float32"
         )
-    return Scores(nll, depth, meter.spent(scored), **extra)
+    return Scores(nll, depth, meter.spent(scored), counted=text.learned, **extra)
 
 
 class Summed(NamedTuple):

@@ -31,7 +31,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over the predictions of a text; ``interval`` is of the loss, ``None`` for too few documents."""
+    """The mean loss of what is learned of a text, the mean depth of all of it, and how many tokens are in that loss.
+
+    ``interval`` is of the loss, ``None`` for too few documents. Bits per byte are of whole texts alone.
+    """
 
     loss: float
     interval: Interval | None
@@ -50,14 +53,15 @@ class Summary:
 
 def summarise(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> Summary:
     """The summary of one scoring of ``text``."""
-    sums, counts = per_document(text, nll), np.diff(text.starts, append=text.predictions)
-    size = int(text.utf8_bytes.sum())
+    counted = text.counted
+    sums, counts = per_document(text, nll * counted), per_document(text, counted)
+    size = int(text.utf8_bytes.sum()) if text.learned is None else 0
     return Summary(
-        loss=float(nll.mean()),
+        loss=float(nll[counted].mean()),
         interval=bootstrap(sums, counts, seed=seed),
         bits_per_byte=float(nll.sum() / math.log(2) / size) if size else None,
         depth=float(depth.mean()),
-        tokens=text.predictions,
+        tokens=int(counted.sum()),
         documents=len(text.starts),
     )
 
@@ -69,25 +73,28 @@ def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) 
         return {}
     of_document = np.array([names.index(name) for name in text.sources])
     of_prediction = of_document[text.document]
-    sums, counts = per_document(text, nll), np.diff(text.starts, append=text.predictions)
+    counted = text.counted
+    sums, counts = per_document(text, nll * counted), per_document(text, counted)
     summaries = {}
     for index, name in enumerate(names):
         chosen, here = of_document == index, of_prediction == index
-        size = int(text.utf8_bytes[chosen].sum())
+        if not (here & counted).any():
+            continue
+        size = int(text.utf8_bytes[chosen].sum()) if text.learned is None else 0
         summaries[name] = Summary(
-            loss=float(nll[here].mean()),
+            loss=float(nll[here & counted].mean()),
             interval=bootstrap(sums[chosen], counts[chosen], seed=seed),
             bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
             depth=float(depth[here].mean()),
-            tokens=int(here.sum()),
+            tokens=int((here & counted).sum()),
             documents=int(chosen.sum()),
         )
     return dict(sorted(summaries.items(), key=lambda item: -item[1].tokens))
 
 
 def per_document(text: Text, values: np.ndarray) -> np.ndarray:
-    """``float64[documents]``: sums of a value over each document's predictions."""
-    return np.add.reduceat(values, text.starts)
+    """``[documents]``: sums of a value, or numbers of what is true, over each document's predictions."""
+    return np.add.reduceat(values, text.starts, dtype=np.int64 if values.dtype == bool else None)
 
 
 def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int = RESAMPLES) -> Interval | None:
@@ -132,11 +139,10 @@ def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed
     """``second - first``, both per prediction of ``text``; ``wins``: the share of tokens whose second loss is lower."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
-    gap = second - first
-    counts = np.diff(text.starts, append=text.predictions)
+    gap, counted = second - first, text.counted
     return Difference(
-        mean=float(gap.mean()),
-        interval=bootstrap(per_document(text, gap), counts, seed=seed),
-        wins=float((gap < 0).mean()),
-        tokens=len(gap),
+        mean=float(gap[counted].mean()),
+        interval=bootstrap(per_document(text, gap * counted), per_document(text, counted), seed=seed),
+        wins=float((gap[counted] < 0).mean()),
+        tokens=int(counted.sum()),
     )

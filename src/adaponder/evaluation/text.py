@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from adaponder.checkpoints.loading import refuse_code, tokenizer_of
 from adaponder.data import Shards, sources
 from adaponder.data.encoding import Encoder, Item
+from adaponder.data.formats import Conversation
 from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
@@ -69,6 +70,8 @@ class Text:
         starts: ``int64[documents]``: the first prediction of each document.
         sources: of each document.
         utf8_bytes: ``int64[documents]``.
+        learned: ``bool[predictions]``: which predicted tokens training learns, of conversations what the assistant
+            says, of puzzles the answers; losses are theirs alone. ``None``: all.
     """
 
     stream: np.ndarray
@@ -76,6 +79,7 @@ class Text:
     sources: tuple[str, ...]
     utf8_bytes: np.ndarray
     vocabulary: Vocabulary
+    learned: np.ndarray | None = None
 
     @property
     def predictions(self) -> int:
@@ -85,6 +89,11 @@ class Text:
     def document(self) -> np.ndarray:
         """``int64[predictions]``: index of the document that each prediction belongs to."""
         return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=self.predictions))
+
+    @property
+    def counted(self) -> np.ndarray:
+        """``bool[predictions]``: which predictions a loss is the mean of."""
+        return np.ones(self.predictions, bool) if self.learned is None else self.learned
 
     @property
     def position(self) -> np.ndarray:
@@ -99,7 +108,14 @@ class Text:
         sizes = self.utf8_bytes[:count].copy()
         if count == len(self.starts) or self.starts[count] != predictions:
             sizes[-1] = 0
-        return Text(self.stream[: predictions + 1], self.starts[:count], self.sources[:count], sizes, self.vocabulary)
+        return Text(
+            self.stream[: predictions + 1],
+            self.starts[:count],
+            self.sources[:count],
+            sizes,
+            self.vocabulary,
+            None if self.learned is None else self.learned[:predictions],
+        )
 
 
 def open_text(
@@ -124,6 +140,7 @@ class _Piece(NamedTuple):
     tokens: np.ndarray
     source: str
     utf8_bytes: int
+    learned: np.ndarray | None = None
 
 
 def _prepared(folder: Path, split: str, vocabulary: Vocabulary, whose: str) -> Iterator[_Piece]:
@@ -139,10 +156,12 @@ def _prepared(folder: Path, split: str, vocabulary: Vocabulary, whose: str) -> I
 
 def _documents(shards: Shards, batch: pa.RecordBatch, first: int) -> Iterator[_Piece]:
     lengths = batch.column("length").to_numpy()
-    tokens = shards.read(first, int(lengths.sum()))
-    parts = np.split(tokens, np.cumsum(lengths)[:-1])
-    for part, source, size in zip(parts, batch.column("source").to_pylist(), batch.column("utf8_bytes"), strict=True):
-        yield _Piece(part, source, size.as_py())
+    total, ends = int(lengths.sum()), np.cumsum(lengths)[:-1]
+    parts = np.split(shards.read(first, total), ends)
+    learned = shards.learned_blocks(np.array([first]), total)
+    masks = [None] * len(parts) if learned is None else np.split(learned[0], ends)
+    sizes = batch.column("utf8_bytes").to_pylist()
+    yield from map(_Piece, parts, batch.column("source").to_pylist(), sizes, masks)
 
 
 def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
@@ -152,17 +171,34 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
     records = sources.documents([data], counts=counts)
     try:
         while batch := list(islice(records, 64)):
-            items = [Item(index, record.text, record.source) for index, record in enumerate(batch)]
+            learned = [record.learned if isinstance(record, Conversation) else None for record in batch]
+            items = [
+                Item(index, record.text, record.source, learned=spans)
+                for index, (record, spans) in enumerate(zip(batch, learned, strict=True))
+            ]
             encoded = encoder(items)
             parts = np.split(encoded.tokens.astype(np.int64), np.cumsum(encoded.lengths)[:-1])
-            yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes)
+            masks = [
+                None if spans is None else _mask(len(part), runs)
+                for part, spans, runs in zip(parts, learned, encoded.learned, strict=True)
+            ]
+            yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes, masks)
     finally:
         if counts.invalid_utf8:
             errors.print(line((f"{data}:", "yellow"), f" {SKIPPED['invalid_utf8']}: {counts.invalid_utf8:,}"))
 
 
+def _mask(tokens: int, runs: list[int]) -> np.ndarray:
+    """``bool[tokens]`` from (first token, tokens) of each run that is learned, one after another."""
+    mask = np.zeros(tokens, bool)
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        mask[first : first + count] = True
+    return mask
+
+
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:
     parts, names, sizes, total = [np.array([vocabulary.end_id], np.int64)], [], [], 0
+    masks, masked = [], False
     for piece in documents:
         left = len(piece.tokens) if limit is None else limit - total
         if left <= 0:
@@ -172,11 +208,15 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
             # A document cut short has the bytes of what is left of it.
             size = len(vocabulary.tokenizer.decode(tokens.tolist()).encode())
         parts.append(tokens)
+        masks.append(np.ones(len(tokens), bool) if piece.learned is None else piece.learned[:left])
+        masked = masked or piece.learned is not None
         names.append(piece.source)
         sizes.append(size)
         total += len(tokens)
     if total == 0:
         raise InputError(f"--data {data}: there is no text in it")
+    if not any(mask.any() for mask in masks):
+        raise InputError(f"--data {data}: nothing in it is learned, so there is nothing to score")
     lengths = np.array([len(part) for part in parts[1:]])
     return Text(
         stream=np.concatenate(parts),
@@ -184,4 +224,5 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
         sources=tuple(names),
         utf8_bytes=np.array(sizes, np.int64),
         vocabulary=vocabulary,
+        learned=np.concatenate(masks) if masked else None,
     )

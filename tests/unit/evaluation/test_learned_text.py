@@ -1,0 +1,119 @@
+"""Of conversations and puzzles a loss is that of what training learns: what the assistant says, and the answers."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from adaponder.cli import app
+from adaponder.data.generated import questions
+from adaponder.data.prepare import prepare
+from adaponder.errors import InputError
+from adaponder.evaluation.halves import halve
+from adaponder.evaluation.scoring import score
+from adaponder.evaluation.summary import by_source, paired_difference, per_document, summarise
+from adaponder.evaluation.text import open_text, open_vocabulary
+from adaponder.evaluation.windows import Windows
+from adaponder.modeling import AdaPonderForCausalLM
+
+PUZZLES = "hops:seed=8,documents=40"
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return open_vocabulary("symbols")
+
+
+@pytest.fixture(scope="module")
+def text(vocabulary):
+    return open_text(PUZZLES, vocabulary, whose="a model")
+
+
+def answers(text) -> np.ndarray:
+    """Which predictions are of answers or of a document's end, found by reading each as a person would."""
+    found = np.zeros(text.predictions, bool)
+    ends = [*text.starts[1:].tolist(), text.predictions]
+    for start, end in zip(text.starts.tolist(), ends, strict=True):
+        words = text.vocabulary.tokenizer.decode(text.stream[start + 1 : end + 1].tolist()).split()
+        for question in questions(words):
+            found[start + question.place] = True
+        found[end - 1] = True
+    return found
+
+
+def test_answers_are_what_counts_of_puzzles_prepared_or_not(text, vocabulary, tmp_path):
+    assert (text.counted == answers(text)).all()
+    assert int(text.counted.sum()) == 40 * 7
+    prepare([PUZZLES], out=tmp_path, validation=0.0)
+    prepared = open_text(str(tmp_path), vocabulary, whose="a model", split="train")
+    assert (prepared.counted == answers(prepared)).all()
+    assert (prepared.stream == text.stream).all()
+    plain = open_text(PUZZLES + ",answers=0", vocabulary, whose="a model")
+    assert plain.learned is None
+    assert plain.counted.all()
+
+
+def test_cut_and_halved_texts_know_what_counts_of_them(text, vocabulary):
+    cut = open_text(PUZZLES, vocabulary, whose="a model", max_tokens=400)
+    assert (cut.counted == text.counted[:400]).all()
+    assert (text.first(400).counted == text.counted[:400]).all()
+    for windows, kind in ((Windows(53), "documents"), (Windows(30), "documents")):
+        halves = halve(text, windows)
+        assert halves.drawn == kind
+        for half in (halves.tuning, halves.held_out):
+            assert (half.own_text.counted == answers(half.own_text)).all()
+    few = halve(text.first(53 * 4), Windows(53))
+    assert sum(int(half.own_text.counted.sum()) for half in (few.tuning, few.held_out)) == 28
+
+
+def test_means_and_intervals_are_of_what_counts_and_depth_is_of_all(text):
+    generator = np.random.default_rng(0)
+    nll, other = generator.exponential(size=(2, text.predictions))
+    depth = generator.integers(1, 5, text.predictions)
+    summary = summarise(text, nll, depth)
+    assert summary.loss == pytest.approx(nll[text.counted].mean(), rel=1e-12)
+    assert summary.tokens == 280
+    assert summary.bits_per_byte is None
+    assert summary.depth == depth.mean()
+    assert summary.interval is not None
+    assert summary.interval.low < summary.loss < summary.interval.high
+    silly = summarise(text, np.where(text.counted, 1.0, 1e9), depth)
+    assert silly.interval == (1.0, 1.0), "what does not count moves nothing"
+    gap = paired_difference(text, nll, other)
+    assert gap.mean == pytest.approx((other - nll)[text.counted].mean(), rel=1e-12)
+    assert gap.wins == (other < nll)[text.counted].mean()
+    assert gap.tokens == 280
+    assert per_document(text, text.counted).tolist() == [7] * 40
+    assert by_source(text, nll, depth) == {}
+
+
+def test_sources_are_told_apart_by_what_counts_of_them(vocabulary, tmp_path):
+    prepare([PUZZLES, "mano:documents=30"], out=tmp_path, validation=0.0)
+    both = open_text(str(tmp_path), vocabulary, whose="a model", split="train")
+    nll, depth = np.arange(both.predictions, dtype=float), np.ones(both.predictions, np.int64)
+    found = by_source(both, nll, depth)
+    names = np.array(both.sources)[both.document]
+    for name in ("hops", "mano"):
+        assert found[name].loss == pytest.approx(nll[(names == name) & both.counted].mean(), rel=1e-12)
+        assert found[name].bits_per_byte is None
+
+
+def test_a_text_of_which_nothing_is_learned_is_refused(vocabulary):
+    with pytest.raises(InputError, match="nothing in it is learned"):
+        open_text(PUZZLES, vocabulary, whose="a model", max_tokens=5)
+
+
+def test_eval_scores_the_answers_of_the_puzzler(tmp_path):
+    record = tmp_path / "out.json"
+    arguments = ["eval", "adaponder:sample-hops", "--data", PUZZLES, "--window", "53", "--json", str(record)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "280 of them learned and scored" in " ".join(done.output.split())
+    (row,) = json.loads(record.read_text())["rows"]
+    assert row["loss"] < 0.2
+    model = AdaPonderForCausalLM.from_pretrained("adaponder:sample-hops").eval()
+    text = open_text(PUZZLES, open_vocabulary("sample-hops"), whose="sample-hops")
+    scores = score(model, text, Windows(53))
+    assert row["loss"] == pytest.approx(scores.nll[text.counted].mean(), rel=1e-6)
+    assert scores.nll.mean() > 2, "letters drawn by chance"
