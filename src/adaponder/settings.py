@@ -278,8 +278,8 @@ class Recurrence:
     gate_share: float = setting(
         0.0,
         "anytime, share of sequences in which the gates halt tokens in training, after train.capacity_warmup, "
-        "instead of chance; tokens without a target then learn to halt",
-        Span(0, 1, because="it is a share"),
+        "instead of chance; above 0 tokens without a target learn to halt, from the first step on",
+        Span(0, 1, below=True, because="gates have their labels from the other sequences"),
     )
     lookahead_delta: float = setting(
         0.05,

@@ -55,7 +55,7 @@ def run(options: DemoOptions) -> dict[str, Any]:
     settings = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, [PROMPT], settings=settings), colours=True)
 
-    console.rule("4  beside it, the checkpoint that comes with adaponder: adaponder generate sample")
+    console.rule("4  beside it, a checkpoint that comes with adaponder: adaponder generate sample")
     result |= {"beside": beside(done.final)}
 
     console.rule("5  where the needed depth is known: adaponder puzzle")

@@ -172,7 +172,7 @@ def described(data: str, text: Text, windows: Windows) -> str:
     """The sentence above the tables: numbers of tokens and documents, and the windows."""
     documents = f"{len(text.starts):,} documents" if len(text.starts) > 1 else "one document"
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
-    learned = "" if text.learned is None else f", {int(text.learned.sum()):,} of them learned and scored"
+    learned = "" if text.learned is None else f", {int(text.learned.sum()):,} of these tokens learned and scored"
     return f"{data}: {text.predictions:,} tokens of {documents}{few}{learned}, {windows}"
 
 

@@ -95,4 +95,6 @@ def measure(subject: Subject, options: ExportOptions) -> Measured:
     path = Path(options.data)
     split = options.split if (path / "manifest.json").is_file() else None
     # Where a file lay is nobody's business.
-    return Measured(path.resolve().name if path.exists() else options.data, split, text.predictions, str(windows), rows)
+    return Measured(
+        path.resolve().name if path.exists() else options.data, split, scorings[0].summary.tokens, str(windows), rows
+    )

@@ -42,7 +42,7 @@ class Hops:
         letters: to choose from.
         ends: different last letters of a document; several questions may have the same answer.
         capitals: 1 writes last letters as capitals, so that they can be told from others; 0 does not.
-        answers: 1 says that the answers alone are learned; 0, every token.
+        answers: 1 says that the answers (and the end) alone are learned; 0, every token.
     """
 
     seed: int = 0

@@ -108,16 +108,22 @@ def halve(text: Text, windows: Windows) -> Halves:
     even = abs(counts[0] - counts[1]) <= _UNEQUAL * text.predictions
     if len(text.starts) >= _ENOUGH_DOCUMENTS and even:
         parts = [_gather(text, chosen) for chosen in (first, ~first)]
-        halves = [Half(part, windows, part) for part in parts]
+        halves = [_with_targets(Half(part, windows, part)) for part in parts]
         return Halves(*halves, f"{len(text.starts)} documents dealt out whole", "documents")
     if len(windows.starts(text.predictions)) < 2:
         raise InputError(
             f"--data: {text.predictions:,} tokens are one window of {windows.length:,} and cannot be halved; "
             "give more text or a shorter --window"
         )
-    halves = [_every_other(text, windows, offset) for offset in (0, 1)]
+    halves = [_with_targets(_every_other(text, windows, offset)) for offset in (0, 1)]
     few = f"{len(text.starts)} document{'s' if len(text.starts) > 1 else ''}"
     return Halves(*halves, f"windows dealt out in turn ({few}: too few or too unequal to deal out whole)", "windows")
+
+
+def _with_targets(half: Half) -> Half:
+    if not half.own_text.counted.any():
+        raise InputError("--data: a half of it has nothing that is learned, so nothing to score; give more text")
+    return half
 
 
 def _deal(lengths: np.ndarray) -> np.ndarray:

@@ -87,11 +87,11 @@ class Kept:
 
 
 def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
-    """SHA-256 of the model's config and weights and of the text's tokens."""
+    """SHA-256 of the model's config and weights and of the text's tokens and what counts of them."""
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    for array in (text.stream, text.starts):
+    for array in (text.stream, text.starts, *(() if text.learned is None else (text.learned,))):
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -100,8 +100,9 @@ def per_document(text: Text, values: np.ndarray) -> np.ndarray:
 def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int = RESAMPLES) -> Interval | None:
     """The percentile interval of ``sum(sums) / sum(counts)`` over documents resampled with replacement.
 
-    ``None`` for fewer than :data:`FEW` of them.
+    ``None`` for fewer than :data:`FEW` of them, of which those that count nothing are none.
     """
+    sums, counts = sums[counts > 0], counts[counts > 0]
     documents = len(sums)
     if documents < FEW:
         return None

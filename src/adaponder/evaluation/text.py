@@ -71,7 +71,7 @@ class Text:
         sources: of each document.
         utf8_bytes: ``int64[documents]``.
         learned: ``bool[predictions]``: which predicted tokens training learns, of conversations what the assistant
-            says, of puzzles the answers; losses are theirs alone. ``None``: all.
+            says, of puzzles the answers and the end; losses are theirs alone. ``None``: all.
     """
 
     stream: np.ndarray

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -29,18 +29,21 @@ class GateOrChance(Policy):
     share: float
     tau: float
     prior: float
+    # Made once: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
+    gate: LearnedGate = field(init=False, repr=False, compare=False)
+    by_chance: RandomRates = field(init=False, repr=False, compare=False)
     reads_seed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_share("share", self.share)
-        set_fields(self, share=float(self.share), tau=LearnedGate(self.tau).tau, prior=self.by_chance.prior)
+        gate, by_chance = LearnedGate(self.tau), RandomRates(self.prior)
+        set_fields(self, share=float(self.share), tau=gate.tau, prior=by_chance.prior, gate=gate, by_chance=by_chance)
 
-    @property
-    def by_chance(self) -> RandomRates:
-        return RandomRates(self.prior)
+    def check(self, method: str, iterations: int) -> None:
+        self.gate.check(method, iterations)
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        return torch.where(self.by_gate(rows.seed), LearnedGate(self.tau)(rows), self.by_chance(rows))
+        return torch.where(self.by_gate(rows.seed), self.gate(rows), self.by_chance(rows))
 
     def by_gate(self, seed: Tensor) -> Tensor:
         """Whether the gate decides in a sequence of that seed, of the shape of ``seed``."""

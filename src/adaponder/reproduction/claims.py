@@ -135,12 +135,12 @@ def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
     words = [claims.titles.get(experiment.recipe, experiment.recipe)]
     for change in experiment.changes:
         name, _, value = change.replace('"', "").partition("=")
-        if name == "model.iterations":
+        if name == "model.iterations" and "K = " in words[0]:
             words[0] = re.sub(r"K = \d+", f"K = {value}", words[0])
         elif name != "train.lr":
             words.append(_CHANGES.get(name, "{name} {value}").format(name=name.partition(".")[2], value=value))
     if experiment.source is not None:
-        return f"{words[0]}, continued from {claims.titles.get(experiment.source.recipe, experiment.source.recipe)}"
+        words.append(f"continued from {claims.titles.get(experiment.source.recipe, experiment.source.recipe)}")
     return ", ".join(words)
 
 

@@ -54,7 +54,7 @@ def subjects(judge: Judge, claim: str = CLAIM) -> list[Subject]:
 
 
 def fixed_depths(found: Sequence[Subject]) -> dict[int, list[float]]:
-    """Accuracy by need of every separately trained K, the mean over seeds of the method that answers most there."""
+    """Accuracy by need of every separately trained K: the mean over seeds of the method that is best at that need."""
     by_method: dict[tuple[int, str], list[Sequence[float]]] = {}
     for each in found:
         if not each.halts:
@@ -62,8 +62,7 @@ def fixed_depths(found: Sequence[Subject]) -> dict[int, list[float]]:
     best: dict[int, list[float]] = {}
     for (k, _), seeds in sorted(by_method.items()):
         means = [sum(shares) / len(seeds) for shares in zip(*seeds, strict=True)]
-        if k not in best or sum(means) > sum(best[k]):
-            best[k] = means
+        best[k] = [max(pair) for pair in zip(means, best.get(k, means), strict=True)]
     return best
 
 

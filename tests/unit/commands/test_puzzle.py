@@ -81,9 +81,21 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
     text = outputs[0]
     words = next(iter(documents(settings_of("hops:seed=3,documents=5"))))
     assert " ".join(words[:3]) in text
-    for question in questions(words):
-        assert f" {words[question.place - 1]} " in text
-    assert text.count("says ") == 6
+    read = puzzle.read_puzzles(model, seed=3, puzzles=5)
+    lines = [line.split() for line in text.splitlines() if " says " in line]
+    expected = []
+    for question in sorted(questions(words), key=lambda question: question.needed):
+        place, asked = question.place - 1, words[question.place - 1]
+        depth, said = int(read.depth[0, place]), WORDS[read.answer[0, place]]
+        times = {1: ["once"], 2: ["twice"], 3: ["3", "times"]}[depth]
+        verdict = ["right"] if said == question.answer else ["wrong,", "it", "is", question.answer]
+        expected.append(([asked, "read", *times, "says", f"{said},", *verdict], question.needed))
+    assert len(lines) == len(expected) == 6
+    for line, (begin, hops) in zip(lines, expected, strict=True):
+        chain = line[len(begin) :]
+        assert line[: len(begin)] == begin
+        assert len(chain) == hops + 1
+        assert chain[0] == begin[0]
     assert "30 questions of 5 puzzles" in text
 
 

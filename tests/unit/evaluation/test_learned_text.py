@@ -1,5 +1,6 @@
 """Of conversations and puzzles a loss is that of what training learns: what the assistant says, and the answers."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,6 +12,7 @@ from adaponder.data.generated import questions
 from adaponder.data.prepare import prepare
 from adaponder.errors import InputError
 from adaponder.evaluation.halves import halve
+from adaponder.evaluation.lab.dials import at_full_depth, priced_depths
 from adaponder.evaluation.scoring import score
 from adaponder.evaluation.summary import by_source, paired_difference, per_document, summarise
 from adaponder.evaluation.text import open_text, open_vocabulary
@@ -63,8 +65,35 @@ def test_cut_and_halved_texts_know_what_counts_of_them(text, vocabulary):
         assert halves.drawn == kind
         for half in (halves.tuning, halves.held_out):
             assert (half.own_text.counted == answers(half.own_text)).all()
-    few = halve(text.first(53 * 4), Windows(53))
-    assert sum(int(half.own_text.counted.sum()) for half in (few.tuning, few.held_out)) == 28
+    short = text.first(53 * 4)
+    few = halve(short, Windows(30))
+    assert few.drawn == "windows"
+    numbers = []
+    for half in (few.tuning, few.held_out):
+        assert (half.own_text.counted == short.counted[half.chosen]).all()
+        numbers.append(int(half.own_text.counted.sum()))
+    assert numbers[0] != numbers[1]
+    assert sum(numbers) == 28
+
+
+def test_documents_that_count_nothing_are_in_no_interval_and_a_half_without_targets_is_refused(text):
+    learned = text.counted.copy()
+    learned[text.starts[5] :] = False
+    thin = dataclasses.replace(text, learned=learned)
+    nll, depth = np.ones(text.predictions), np.ones(text.predictions, np.int64)
+    assert summarise(thin, nll, depth).interval is None, "five documents are too few"
+    learned[text.starts[1] :] = False
+    with pytest.raises(InputError, match="a half of it has nothing that is learned"):
+        halve(dataclasses.replace(text, learned=learned), Windows(53))
+
+
+def test_what_does_not_count_is_read_once_by_the_oracle(text):
+    model = AdaPonderForCausalLM.from_pretrained("adaponder:sample-hops").eval()
+    half = halve(text, Windows(53)).tuning
+    depths = priced_depths(at_full_depth(model, half, batch_size=8, seed=0).nll, 0.01)
+    counted = half.own_text.counted
+    assert (depths[~counted] == 1).all()
+    assert depths[counted].mean() > 1.5
 
 
 def test_means_and_intervals_are_of_what_counts_and_depth_is_of_all(text):
@@ -109,7 +138,7 @@ def test_eval_scores_the_answers_of_the_puzzler(tmp_path):
     arguments = ["eval", "adaponder:sample-hops", "--data", PUZZLES, "--window", "53", "--json", str(record)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "280 of them learned and scored" in " ".join(done.output.split())
+    assert "280 of these tokens learned and scored" in " ".join(done.output.split())
     (row,) = json.loads(record.read_text())["rows"]
     assert row["loss"] < 0.2
     model = AdaPonderForCausalLM.from_pretrained("adaponder:sample-hops").eval()

@@ -11,7 +11,7 @@ import yaml
 from adaponder.analysis import results_figures
 from adaponder.commands import results
 from adaponder.errors import InputError
-from adaponder.reproduction.claims import KINDS, Judge, read_claims, shown
+from adaponder.reproduction.claims import KINDS, Judge, read_claims, shown, title_of
 from adaponder.reproduction.evidence import Evidence
 from adaponder.reproduction.page import BEGIN, END
 from adaponder.reproduction.queue import identity, read_queue
@@ -282,3 +282,13 @@ def test_claims_that_are_wrong_say_where(tmp_path, change, message):
 def test_a_readme_without_its_marks_is_refused(judge):
     with pytest.raises(InputError, match="mark where its table goes"):
         results.readme_of(judge, "nothing")
+
+
+def test_no_two_runs_of_a_claim_look_alike_in_its_table(judge):
+    """A table shows title, learning rate and seed: what else differs between two rows must be in their titles."""
+    for claim in judge.evidence.queue.claims:
+        rows = {}
+        for each in judge.evidence.queue.of_claim(claim):
+            title = title_of(judge.claims, judge.evidence, each.setting)
+            row = (title, each.resolved().train.lr, each.seed, each.again, each.corpus)
+            assert rows.setdefault(row, each.label) == each.label, row

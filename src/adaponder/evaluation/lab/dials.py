@@ -99,7 +99,10 @@ def at_full_depth(
         # No token halts and nothing is padded, so every call had all tokens of its batch, in their order.
         batches = [np.stack([call[name] for call in kept[i : i + gates]], -1) for i in range(0, len(kept), gates)]
         signals[name] = np.concatenate([values[new] for values, new in zip(batches, fresh, strict=True)])
-    return FullDepth(scores.nll_by_iteration, signals)
+    nll = scores.nll_by_iteration
+    if scores.counted is not None:
+        nll = nll * scores.counted[:, None]  # what does not count gains nothing at any depth
+    return FullDepth(nll, signals)
 
 
 class Setting(NamedTuple):

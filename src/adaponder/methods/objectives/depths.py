@@ -12,6 +12,7 @@ from adaponder.execution.base import Execution
 from adaponder.methods.objectives.base import Losses, Scorer, Trajectory
 from adaponder.policies import Policy, RandomRates
 from adaponder.policies.gate_or_chance import GateOrChance
+from adaponder.policies.values import as_int64
 
 
 @dataclass
@@ -51,8 +52,10 @@ def gated_sequences(execution: Execution) -> Tensor | None:
     policy = execution.control.policy
     if not isinstance(policy, GateOrChance):
         return None
-    seed = torch.as_tensor(execution.control.seed, device=execution.depth.device)
-    return policy.by_gate(seed.expand(execution.depth.shape[0])).unsqueeze(1)
+    seed, depth = execution.control.seed, execution.depth
+    if not isinstance(seed, torch.Tensor):
+        seed = torch.full((len(depth),), as_int64(seed), device=depth.device)
+    return policy.by_gate(seed.to(depth.device)).unsqueeze(1)
 
 
 def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
