@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fuzz import attack, broken
-from harness_check import compare, short_records
+from harness_check import compare, records
 from schema_check import run_cases
 from soak import hang_up, same_as_alone
 
@@ -47,7 +47,7 @@ def test_cases_made_from_the_document_are_answered_without_an_error_of_the_serve
 
 def test_lm_eval_s_client_gets_the_scores_of_eval(server: Running, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "model")
-    data = write_records(tmp_path / "records", {"arc_easy": short_records()["arc_easy"]})
+    data = write_records(tmp_path / "records", {"arc_easy": records()["arc_easy"]})
     compared = compare(server.address, folder, data, ("arc_easy",))
     assert {"arc_easy acc", "arc_easy acc_norm"} <= set(compared)
 
