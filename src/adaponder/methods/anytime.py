@@ -32,8 +32,7 @@ class Anytime(AdaPonder):
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
-        self.by_chance: Policy = RandomRates(config.halt_prior)
-        self.halting = self.by_chance
+        self.halting: Policy = RandomRates(config.halt_prior)
         if config.gate_share:
             self.halting = GateOrChance(config.gate_share, config.tau, config.halt_prior)
 
