@@ -320,9 +320,12 @@ class Worker:
 
     def _refuse_all(self) -> None:
         """Nobody is left waiting for a thread that is gone."""
-        while (command := self._commands.get()) is not None:
+        while True:
+            self._refuse_jobs("it is not running")  # first of all those that waited for the engine that is gone
+            command = self._commands.get()
+            if command is None:
+                return
             command(_Gone())
-            self._refuse_jobs("it is not running")
 
     def _refuse_jobs(self, why: str) -> None:
         while self._waiting_jobs:

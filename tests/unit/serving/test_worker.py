@@ -198,6 +198,27 @@ def test_an_engine_that_breaks_for_good_is_given_up_and_nobody_waits():
     run(main, Dead)
 
 
+def test_a_job_under_way_when_the_engine_breaks_for_good_is_told_so():
+    class Dead(ScriptedEngine):
+        def step(self):
+            raise RuntimeError("the device is gone")
+
+    done = []
+
+    async def main(worker):
+        job = asyncio.create_task(worker.job(counted("long", 10**9, done)))
+        while len(done) < 3:
+            await asyncio.sleep(0.001)
+        worker.submit(Request([1], max_new_tokens=3), lambda events: None)
+        finished, _ = await asyncio.wait({job}, timeout=5)
+        assert finished, "the job still waits"
+        assert isinstance(job.exception(), UnavailableError)
+        assert await worker.drained(1)
+
+    run(main, Dead)
+    assert done[-1] == "long ends"
+
+
 def test_an_engine_that_cannot_be_opened_says_why():
     def fails():
         raise InputError("rows=3: too few")
