@@ -166,8 +166,15 @@ def test_the_largest_request_that_is_taken_finishes(model):
     """At full depth, with bursts whose answers come late."""
     engine = Engine(model, lanes=2, rows=150, tokens=64, burst=5, late=True)
     largest = next(new for new in range(60, 0, -1) if _is_taken(engine, new))
+    assert engine.longest_request == 9 + largest
     request = Request([1] * 9, max_new_tokens=largest, temperature=0.0, policy=lambda rows: rows.gate > -1)
     assert len(engine.generate([request])[0][0].ids) == largest
+
+
+def test_without_want_of_rows_positions_say_how_long_a_request_may_be(model):
+    engine = Engine(model, lanes=2, tokens=30)
+    largest = next(new for new in range(60, 0, -1) if _is_taken(engine, new))
+    assert engine.longest_request == 9 + largest == 31
 
 
 def _is_taken(engine, new):

@@ -122,6 +122,11 @@ class SleepingEngine:
         """Whether any request is not finished, or the end of one has not been told."""
         return bool(self._left)
 
+    @property
+    def longest_request(self) -> int:
+        """Tokens of a prompt and of what follows it, together: as many as positions allow."""
+        return self.tokens + 1
+
     def step(self) -> list[Event]:
         """One tick: sleeps, and returns what has become known."""
         with self._alone():

@@ -100,7 +100,7 @@ class Engine:
         rows_alone = bucket_of(bucket_of(lanes) * window * width)
         built = body_of(model, body, rows=rows_alone, positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
-        # Beyond what the lanes need: what a launch may use before its answer is known, as `_check` counts it.
+        # Beyond what the lanes need: what a launch may use before its answer is known, as `_room` counts it.
         most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
         rows = rows_that_fit(model, numbers, most) if rows is None else rows
         pages = Pages(rows // PAGE + 1, PAGE)
@@ -354,13 +354,27 @@ class Engine:
                 f"max_iterations={request.max_iterations}: {self.config.method} takes {self.runner.width} slots for "
                 "every token of an engine; open the engine with this max_iterations"
             )
-        rows = (len(request.prompt) + request.max_new_tokens) * self.runner.width * self.runner.passes
-        room = (self.pages.count - 1) * PAGE - 2 * PAGE - 2 * self.scheduler.burst * self.runner.width
+        rows, room = (len(request.prompt) + request.max_new_tokens) * self._token_rows, self._room
         if rows > room:
             raise InputError(
                 f"max_new_tokens={request.max_new_tokens}: with {len(request.prompt)} prompt tokens up to {rows} rows "
                 f"are needed, and the engine has {room}: shorten it, or open the engine with more rows"
             )
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of a prompt and of what follows it, together: as many as positions and rows allow."""
+        return min(self.tokens + 1, self._room // self._token_rows)  # the last token needs no position
+
+    @property
+    def _token_rows(self) -> int:
+        """Rows of a token that is read as often as it may be."""
+        return self.runner.width * self.runner.passes
+
+    @property
+    def _room(self) -> int:
+        """Rows that one request may have, beside what a launch may use before its answer is known."""
+        return (self.pages.count - 1) * PAGE - 2 * PAGE - 2 * self.scheduler.burst * self.runner.width
 
     def _root(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
         """Whose decisions over equal tokens are equal to this request's; ``None``: nobody's."""

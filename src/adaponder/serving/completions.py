@@ -78,7 +78,7 @@ async def chat_completions(context: Context, request: HttpRequest) -> Response:
         [prompt],
         context.served,
         context.limits,
-        max_tokens=most,
+        max_tokens=_room(context, prompt) if most is None else most,
         samples=body.n or 1,
         log_probabilities=(body.top_logprobs or 0) if body.logprobs else None,
         echoes=False,
@@ -94,6 +94,12 @@ async def chat_completions(context: Context, request: HttpRequest) -> Response:
         usage_follows=body.includes_usage,
     )
     return await _answer(context, request, body, requests, answers, kept=body.n or 1)
+
+
+def _room(context: Context, prompt: Sequence[int]) -> int:
+    """As many tokens as may follow a prompt, at least one: what cannot follow is refused later, with the reason."""
+    room = context.worker.longest_request - len(prompt)
+    return max(1, min(room, context.limits.max_tokens or room))
 
 
 def _check_completion(body: CompletionBody, samples: int, best: int) -> None:

@@ -109,7 +109,7 @@ def engine_requests(
     served: Served,
     limits: Limits,
     *,
-    max_tokens: int | None,
+    max_tokens: int,
     samples: int,
     log_probabilities: int | None,
     echoes: bool,
@@ -122,7 +122,7 @@ def engine_requests(
         prompts: token ids of each prompt.
         served: the model.
         limits: of the server.
-        max_tokens: of each completion; ``None``: as many as there is room for.
+        max_tokens: of each completion.
         samples: completions of each prompt.
         log_probabilities: so many likeliest tokens beside each; ``None``: none.
         echoes: whether the prompt's tokens get log-probabilities too.
@@ -148,13 +148,12 @@ def engine_requests(
         "iteration_top": own.iteration_top,
         "salt": salt,
     }
+    if limits.max_tokens is not None and max_tokens > limits.max_tokens:
+        said = f"max_tokens={max_tokens}: this server gives at most {limits.max_tokens}"
+        raise ApiError(400, said, param="max_tokens")
     made = []
     for prompt in prompts:
-        room = served.tokens - len(prompt) + 1
-        most = min(room, limits.max_tokens or room) if max_tokens is None else max_tokens
-        if limits.max_tokens is not None and most > limits.max_tokens:
-            raise ApiError(400, f"max_tokens={most}: this server gives at most {limits.max_tokens}", param="max_tokens")
-        request = Request(prompt, max_new_tokens=max(1, most), min_new_tokens=own.min_tokens, **settings)
+        request = Request(prompt, max_new_tokens=max(1, max_tokens), min_new_tokens=own.min_tokens, **settings)
         try:
             served.check(request)
         except AdaPonderError as problem:

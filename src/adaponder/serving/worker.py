@@ -39,6 +39,9 @@ class Steps(Protocol):
     def busy(self) -> bool: ...
 
     @property
+    def longest_request(self) -> int: ...
+
+    @property
     def statistics(self) -> Mapping[str, int]: ...
 
     def submit(self, request: Request) -> int: ...
@@ -88,6 +91,7 @@ class Worker:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
         sequences: completions that are under way, those that wait for a lane included.
         jobs: jobs that wait or run.
+        longest_request: tokens of a prompt and its completion together, at most; what the engine says once it is open.
     """
 
     def __init__(self, engine: Steps | Callable[[], Steps], served: Served):
@@ -95,6 +99,7 @@ class Worker:
         self.state = "starting"
         self.problem: str | None = None
         self.sequences = self.jobs = 0
+        self.longest_request = served.tokens + 1  # as far as positions reach
         self.counts: Mapping[str, int] = {}
         self._make: Callable[[], Steps] = engine if callable(engine) else lambda: engine
         self._commands: queue.SimpleQueue[Callable[[Steps], None] | None] = queue.SimpleQueue()
@@ -221,6 +226,10 @@ class Worker:
             except Exception:  # its client is gone or broken; the others must go on
                 _log.exception("a request could not be told of its failure")
 
+    def _set_ready(self, longest_request: int) -> None:
+        self.longest_request = longest_request
+        self._set_state("ready")
+
     def _set_state(self, state: str, problem: str | None = None) -> None:
         if self.state != "stopped" and not (state == "ready" and self.state != "starting"):
             self.state, self.problem = state, problem
@@ -233,7 +242,7 @@ class Worker:
     def _run(self) -> None:
         try:
             engine = self._make()
-            self._post(self._set_state, "ready", None)
+            self._post(self._set_ready, engine.longest_request)
         except Exception as problem:
             _log.exception("the engine could not be opened")
             self._post(self._set_state, "broken", f"it could not be opened: {in_one_line(problem)}")
@@ -344,6 +353,7 @@ class _Gone:
     """Stands for an engine that failed: takes nothing in."""
 
     busy = False
+    longest_request = 0
 
     @property
     def statistics(self) -> Mapping[str, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serving_support import serving, tiny_served
+from adaponder.serving.settings import Limits, Settings
+from serving_support import TEMPLATE, serving, tiny_served
 
 HOSTILE = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -42,3 +43,25 @@ def test_without_a_template_the_error_says_what_to_use():
         error = server.post("/v1/chat/completions", body).json()["error"]
         assert error["code"] == "no_chat_template"
         assert "/v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "tokens"),
+    [(None, None, 53), (None, 20, 20), (128, None, 19), (128, 8, 8)],
+    ids=["positions", "limit", "rows", "limit and rows"],
+)
+def test_without_max_tokens_there_are_as_many_as_there_is_room_for(rows, most, tokens):
+    settings = Settings(lanes=2, limits=Limits(max_tokens=most))
+    with serving(tiny_served(template=TEMPLATE), settings, rows=rows) as server:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}]}
+        response = server.post("/v1/chat/completions", body | {"adaponder": {"ignore_eos": True}})
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == tokens
+
+
+def test_a_conversation_that_leaves_no_room_is_refused_with_the_reason():
+    with serving(tiny_served(template=TEMPLATE), rows=128) as server:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat " * 5}]}
+        response = server.post("/v1/chat/completions", body)
+        assert response.status_code == 400
+        assert "more rows" in response.json()["error"]["message"]

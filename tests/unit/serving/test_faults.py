@@ -141,6 +141,10 @@ class Stuck:
         return self.engine.busy
 
     @property
+    def longest_request(self):
+        return self.engine.longest_request
+
+    @property
     def statistics(self):
         return self.engine.statistics
 

@@ -20,6 +20,7 @@ class ScriptedEngine:
     """Says token 1 of each request in each step, and fails where it is told to."""
 
     eos_ids = frozenset()
+    longest_request = 64
 
     def __init__(self, *, broken_steps: int = 0):
         self.broken_steps, self.requests, self.ended = broken_steps, {}, []
