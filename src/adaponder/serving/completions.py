@@ -169,15 +169,14 @@ def _usage(context: Context, requests: Sequence[Request], run: Run) -> dict[str,
 
 
 def _count(context: Context, requests: Sequence[Request], run: Run) -> None:
-    """Tells the figures which tokens were read."""
+    """Tells the figures which tokens were read: a prompt's once for all samples, and not what was kept of it."""
     first = 0
     for request in requests:
         for number, choice in enumerate(run.choices[first : first + request.samples]):
             writing = choice.writing
-            read, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
-            context.metrics.read(
-                read[prompt if number else 0 :], prompt=0 if number else prompt, completion=len(writing.tokens)
-            )
+            depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
+            read = depths[prompt if number else writing.cached_tokens :]
+            context.metrics.read(read, prompt=0 if number else prompt, completion=len(writing.tokens))
         first += request.samples
 
 

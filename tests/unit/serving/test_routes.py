@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import starlette
@@ -126,15 +127,17 @@ def test_every_method_is_served(method):
             assert refused.json()["error"]["param"] == "adaponder.policy"
 
 
-def test_figures_follow_what_happens(server):
-    def figures() -> dict[tuple, float]:
-        families = text_string_to_metric_families(server.get("/metrics").text)
-        return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+def figures(server) -> dict[tuple, float]:
+    """What ``/metrics`` says, by name and labels."""
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
 
-    before = figures()
+
+def test_figures_follow_what_happens(server):
+    before = figures(server)
     body = {"model": "tiny", "prompt": "abcd", "max_tokens": 5, "adaponder": {"policy": "fixed:2"}}
     assert server.post("/v1/completions", body).status_code == 200
-    after = figures()
+    after = figures(server)
 
     def grown(*name) -> float:
         return after.get(name, 0) - before.get(name, 0)
@@ -148,6 +151,21 @@ def test_figures_follow_what_happens(server):
     assert after["adaponder_lanes",] == 2
     assert after["adaponder_sequences",] == after["adaponder_lanes_in_use",] == 0
     assert after["adaponder_ready",] == 1
+
+
+def test_figures_count_a_prompt_s_tokens_as_read_once():
+    """Not again for a second sample, nor for a request that finds them kept."""
+    body = {"model": "tiny", "prompt": list(range(1, 14)), "max_tokens": 3, "n": 2, "adaponder": {"policy": "fixed:2"}}
+    with serving(prefix_block=4) as server:
+        read, told = [0.0], []
+        for _ in range(3):
+            told.append(server.post("/v1/completions", body | {"stream": len(told) == 2}))
+            read.append(figures(server)["adaponder_tokens_by_depth_total", "2"])
+        cached = [one.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for one in told[:2]]
+        assert cached == [0, 12]
+        # Two samples of three tokens, of which the last is not read.
+        assert [after - before for before, after in pairwise(read)] == [13 + 4, 1 + 4, 1 + 4]
+        assert figures(server)["adaponder_tokens_total", "prompt"] == 39
 
 
 def test_the_document_tells_every_route(server):
