@@ -32,8 +32,8 @@ from adaponder.serving.scores import Scores
 from adaponder.serving.settings import Settings
 from adaponder.serving.streams import error_response
 from adaponder.serving.texts import as_api_error, refuse_unready
+from adaponder.serving.words import detokenize, tokenize
 from adaponder.serving.worker import Worker
-from adaponder.text import pieces
 from adaponder.version import __version__
 
 _log = logging.getLogger("adaponder.serving")
@@ -103,8 +103,8 @@ def _add_generation(app: FastAPI, context: Context) -> None:
 
 
 def _add_texts(app: FastAPI, context: Context) -> None:
-    _post(app, "/tokenize", context, _tokenize, TokenizeBody, "The tokens of a text.")
-    _post(app, "/detokenize", context, _detokenize, DetokenizeBody, "The text of tokens.")
+    _post(app, "/tokenize", context, tokenize, TokenizeBody, "The tokens of a text.")
+    _post(app, "/detokenize", context, detokenize, DetokenizeBody, "The text of tokens.")
     _post(app, "/score", context, _score, ScoreBody, "Loss, depth and gates of each token of a text.")
 
 
@@ -150,29 +150,6 @@ def _add_page(app: FastAPI) -> None:
 
 
 # --- routes -------------------------------------------------------------------------------------------------------
-
-
-async def _tokenize(context: Context, request: HttpRequest) -> Response:
-    body = await read_body(request, TokenizeBody, context.limits)
-    ids: list[int] = []
-    if body.prompt:
-        # A text may have more tokens than the model has positions, and may have none.
-        tokenizer = context.served.tokenizer
-        if len(body.prompt) > context.limits.prompt_characters:
-            most = context.limits.prompt_characters
-            raise ApiError(400, f"prompt: at most {most:,} characters are taken", param="prompt")
-        ids = list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False).input_ids)
-    texts = pieces(context.served.tokenizer, ids)
-    tokens = [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)]
-    return JSONResponse({"tokens": tokens, "count": len(ids)})
-
-
-async def _detokenize(context: Context, request: HttpRequest) -> Response:
-    body = await read_body(request, DetokenizeBody, context.limits)
-    if body.tokens and max(body.tokens) >= context.served.vocabulary:
-        last = context.served.vocabulary - 1
-        raise ApiError(400, f"tokens: {max(body.tokens)} is no token id; they go from 0 to {last}", param="tokens")
-    return JSONResponse({"prompt": "".join(pieces(context.served.tokenizer, body.tokens))})
 
 
 async def _score(context: Context, request: HttpRequest) -> Response:

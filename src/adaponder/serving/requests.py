@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from adaponder.errors import AdaPonderError
 from adaponder.inference.request import Request
@@ -16,8 +16,9 @@ from adaponder.serving.protocol import ChatBody, CompletionBody
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
 
-# Longer texts are made tokens in another thread, so that nobody waits for it.
-_AT_ONCE = 4096
+_Result = TypeVar("_Result")
+# Characters or tokens that are worked on at once; more of them in another thread, so that nobody waits for it.
+_AT_ONCE = 1024
 
 
 def check_model(name: str | None, served: Served) -> None:
@@ -77,10 +78,7 @@ async def encoded(prompt: str | list[int], served: Served, limits: Limits, *, sp
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if len(prompt) <= _AT_ONCE:
-            ids = _encode(prompt, served, special)
-        else:
-            ids = await asyncio.to_thread(_encode, prompt, served, special)
+        ids = await beside(len(prompt), _encode, prompt, served, special)
     else:
         ids = prompt
     if not ids:
@@ -97,6 +95,13 @@ async def encoded(prompt: str | list[int], served: Served, limits: Limits, *, sp
             400, f"prompt: {max(ids)} is no token id; they go from 0 to {served.vocabulary - 1}", param="prompt"
         )
     return ids
+
+
+async def beside(size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """What a function returns, called in another thread where it has so many characters or tokens to go through."""
+    if size <= _AT_ONCE:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 def _encode(prompt: str, served: Served, special: bool) -> list[int]:

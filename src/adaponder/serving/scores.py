@@ -1,4 +1,4 @@
-"""``/score``, ``/tokenize`` and ``/detokenize``: what the model says of a given text."""
+"""``/score``: what the model says of a given text."""
 
 from __future__ import annotations
 

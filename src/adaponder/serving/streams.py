@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.requests import Request as HttpRequest
@@ -188,6 +188,3 @@ def error_response(problem: ApiError) -> JSONResponse:
 
 def _error_event(problem: ApiError) -> bytes:
     return b"data: " + bytes(JSONResponse(problem.body()).body) + b"\n\n"
-
-
-Handler = Callable[[HttpRequest], Awaitable[Response]]

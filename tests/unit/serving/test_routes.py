@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,10 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from adaponder.evaluation.token_scores import Reading, TokenScorer
 from adaponder.methods.cost import cost_of
 from adaponder.policies import LearnedGate, parse_policy
+from adaponder.serving import words
 from adaponder.serving.depths import budget_policy
 from adaponder.serving.errors import ApiError
 from adaponder.serving.settings import Settings
 from adaponder.serving.spelling import Spelling
+from adaponder.text import pieces
 from serving_support import serving, tiny_served
 from support import METHODS, tiny
 from word_support import small_tokenizer
@@ -59,6 +63,29 @@ def test_tokens_there_and_back(server):
     assert server.post("/tokenize", {"prompt": ""}).json() == {"tokens": [], "count": 0}
     assert server.post("/detokenize", {"tokens": [1, 2, 27, 3]}).json() == {"prompt": "ab c"}
     assert server.post("/detokenize", {"tokens": [61]}).json()["error"]["param"] == "tokens"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "ab "}), ("/detokenize", {"tokens": [1, 2, 27]})])
+def test_who_sends_much_text_keeps_nobody_waiting(server, monkeypatch, path, body):
+    threads = []
+
+    def noting(tokenizer, ids):
+        threads.append(threading.get_ident())
+        return pieces(tokenizer, ids)
+
+    async def of_the_event_loop():
+        return threading.get_ident()
+
+    monkeypatch.setattr(words, "pieces", noting)
+    ((name, few),) = body.items()
+    for times in (1, 2000):
+        told = server.post(path, {name: few * times}).json()
+        assert told.get("count", 3 * times) == 3 * times
+        assert told.get("prompt", "ab " * times) == "ab " * times
+    loop = asyncio.run_coroutine_threadsafe(of_the_event_loop(), server.loop).result(5)
+    assert [thread == loop for thread in threads] == [True, False]
+    wrong = server.post("/detokenize", {"tokens": [1] * 5000 + [61]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens")
 
 
 def test_scores_are_those_of_the_model(server):
