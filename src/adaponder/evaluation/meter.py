@@ -108,7 +108,7 @@ class Meter:
     ):
         self.config, self.dtype, self.device = config, dtype, device
         self.shape: Shape = shape or shape_of(config)
-        self.cost = Cost(*[0] * 10)
+        self.cost = Cost.nothing()
         self.histogram = [0] * config.iterations
         self.seconds = 0.0
         self.deepest = 0

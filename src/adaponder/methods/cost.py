@@ -10,7 +10,7 @@ against every key slot: what a dense masked kernel does and what torch's flop co
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -70,6 +70,11 @@ class Cost:
     gates: int
     kv_bytes: int
     vanilla: int
+
+    @classmethod
+    def nothing(cls) -> Cost:
+        """Zero of everything: what a sum begins with."""
+        return cls(*(0 for _ in fields(cls)))
 
     @property
     def iterations(self) -> float:

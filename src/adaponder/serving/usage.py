@@ -30,7 +30,7 @@ def usage_of(served: Served, requests: Sequence[Request], writings: Sequence[Wri
     """
     prompt_tokens = sum(len(request.prompt) for request in requests)
     completion_tokens = sum(len(writing.tokens) for writing in writings)
-    total, full, kept, kept_full = (_nothing() for _ in range(4))
+    total, full, kept, kept_full = (Cost.nothing() for _ in range(4))
     first = cached = 0
     for request in requests:
         own = writings[first : first + request.samples]
@@ -64,7 +64,7 @@ def _of_request(served: Served, request: Request, writings: Sequence[Writing]) -
     deepest = request.max_iterations or served.iterations
     costs = []
     for full in (False, True):
-        spent = _nothing()
+        spent = Cost.nothing()
         for number, writing in enumerate(writings):
             depths = [depth for depth in writing.depths if depth]
             if full:
@@ -85,10 +85,6 @@ def _of_request(served: Served, request: Request, writings: Sequence[Writing]) -
 
 def _how(request: Request) -> dict[str, Any]:
     return {"policy": request.policy, "max_iterations": request.max_iterations}
-
-
-def _nothing() -> Cost:
-    return Cost(*[0] * 10)
 
 
 def _less(whole: Cost, part: Cost) -> Cost:

@@ -235,7 +235,7 @@ def test_a_prefill_and_its_decode_cost_what_reading_at_once_costs(method, depths
 def test_a_batch_costs_what_its_sequences_cost():
     config = CONFIGS["mor"]
     nothing = square(DEPTHS[:, :0], config)
-    assert nothing == Cost(*[0] * 10)
+    assert nothing == Cost.nothing()
     assert sum((square(one[None], config) for one in DEPTHS), nothing) == square(DEPTHS, config)
 
 
