@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from adaponder import AdaPonderForCausalLM, LearnedGate, Random
 from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
+from adaponder.policies.gate_or_chance import GateOrChance
 from support import FAMILIES, METHODS, VOCABULARY, stir, tiny, widen_norms
 
 
@@ -43,6 +44,15 @@ def test_greedy_tokens_and_depths_are_those_of_generate(method):
         requests[2] = replace(requests[2], max_iterations=2)
     if method == "adaponder":
         requests[0] = replace(requests[0], tau=0.4)
+    for request, done in zip(requests, run(engine, requests), strict=True):
+        assert (done.ids, done.depths) == portable(model, request)
+
+
+def test_a_policy_of_policies_decides_beside_others_as_in_generate():
+    """Seeds differ in who decides: in some the gate, in the others chance."""
+    model, engine = opened(lanes=3)
+    plain = Request([1, 2, 3, 4, 5], max_new_tokens=6, temperature=0.0)
+    requests = [plain, *(replace(plain, policy=GateOrChance(0.5, 0.5, 1.0), seed=seed) for seed in range(4))]
     for request, done in zip(requests, run(engine, requests), strict=True):
         assert (done.ids, done.depths) == portable(model, request)
 
@@ -171,11 +181,10 @@ def test_a_prompt_is_shared_only_where_every_decision_is_equal(change, shares):
 
 
 def test_the_seed_does_not_part_those_whose_policy_does_not_read_it():
-    model, engine = opened(lanes=1, prefix_block=4)
+    _, engine = opened(lanes=1, prefix_block=4)
     requests = [Request(list(range(17)), max_new_tokens=3, temperature=0.0, seed=seed) for seed in range(3)]
     engine.generate(requests)
     assert engine.statistics["prefix_tokens_reused"] == 32
-    assert model.config.tau == 0.5
 
 
 @pytest.mark.parametrize("prompt", [[7], [7, 9], list(range(17))])

@@ -163,7 +163,7 @@ class Engine:
         policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
         if self.runner.graphs is not None and runs_on_host(policy):
             warnings.warn(
-                f"policy={policy.fingerprint}: it is Python of your own, so while this request runs the host takes "
+                f"policy={policy.fingerprint}: it is called for this request alone, so while it runs the host takes "
                 "part in every tick; every request beside it is slower",
                 stacklevel=3,
             )

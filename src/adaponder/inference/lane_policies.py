@@ -3,8 +3,8 @@
 The numbers of all lanes' policies lie in device tensors. Each class of this package's policies that is present is
 called once for all rows, with every number replaced by a tensor of one number per row, and each row takes the answer of
 its own lane's class. Shapes are static and the host waits for nothing, so a CUDA graph can hold the call; the graph
-holds good for as long as :meth:`LanePolicies.key` stays the same. A user's own policy runs on the rows of its lane
-alone, and the host waits for it.
+holds good for as long as :meth:`LanePolicies.key` stays the same. A user's own policy, and one that is more than a few
+numbers, runs on the rows of its lane alone, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
 from adaponder.ops.lane_books import force_rows
-from adaponder.policies import Custom, ForcedDepths, Policy, PolicyInput, as_int64
+from adaponder.policies import ForcedDepths, Policy, PolicyInput, as_int64
 
 # Number fields of a policy, at most: a schedule has its thresholds and its shares.
 _FIELDS = 2
@@ -71,7 +72,7 @@ class LanePolicies:
         forced = {} if not isinstance(policy, ForcedDepths) else _first_sequence(policy)
         forced |= {slot: depth for slot, depth in (depths or {}).items() if depth}
         number = -1
-        if _is_built_in(type(policy)):
+        if _is_built_in(policy):
             self._classes[lane] = type(policy)
             number = self._class_numbers.setdefault(type(policy), len(self._class_numbers))
             self._write(self._numbers, lane, _number_table(policy, self.iterations, last))
@@ -102,7 +103,7 @@ class LanePolicies:
         return tuple(kind for kind in self._class_numbers if kind in present)
 
     def callables(self) -> tuple[int, ...]:
-        """Lanes whose policy is a user's own: with any of these, a call makes the host wait."""
+        """Lanes whose policy is called for them alone: with any of these, a call makes the host wait."""
         return tuple(sorted(self._callables))
 
     def reads_previous(self) -> bool:
@@ -174,7 +175,7 @@ def shareable(policy: Policy, seed: int) -> tuple[Any, ...] | None:
     A user's callable, and a class of the user's own that is not made of plain numbers and words, is never shared.
     """
     kind = type(policy)
-    if _is_built_in(kind) or kind is ForcedDepths:
+    if _is_built_in(policy) or kind is ForcedDepths:
         return kind, policy.fingerprint, as_int64(seed) if policy.reads_seed else None
     if not is_dataclass(policy) or kind.__eq__ is object.__eq__:
         return None
@@ -186,14 +187,21 @@ def shareable(policy: Policy, seed: int) -> tuple[Any, ...] | None:
 
 
 def runs_on_host(policy: Policy) -> bool:
-    """Whether it is a user's own, for which the host waits at every tick."""
-    return not _is_built_in(type(policy)) and not isinstance(policy, ForcedDepths)
+    """Whether it is called for its lane alone, for which the host waits at every tick."""
+    return not _is_built_in(policy) and not isinstance(policy, ForcedDepths)
 
 
-def _is_built_in(kind: type[Policy]) -> bool:
-    """Whether its numbers may be replaced by tensors: those of this package that decide by numbers, row by row."""
-    own = kind.__module__.startswith("adaponder.policies.") and kind.row_by_row
-    return own and kind not in (Custom, ForcedDepths)
+def _is_built_in(policy: Policy) -> bool:
+    """Whether its numbers may be replaced by tensors: one of this package that decides by a few, row by row."""
+    kind = type(policy)
+    if not kind.__module__.startswith("adaponder.policies.") or not kind.row_by_row:
+        return False
+    names = _number_fields(kind)
+    return len(names) <= _FIELDS and all(_is_numbers(getattr(policy, name)) for name in names)
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Sequence) and all(isinstance(one, Real) for one in value))
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,8 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import support
+from adaponder import policies as package
 from adaponder.errors import InputError
-from adaponder.inference.lane_policies import LanePolicies, shareable
+from adaponder.inference.lane_policies import LanePolicies, runs_on_host, shareable
 from adaponder.policies import (
     Change,
     Confidence,
@@ -38,15 +42,16 @@ from adaponder.policies import (
     Similarity,
     Uniform,
     as_int64,
-    base,
 )
+from adaponder.policies.gate_or_chance import GateOrChance
 from toy_policy import TopProbability
 
 K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6
 CONFIG = support.tiny(iterations=K).config
 DEPTHS = torch.arange(3 * SLOTS).view(3, SLOTS) % K + 1
 
-EVERY: list[Policy] = [
+# Those whose numbers become tensors, for which the host does not wait.
+ON_DEVICE: list[Policy] = [
     LearnedGate(0.4),
     LearnedGate(0.6),
     LearnedGate((0.2, 0.7, 0.4)),
@@ -72,6 +77,10 @@ EVERY: list[Policy] = [
     Uniform((0.2, 0.7, 0.4), keep=0.5),
     Geometric((0.7, 0.2, 0.4), rate=0.5),
     Shares((0.3, 0.3, 0.6), shares=(0.9, 0.5, 0.1)),
+]
+EVERY: list[Policy] = [
+    *ON_DEVICE,
+    GateOrChance(0.5, 0.5, 1.0),
     TopProbability(0.3),
     Custom(lambda rows: rows.gate > 0.1 * rows.iteration),
 ]
@@ -110,8 +119,16 @@ def answer_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool
 
 
 def test_every_kind_of_policy_is_in_the_list() -> None:
-    built_in = {kind for kind in base.registered_policies() if kind.__module__.startswith("adaponder.")}
+    modules = [
+        importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+    kinds = {kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass)}
+    built_in = {kind for kind in kinds if issubclass(kind, Policy) and not inspect.isabstract(kind)}
     assert {kind for kind in built_in if kind.row_by_row} <= {type(policy) for policy in EVERY}
+
+
+def test_the_host_waits_only_for_policies_that_are_not_a_few_numbers() -> None:
+    assert [policy for policy in EVERY if runs_on_host(policy)] == EVERY[len(ON_DEVICE) :]
 
 
 @settings(max_examples=40)
@@ -248,7 +265,7 @@ def test_the_key_says_what_a_captured_call_would_be_wrong_about() -> None:
     assert policies.key() != one
 
 
-def test_no_policy_of_this_package_makes_the_host_wait() -> None:
+def test_no_policy_made_of_a_few_numbers_makes_the_host_wait() -> None:
     def decided(policies: LanePolicies) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             rows = mixed_rows(20, seed=0)
@@ -256,8 +273,8 @@ def test_no_policy_of_this_package_makes_the_host_wait() -> None:
             policies(PolicyInput(**tensors, head=lambda hidden: hidden))
 
     for limit in (None, 1):
-        policies = LanePolicies(len(EVERY), SLOTS, CONFIG)
-        for lane, policy in enumerate(EVERY[:-2]):
+        policies = LanePolicies(len(ON_DEVICE), SLOTS, CONFIG)
+        for lane, policy in enumerate(ON_DEVICE):
             policies.set(lane, policy, lane, {1: 2}, limit)
         decided(policies)
     policies.set(0, EVERY[-1])
@@ -267,14 +284,14 @@ def test_no_policy_of_this_package_makes_the_host_wait() -> None:
 
 @pytest.mark.gpu
 def test_a_cuda_graph_decides_as_the_cpu_does() -> None:
-    lanes = len(EVERY) - 2
+    lanes = len(ON_DEVICE)
     policies = {device: LanePolicies(lanes, SLOTS, CONFIG, device) for device in ("cpu", "cuda")}
 
     def settle(shift: int) -> None:
         for one in policies.values():
             for lane in range(lanes):
                 last = K - 1 - (lane + shift) % 2
-                one.set(lane, EVERY[(lane + shift) % lanes], lane + shift, {shift % SLOTS: 2}, last)
+                one.set(lane, ON_DEVICE[(lane + shift) % lanes], lane + shift, {shift % SLOTS: 2}, last)
 
     def on_gpu(rows: PolicyInput) -> dict[str, Tensor]:
         return {name: value.cuda() for name, value in vars(rows).items() if isinstance(value, Tensor)}
@@ -327,13 +344,13 @@ class OwnGate(LearnedGate):
 
 
 def test_equal_decisions_have_equal_keys() -> None:
-    for policy in EVERY[:-2]:
+    for policy in ON_DEVICE:
         assert shareable(policy, 3) == shareable(policy, 3)
         assert hash(shareable(policy, 3)) is not None
         assert (shareable(policy, 3) == shareable(policy, 4)) == (
             not isinstance(policy, (Random, RandomRates, SampledExit))
         )
-    assert len({shareable(policy, 0) for policy in EVERY[:-2]}) == len(EVERY) - 2
+    assert len({shareable(policy, 0) for policy in ON_DEVICE}) == len(ON_DEVICE)
     assert shareable(LearnedGate(0.5), 1) == shareable(LearnedGate(0.5), 2)
     assert shareable(Random(0.5), 1) == shareable(Random(0.5), 1 + (1 << 64))
     assert shareable(TopProbability(0.5), 1) == shareable(TopProbability(0.5), 1)

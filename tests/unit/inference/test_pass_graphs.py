@@ -87,7 +87,7 @@ def test_a_policy_of_ones_own_between_replayed_passes_says_the_same():
     plain.runner.graphs = plain.runner.replayed = None
     wanted = plain.generate(requests)
     engine = Engine(model, lanes=4, tokens=40)
-    with pytest.warns(UserWarning, match="Python of your own"):
+    with pytest.warns(UserWarning, match="called for this request alone"):
         said = engine.generate(requests)
     assert engine.runner.replayed.graphs
     assert [(one.ids, one.depths) for (one,) in said] == [(one.ids, one.depths) for (one,) in wanted]
