@@ -125,6 +125,7 @@ class Engine:
             chunk=max(width, chunk or (8192 if on_gpu else 256) * width),
             burst=burst,
             width=width,
+            passes=passes,
         )
         if expectation_top_k is not None:
             check_top_k(model, expectation_top_k)
@@ -398,7 +399,7 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "pages": self.pages.count - 1,
             "pages_held": self.pages.held,
-            "prefix_tokens_reused": self.prefixes.hits,
+            "prefix_tokens_reused": scheduler.tokens_reused,
             "drafted": 0 if drafts is None else drafts.drafted,
             "accepted": 0 if drafts is None else drafts.accepted,
         }

@@ -44,7 +44,6 @@ class Prefixes:
         self.pages, self.size = pages, size
         self._blocks: OrderedDict[tuple[Hashable, tuple[int, ...]], _Block] = OrderedDict()
         self._numbers = 0
-        self.hits = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -63,7 +62,6 @@ class Prefixes:
         spans = [block.span for block in found]
         for span in spans:
             self.pages.hold(span.pages)
-        self.hits += sum(len(span.depths) for span in spans)
         return spans
 
     def keep(self, root: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:

@@ -53,12 +53,19 @@ class Scheduler:
         prefixes: shared prompts.
         chunk: rows of prompts in one tick, at most.
         burst: ticks in a row, at most, while nothing but decoding goes on.
-        width: slots, and so rows per iteration, of a token.
+        width: slots, and so rows per pass, of a token.
+        passes: in which a token is read, at most.
+
+    Attributes:
+        most_resident: sequences that were on the device at a time.
+        tokens_reused: tokens of those that came in whose rows an earlier request had left.
     """
 
-    def __init__(self, lanes: int, pages: Pages, prefixes: Prefixes, *, chunk: int, burst: int, width: int):
+    def __init__(
+        self, lanes: int, pages: Pages, prefixes: Prefixes, *, chunk: int, burst: int, width: int, passes: int
+    ):
         self.pages, self.prefixes = pages, prefixes
-        self.chunk, self.burst, self.width = chunk, burst, width
+        self.chunk, self.burst, self.width, self.passes = chunk, burst, width, passes
         self.waiting: deque[Sequence] = deque()
         self.resident: dict[int, Sequence] = {}
         self._free_lanes = list(range(lanes - 1, -1, -1))
@@ -68,8 +75,7 @@ class Scheduler:
         self._untold: list[Sequence] = []
         self.rounds: Rounds | None = None
         self.drafts: Drafting | None = None
-        self.preemptions = 0
-        self.most_resident = 0
+        self.preemptions = self.most_resident = self.tokens_reused = 0
 
     # --- sequences come and go ----------------------------------------------------------------------------------
 
@@ -118,9 +124,11 @@ class Scheduler:
     # --- expectations -------------------------------------------------------------------------------------------
 
     def saw_depth(self, kind: Hashable, tokens: int, total: int) -> None:
-        """So many tokens of sequences of this kind had this total depth."""
-        count, depth = self._depths.get(kind, (0, 0))
-        self._depths[kind] = (count + tokens, depth + total)
+        """So many tokens of sequences of this kind were read in so many passes in all."""
+        count, depth = self._depths.pop(kind, (0, 0))
+        self._depths[kind] = (count + tokens, depth + total)  # the last to be seen is the last in order
+        if len(self._depths) > _KINDS:
+            del self._depths[next(iter(self._depths))]
 
     def expected_rows(self, sequence: Sequence) -> int:
         """How many rows of its own a sequence will hold when it is done, shared ones left out."""
@@ -129,11 +137,14 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """What its request says, else the mean of its kind; the greatest depth while too few tokens were seen."""
+        """Passes of a token: what its request says, else the mean of its kind; the most while too few were seen."""
         if sequence.forced_depth is not None:
             return sequence.forced_depth
         count, depth = self._depths.get(sequence.kind, (0, 0))
-        return depth / count if count >= _ENOUGH else float(sequence.iterations)
+        return depth / count if count >= _ENOUGH else float(self._most_passes(sequence))
+
+    def _most_passes(self, sequence: Sequence) -> int:
+        return min(self.passes, sequence.iterations)
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -180,18 +191,20 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.lane = self._free_lanes.pop()
             self.resident[sequence.lane] = sequence
+            self.most_resident = max(self.most_resident, len(self.resident))
             depths = [depth for span in sequence.shared for depth in span.depths]
             sequence.depths[: len(depths)] = depths
             sequence.begun, sequence.state = len(depths), PREFILLING
-            if sequence.leader is None and not sequence.preemptions:
-                sequence.cached_tokens = len(depths)
+            if sequence.leader is None:  # what a sample has of its leader is of the same request
+                self.tokens_reused += len(depths)
+                if not sequence.preemptions:
+                    sequence.cached_tokens = len(depths)
             plan.admitted.append(sequence)
-        self.most_resident = max(self.most_resident, len(self.resident))
 
     def _continue_decoding(self, plan: Plan) -> None:
         """Every sequence whose prompt is read gives a row per tick; those that find no memory give way."""
         ready = [one for one in self.resident.values() if one.state == DECODING or one.prefilled]
-        lasts = max((one.left * one.iterations for one in ready), default=1)
+        lasts = max((one.left * self._most_passes(one) for one in ready), default=1)
         plan.ticks = max(1, min(self._burst(), lasts))
         for sequence in sorted(ready, key=lambda one: one.number):
             if sequence.lane is None:
@@ -302,7 +315,10 @@ class Scheduler:
             plan.longest = max(plan.longest, (len(sequence.tokens) - 1) * self.width + sequence.ahead + window)
 
 
+# Tokens after which the mean depth of their kind is believed.
 _ENOUGH = 32
+# Kinds whose mean depths are kept: a request may bring a threshold of its own.
+_KINDS = 1024
 
 
 def _in_flight(sequence: Sequence) -> bool:

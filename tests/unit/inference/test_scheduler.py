@@ -12,7 +12,7 @@ from adaponder.inference.prefixes import Prefixes, Span
 from adaponder.inference.receiving import Receiver
 from adaponder.inference.runner import Extras, Launch, Log, Read
 from adaponder.inference.scheduler import Scheduler
-from adaponder.inference.sequence import FINISHED, PREFILLING, Sequence
+from adaponder.inference.sequence import FINISHED, PREFILLING, WAITING, Sequence
 
 SIZE = 4
 
@@ -20,10 +20,11 @@ SIZE = 4
 class StandIn:
     """A scheduler, its pages, and a device that says of each token only how deep it is."""
 
-    def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None):
+    def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None, **shape):
         self.pages = Pages(rows // SIZE + 1, SIZE)
         self.prefixes = Prefixes(self.pages, block)
-        self.scheduler = Scheduler(lanes, self.pages, self.prefixes, chunk=chunk, burst=burst, width=1)
+        shape = {"width": 1, "passes": 3} | shape
+        self.scheduler = Scheduler(lanes, self.pages, self.prefixes, chunk=chunk, burst=burst, **shape)
         self.receiver = Receiver(self, self.scheduler, self.prefixes, frozenset())
         self.width, self.late, self.share, self.drafts = 1, late, share, None
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
@@ -216,6 +217,52 @@ def test_forced_depths_are_expected():
     stand = StandIn()
     (one,) = stand.add(8, 5, forced_depth=1.5)
     assert stand.scheduler.expected_rows(one) == 18 + 2 * SIZE
+
+
+def test_slots_that_are_read_in_one_pass_hold_one_row_each():
+    """As those of pause tokens are: three slots of a token, whose request allows three iterations."""
+    stand = StandIn(width=3, passes=1, burst=8)
+    (one,) = stand.add(1, 2, iterations=3)
+    assert stand.scheduler.expected_rows(one) == 2 * 3 + 2 * SIZE
+    assert stand.scheduler.plan().ticks == 2, "one for each token"
+
+
+def test_depths_are_remembered_of_those_kinds_that_came_last():
+    stand = StandIn()
+    (one,) = stand.add(8, 5)
+    stand.scheduler.saw_depth(one.kind, 32, 32)
+    for number in range(3000):
+        stand.scheduler.saw_depth(("another tau", number), 1, 1)
+        stand.scheduler.saw_depth(one.kind, 0, 0)  # a chunk of which all tokens go on
+    assert stand.scheduler.expected_depth(one) == 1
+    assert len(stand.scheduler._depths) == 1024
+
+
+def test_the_most_residents_are_counted_where_others_have_to_wait():
+    stand = StandIn(lanes=4, rows=100)
+    for _ in range(3):
+        stand.add(8, 4)
+    stand.step()
+    assert len(stand.scheduler.waiting) == 1
+    assert stand.scheduler.most_resident == 2
+    stand = StandIn(lanes=4, rows=100)
+    stand.add(8, 4, samples=2)
+    stand.step()
+    assert stand.scheduler.most_resident == 1, "the other sample waits for the prompt"
+
+
+def test_shared_tokens_are_counted_once_however_long_a_request_waits():
+    stand = StandIn(lanes=2, rows=100, share=True)
+    (first,) = stand.add(list(range(9)), 1)
+    while first.state != FINISHED:
+        stand.step()
+    stand.add(20, 8)
+    (same,) = stand.add(list(range(9)), 2)
+    stand.step()
+    stand.step()
+    assert (same.state, stand.scheduler.tokens_reused) == (WAITING, 0)
+    stand.run()
+    assert stand.scheduler.tokens_reused == same.cached_tokens == 8
 
 
 def test_whoever_is_too_large_for_the_rest_comes_in_alone():
