@@ -289,7 +289,7 @@ def assert_empty(engine: Engine) -> None:
     engine.prefixes.clear()
     assert engine.statistics["pages_held"] == 0, "pages leak"
     assert sorted(engine.pages._free) == list(range(1, engine.pages.count)), "a page is free twice, or lost"
-    assert not any(engine.pages.holders(page) for page in range(engine.pages.count))
+    assert not any(engine.pages._holders)
     assert not scheduler.waiting
     assert not scheduler.resident
     assert not engine._requests

@@ -56,9 +56,6 @@ class Pages:
         self._free = list(range(self.count - 1, 0, -1))
         self._holders = [0] * self.count
 
-    def holders(self, page: int) -> int:
-        return self._holders[page]
-
 
 class RowStream:
     """Rows one after the other from pages of one's own."""

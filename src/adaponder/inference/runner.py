@@ -176,7 +176,6 @@ class Runner:
         """Gives the device a plan; the answers come later."""
         for lane in plan.left:
             self.policies.clear(lane)
-            self.sampler.clear(lane)
             if self.lock is not None:
                 self.lock.leave(lane)
         for sequence in plan.admitted:

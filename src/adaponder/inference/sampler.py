@@ -110,13 +110,12 @@ class SamplerState:
         self._integers = torch.ones(lanes, 2, dtype=torch.int64, device=self.device)
         self._biases: LaneBiases | None = None
         self._occurrences: Occurrences | None = None
-        self._live: dict[int, Features] = {}
 
     def set(
         self, lane: int, request: Request, sample: int, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()
     ) -> None:
         """Gives a lane to one sample of a request; ``output_ids`` are what it has generated already."""
-        features = self._live[lane] = Features.of(request)
+        features = Features.of(request)
         top_k = min(operator.index(request.top_k), self.vocabulary) or self.vocabulary
         integers = [stream_key(operator.index(request.seed), sample), top_k]
         numbers = [
@@ -140,14 +139,6 @@ class SamplerState:
             self._occurrences = Occurrences(self.lanes, self.vocabulary, self.device)
         if self._occurrences is not None and features.penalised:
             self._occurrences.set(lane, prompt_ids, output_ids)
-
-    def clear(self, lane: int) -> None:
-        """Takes a lane back."""
-        self._live.pop(lane, None)
-
-    def features(self) -> Features:
-        """What the lanes that are set need."""
-        return Features.union(self._live.values())
 
     def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Chosen:
         """The next token of each row.

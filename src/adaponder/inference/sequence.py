@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -82,7 +82,6 @@ class Sequence:
     root: Hashable | None
     tokens: list[int]
     page_size: int
-    on_token: Callable[[Token], None] | None = None
     request_number: int = 0
     leader: Sequence | None = None
     samples: list[Sequence] = field(default_factory=list)

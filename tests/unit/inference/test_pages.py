@@ -24,11 +24,11 @@ def test_a_page_is_free_when_its_last_holder_lets_go():
     pages = Pages(3, 4)
     (page,) = pages.take(1)
     pages.hold([page])
-    assert pages.holders(page) == 2
+    assert pages._holders[page] == 2
     pages.release([page])
-    assert (pages.holders(page), pages.free) == (1, 1)
+    assert (pages._holders[page], pages.free) == (1, 1)
     pages.release([page])
-    assert (pages.holders(page), pages.free) == (0, 2)
+    assert (pages._holders[page], pages.free) == (0, 2)
 
 
 def test_a_page_cannot_be_released_or_shared_when_it_is_free():

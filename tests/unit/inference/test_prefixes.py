@@ -46,11 +46,11 @@ def test_a_block_is_found_only_behind_the_blocks_before_it():
 def test_what_is_found_is_held():
     prefixes = opened()
     (page,) = entered(prefixes, "root", [1, 2])
-    assert prefixes.pages.holders(page) == 1
+    assert prefixes.pages._holders[page] == 1
     spans = prefixes.find("root", [1, 2])
-    assert prefixes.pages.holders(page) == 2
+    assert prefixes.pages._holders[page] == 2
     prefixes.clear()
-    assert (len(prefixes), prefixes.pages.holders(page)) == (0, 1)
+    assert (len(prefixes), prefixes.pages._holders[page]) == (0, 1)
     prefixes.pages.release(pages_of(spans))
     assert prefixes.pages.held == 0
 
@@ -59,8 +59,8 @@ def test_a_block_that_is_known_is_entered_once():
     prefixes = opened()
     first, second = entered(prefixes, "root", [1, 2]), entered(prefixes, "root", [1, 2])
     assert len(prefixes) == 1
-    assert prefixes.pages.holders(first[0]) == 1
-    assert prefixes.pages.holders(second[0]) == 0 or first == second
+    assert prefixes.pages._holders[first[0]] == 1
+    assert prefixes.pages._holders[second[0]] == 0 or first == second
 
 
 def test_the_block_unused_for_longest_goes_first_and_a_blocks_followers_before_it():
@@ -69,11 +69,11 @@ def test_the_block_unused_for_longest_goes_first_and_a_blocks_followers_before_i
     young = entered(prefixes, "root", [5, 6, 7, 8])
     prefixes.pages.release(pages_of(prefixes.find("root", [1, 2, 3, 4])))  # used, so that it is younger
     assert prefixes.make_room(3)
-    assert [prefixes.pages.holders(page) for page in [*old, *young]] == [1, 1, 1, 0]
+    assert [prefixes.pages._holders[page] for page in [*old, *young]] == [1, 1, 1, 0]
     assert prefixes.make_room(4)
-    assert [prefixes.pages.holders(page) for page in [*old, *young]] == [1, 1, 0, 0]
+    assert [prefixes.pages._holders[page] for page in [*old, *young]] == [1, 1, 0, 0]
     assert prefixes.make_room(5)
-    assert [prefixes.pages.holders(page) for page in [*old, *young]] == [1, 0, 0, 0]
+    assert [prefixes.pages._holders[page] for page in [*old, *young]] == [1, 0, 0, 0]
 
 
 def test_room_is_made_only_as_far_as_it_is_wanted_and_can_be():
@@ -83,6 +83,6 @@ def test_room_is_made_only_as_far_as_it_is_wanted_and_can_be():
     assert len(prefixes) == 1
     spans = prefixes.find("root", [1, 2])
     assert not prefixes.make_room(3)
-    assert prefixes.pages.holders(page) == 1
+    assert prefixes.pages._holders[page] == 1
     prefixes.pages.release(pages_of(spans))
     assert prefixes.make_room(3)

@@ -64,7 +64,7 @@ def alone(
     state = SamplerState(lane + 1, logits.shape[-1], eos_ids=(0,))
     state.set(lane, asked, sample, asked.prompt, output)
     where = torch.tensor([lane]), torch.tensor([position])
-    return state.choose(logits[None], *where, state.features() if features is None else features)
+    return state.choose(logits[None], *where, Features.of(asked) if features is None else features)
 
 
 @settings(max_examples=25)
@@ -84,9 +84,10 @@ def test_a_token_does_not_depend_on_batch_lane_or_padding(
     output = (5, 5, 9)
     for lane, (name, _) in zip(lanes, rows, strict=False):
         state.set(lane, request(**REQUESTS[name]), lane % 3, [1, 2, 3], output)
+    needed = Features.union(Features.of(request(**REQUESTS[name])) for name, _ in rows)
     where = torch.tensor(lanes[: len(rows)] + [lanes[-1]] * padding)
     position = torch.tensor([place for _, place in rows] + [0] * padding)
-    for features in (state.features(), EVERYTHING):
+    for features in (needed, EVERYTHING):
         together = state.choose(logits, where, position, features)
         for row, (lane, (name, place)) in enumerate(zip(lanes, rows, strict=False)):
             settings = {"sample": lane % 3, "output": output}
@@ -100,8 +101,9 @@ def test_greedy_takes_the_first_of_the_likeliest_whatever_the_others_need(dtype:
     first = (logits == logits.amax(-1, keepdim=True)).long().argmax(-1)
     state = SamplerState(9, VOCABULARY)
     for lane in range(9):
-        state.set(lane, request(temperature=0) if lane % 2 else request(top_k=1, seed=lane), 0, [1])
-    assert state.features() == Features()
+        asked = request(temperature=0) if lane % 2 else request(top_k=1, seed=lane)
+        assert Features.of(asked) == Features()
+        state.set(lane, asked, 0, [1])
     state.set(8, request(**REQUESTS["penalties"], logit_bias={1: 1.0}), 0, [1])
     for features in (Features(), EVERYTHING):
         chosen = state.choose(logits[:8], torch.arange(8), torch.arange(8), features)
@@ -132,12 +134,13 @@ def test_penalties_begin_anew_with_each_request() -> None:
     logits[5] = 1.0
     state, here = SamplerState(1, VOCABULARY), (torch.tensor([0]), torch.tensor([3]))
     strict = request(temperature=0, frequency_penalty=2.0)
+    where = *here, Features.of(strict)
     state.set(0, strict, 0, [5])
-    assert int(state.choose(logits[None], *here, state.features()).token) == 5  # the prompt does not count
+    assert int(state.choose(logits[None], *where).token) == 5  # the prompt does not count
     state.record(torch.tensor([5]), torch.tensor([0]), torch.tensor([True]))
-    assert int(state.choose(logits[None], *here, state.features()).token) == 0
+    assert int(state.choose(logits[None], *where).token) == 0
     state.set(0, strict, 0, [5])
-    assert int(state.choose(logits[None], *here, state.features()).token) == 5
+    assert int(state.choose(logits[None], *where).token) == 5
 
 
 def test_buffers_stay_where_they_are() -> None:
@@ -181,9 +184,10 @@ def test_rows_without_a_choice_are_marked_and_the_others_go_on(temperature: floa
     logits[3, 0] = math.inf
     logits[4, 0] = -math.inf  # a token without probability is no fault
     state = SamplerState(5, VOCABULARY)
+    asked = request(temperature=temperature, top_p=0.9)
     for lane in range(5):
-        state.set(lane, request(temperature=temperature, top_p=0.9), 0, [1])
-    chosen = state.choose(logits, torch.arange(5), torch.arange(5), state.features())
+        state.set(lane, asked, 0, [1])
+    chosen = state.choose(logits, torch.arange(5), torch.arange(5), Features.of(asked))
     assert chosen.bad.tolist() == [False, True, True, True, False]
     assert ((chosen.token >= 0) & (chosen.token < VOCABULARY)).all()
     if temperature <= 1e-5:
@@ -231,18 +235,13 @@ def test_a_prompt_is_scored_row_by_row() -> None:
     torch.testing.assert_close(scored.log_probability, -expected)
 
 
-def test_features_are_what_any_lane_needs_and_no_more() -> None:
-    state = SamplerState(4, VOCABULARY)
-    assert state.features() == Features()
-    state.set(0, request(temperature=0, top_p=0.5, stop_ids=[3]), 0, [1])
-    assert state.features() == Features()
-    state.set(1, request(log_probabilities=0), 0, [1])
-    assert state.features() == Features(sampled=True, log_probabilities=0)
-    state.set(2, request(top_p=0.5, log_probabilities=6, min_new_tokens=1, presence_penalty=1.0), 0, [1])
-    assert state.features() == Features(True, True, True, True, 20)
-    state.clear(2)
-    state.clear(3)
-    assert state.features() == Features(sampled=True, log_probabilities=0)
+def test_features_are_what_any_request_needs_and_no_more() -> None:
+    greedy = Features.of(request(temperature=0, top_p=0.5, stop_ids=[3]))
+    drawn = Features.of(request(log_probabilities=0))
+    asked = Features.of(request(top_p=0.5, log_probabilities=6, min_new_tokens=1, presence_penalty=1.0))
+    assert Features.union([]) == greedy == Features()
+    assert Features.union([greedy, drawn]) == drawn == Features(sampled=True, log_probabilities=0)
+    assert Features.union([greedy, asked, drawn]) == asked == Features(True, True, True, True, 20)
 
 
 @pytest.mark.gpu
@@ -258,8 +257,7 @@ def test_a_cuda_graph_chooses_what_the_cpu_chooses(dtype: torch.dtype) -> None:
                 state.set(lane, asked, lane % 3, [1, 2, 3], [5, 5, 9])
 
     settle(0)
-    features = states["cuda"].features()
-    assert features == EVERYTHING
+    features = EVERYTHING
     lanes, position = torch.arange(rows, device="cuda"), torch.zeros(rows, dtype=torch.long, device="cuda")
     logits = torch.zeros(rows, vocabulary, dtype=dtype, device="cuda")
     stream = torch.cuda.Stream()

@@ -18,9 +18,7 @@ from transformers import (
 )
 
 from adaponder.inference.request import Request
-from adaponder.inference.sampler import (
-    SamplerState,
-)
+from adaponder.inference.sampler import Features, SamplerState
 from adaponder.ops.next_token import stream_key
 from adaponder.ops.next_token.torch import gumbel, least_kept, pick
 
@@ -39,9 +37,10 @@ def request(**fields: Any) -> Request:
 def draws(logits: Tensor, count: int, *, sample: int = 0, **fields: Any) -> Tensor:
     """Tokens drawn at ``count`` positions from the same logits."""
     state = SamplerState(1, logits.shape[-1])
-    state.set(0, request(**fields), sample, [1])
+    asked = request(**fields)
+    state.set(0, asked, sample, [1])
     lanes, position = torch.zeros(count, dtype=torch.long), torch.arange(count)
-    return state.choose(logits.expand(count, -1), lanes, position, state.features()).token
+    return state.choose(logits.expand(count, -1), lanes, position, Features.of(asked)).token
 
 
 def chi_square(tokens: Tensor, probability: Tensor) -> float:

@@ -101,7 +101,7 @@ class StandIn:
         assert set(lanes) == set(scheduler.resident)
         assert not set(lanes) & set(scheduler._free_lanes)
         for one in [*scheduler.resident.values(), *scheduler.waiting]:
-            assert all(self.pages.holders(page) for page in one.pages()), "a page was freed while it is in use"
+            assert all(self.pages._holders[page] for page in one.pages()), "a page was freed while it is in use"
         own = [page for one in scheduler.resident.values() for page in one.prompt_rows.pages + one.rows.pages]
         assert len(own) == len(set(own)), "two sequences write to one page"
         rows = [row for _, rows in plan.chunks for row in rows]
