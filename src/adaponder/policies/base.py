@@ -54,7 +54,7 @@ class PolicyInput:
 
 
 class Policy(ABC):
-    """Decides the mask only: the update stays weighted by the learned ``s``.
+    """Decides the mask only; how an update is weighted is the method's affair.
 
     A policy is one class in one file. With a ``word`` it has a form in one line of text, ``word:value``, as soon as its
     class is defined: ``--policy`` takes it and a profile stores it.
