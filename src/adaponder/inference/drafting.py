@@ -30,7 +30,7 @@ from adaponder.errors import InputError
 from adaponder.inference.outputs import Token, TopTokens
 from adaponder.inference.sequence import Sequence
 from adaponder.ops.lane_books import Books
-from adaponder.ops.lane_windows import WindowRows, Windows, begin_windows, end_windows
+from adaponder.ops.lane_windows import DraftWindows, WindowRows, begin_windows, end_windows
 
 if TYPE_CHECKING:
     from adaponder.inference.receiving import Event, Receiver
@@ -58,7 +58,7 @@ class Drafting:
 
     def __init__(self, books: Books, *, size: int, passes: int, vanishes: bool):
         self.books, self.size, self.passes, self.vanishes = books, size, passes, vanishes
-        self.windows = Windows.empty(len(books.token), size, books.token.device)
+        self.windows = DraftWindows.empty(len(books.token), size, books.token.device)
         self.drafted = self.accepted = 0
         self._heard: dict[int, list[_Heard]] = {}
         self._lane = books.token[:0]

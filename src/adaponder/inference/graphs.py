@@ -43,17 +43,17 @@ class Graphs:
         self.graphs: dict[Hashable, _Graph] = {}
         self.pool: Any = None
 
-    def run(self, seats: list[int], needs: Needs, longest: int, ticks: int) -> tuple[Tensor, Extras]:
+    def run(self, lanes: list[int], needs: Needs, longest: int, ticks: int) -> tuple[Tensor, Extras]:
         """So many ticks over these lanes: tokens and extras, on the host once the stream has come so far."""
-        return self._graph(len(seats), needs, longest).run(seats, ticks)
+        return self._graph(len(lanes), needs, longest).run(lanes, ticks)
 
     def run_each(self, groups: list[list[int]], needs: Needs, longest: int) -> list[Tensor]:
         """A tick of each of these groups of lanes, one after the other: what each said, on the host as above."""
         nobody = self.runner.lanes.nobody
-        graphs = [self._graph(len(seats), needs, longest) for seats in groups]
-        filled = [seats + [nobody] * (graph.bucket - len(seats)) for seats, graph in zip(groups, graphs, strict=True)]
+        graphs = [self._graph(len(group), needs, longest) for group in groups]
+        filled = [group + [nobody] * (graph.bucket - len(group)) for group, graph in zip(groups, graphs, strict=True)]
         sizes = [graph.bucket for graph in graphs]
-        lanes = self.runner.as_tensor([seat for seats in filled for seat in seats]).split(sizes)
+        lanes = self.runner.as_tensor([number for group in filled for number in group]).split(sizes)
         said = torch.cat([graph.tick(lane) for graph, lane in zip(graphs, lanes, strict=True)])
         return list(said.to("cpu", non_blocking=True).split(sizes))
 
@@ -75,7 +75,7 @@ class _Graph:
     def __init__(self, owner: Graphs, bucket: int, needs: Needs, context: int):
         runner = owner.runner
         self.runner, self.bucket = runner, bucket
-        self.seats: list[int] = []
+        self.lane_numbers: list[int] = []
         self.lane = torch.full((bucket,), runner.lanes.nobody, device=runner.device)
         self.tokens = runner.new_log(owner.ticks, bucket)
         # The first runs, over nobody's rows, compile kernels and show what a tick says.
@@ -106,11 +106,11 @@ class _Graph:
         owner.pool = graph.pool()
         return graph
 
-    def run(self, seats: list[int], ticks: int) -> tuple[Tensor, Extras]:
-        if seats != self.seats:
-            filled = seats + [self.runner.lanes.nobody] * (self.bucket - len(seats))
+    def run(self, lanes: list[int], ticks: int) -> tuple[Tensor, Extras]:
+        if lanes != self.lane_numbers:
+            filled = lanes + [self.runner.lanes.nobody] * (self.bucket - len(lanes))
             self.lane.copy_(self.runner.as_tensor(filled))
-            self.seats = list(seats)
+            self.lane_numbers = list(lanes)
         self._prepare()
         for _ in range(ticks // self.several):
             self.many.replay()
@@ -122,7 +122,7 @@ class _Graph:
     def tick(self, lane: Tensor) -> Tensor:
         """One tick over these lanes, which fill the graph: what it said, on the device."""
         self.lane.copy_(lane)
-        self.seats = []
+        self.lane_numbers = []
         self._prepare()
         self.single.replay()
         return self.tokens[0].clone()

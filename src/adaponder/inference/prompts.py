@@ -60,7 +60,7 @@ class ChunkRows(NamedTuple):
         for chunk, rows in chunks:
             sequence, stop = chunk.sequence, start + len(chunk.tokens)
             here = numbers[:, start:stop]
-            here[0], here[1], here[2] = sequence.seat, chunk.tokens, chunk.iteration
+            here[0], here[1], here[2] = sequence.lane_number, chunk.tokens, chunk.iteration
             here[3] = min(passes, sequence.iterations) - 1
             if chunk.state is None:
                 here[4] = [sequence.tokens[place] for place in chunk.tokens]
@@ -68,7 +68,7 @@ class ChunkRows(NamedTuple):
             here[5:] = np.asarray(rows).reshape(-1, width).T
             first, last_slot = alone + start, (chunk.tokens[-1] + 1) * width - 1
             cohorts.append(
-                Cohort(first * width, (alone + stop) * width, sequence.seat, chunk.iteration, last_slot),
+                Cohort(first * width, (alone + stop) * width, sequence.lane_number, chunk.iteration, last_slot),
             )
             start = stop
         lane, place, iteration, last, ids, *row = to_device(numbers).unbind()

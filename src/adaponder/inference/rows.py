@@ -50,7 +50,7 @@ class TickRows(Rows):
 
     Attributes:
         alone: how many tokens, the first ones, decode; the others are chunks of prompts, which ``cohorts`` lists.
-        wants: what the gates said, ``[n, 1]``, where the method asked any.
+        gate_said: what the gates said, ``[n, 1]``, where the method asked any.
     """
 
     def __init__(self, runner: Runner, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...]):
@@ -60,7 +60,7 @@ class TickRows(Rows):
         self.runner = runner
         self.backbone: Any = TickHead(runner.backbone, self)
         self.active = runner.everybody(len(tick.lane))
-        self.wants: Tensor | None = None
+        self.gate_said: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         return function(values)
@@ -76,7 +76,7 @@ class TickRows(Rows):
         return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].dtype) for part in parts])
 
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
-        self.wants = gate
+        self.gate_said = gate
         rows = PolicyInput(
             iteration=self.iteration[:, None],
             gate=gate,

@@ -136,7 +136,7 @@ class Runner:
         """A sequence gets its lane: its policy, and the rows that it shares."""
         request = sequence.request
         self.policies.set(
-            sequence.seat,
+            sequence.lane_number,
             sequence.policy,
             request.seed,
             sequence.forced,
@@ -151,7 +151,7 @@ class Runner:
         """Their prompts are read: they begin to decode."""
         for one in sequences:
             self.sampler.set(
-                one.seat,
+                one.lane_number,
                 one.request,
                 one.sample,
                 one.tokens[: one.prompt_length],
@@ -159,7 +159,7 @@ class Runner:
             )
         last = self.passes - 1
         self.lanes.enter(
-            [(one.seat, one.tokens[-1], len(one.tokens) - 1, min(last, one.iterations - 1)) for one in sequences]
+            [(one.lane_number, one.tokens[-1], len(one.tokens) - 1, min(last, one.iterations - 1)) for one in sequences]
         )
         if self.drafts is not None:
             self.drafts.enter(sequences, self.policies.callables())
@@ -186,16 +186,16 @@ class Runner:
             self.lanes.add_pages(plan.pages)
         launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks)
         needs = Needs.of(plan.decoding)
-        seats = [one.seat for one in plan.decoding]
+        lanes = [one.lane_number for one in plan.decoding]
         if plan.rounds:
-            self._run_rounds(seats, needs, plan, launch)
+            self._run_rounds(lanes, needs, plan, launch)
         elif self.graphs is None:
-            self._run(seats, needs, plan.chunks, plan, launch)
+            self._run(lanes, needs, plan.chunks, plan, launch)
         else:
-            if seats and self.policies.callables():
-                self._run(seats, needs, (), plan, launch)
-            elif seats:
-                launch.log = Log(*self.graphs.run(seats, needs, plan.longest, plan.ticks))
+            if lanes and self.policies.callables():
+                self._run(lanes, needs, (), plan, launch)
+            elif lanes:
+                launch.log = Log(*self.graphs.run(lanes, needs, plan.longest, plan.ticks))
             if plan.chunks:  # a pass of its own, after the ticks: the host has time to launch it while they run
                 self._run([], Needs(), plan.chunks, plan, launch)
         if self.device.type == "cuda":
@@ -203,12 +203,12 @@ class Runner:
             launch.ready.record()
         return launch
 
-    def _run_rounds(self, seats: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
+    def _run_rounds(self, lanes: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
         """Ticks of some of the lanes each; those that are left out wait. No extras are told."""
         if plan.chunks:
             self._run([], Needs(), plan.chunks, plan, launch)
-        column = {seat: number for number, seat in enumerate(seats)}
-        groups = [[one.seat for one in members] for members in plan.rounds]
+        column = {lane: number for number, lane in enumerate(lanes)}
+        groups = [[one.lane_number for one in members] for members in plan.rounds]
         if self.graphs is not None and not self.policies.callables():
             tokens = self.graphs.run_each(groups, needs, plan.longest)
         else:
@@ -217,18 +217,18 @@ class Runner:
                 piece = Launch([], 1)
                 self._run(mine, needs, (), replace(plan, ticks=1), piece)
                 tokens.append(piece.wait().token[0])
-        launch.pieces = [([column[seat] for seat in mine], said) for mine, said in zip(groups, tokens, strict=True)]
+        launch.pieces = [([column[lane] for lane in mine], said) for mine, said in zip(groups, tokens, strict=True)]
 
-    def _run(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
-        """Runs ticks one by one, the chunks in the first; without seats there is but that one."""
-        rows = (len(seats) + sum(len(chunk.tokens) for chunk, _ in chunks)) * self.width
+    def _run(self, lanes: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
+        """Runs ticks one by one, the chunks in the first; without lanes there is but that one."""
+        rows = (len(lanes) + sum(len(chunk.tokens) for chunk, _ in chunks)) * self.width
         with pass_threads(self.shape, rows) if self.device.type == "cpu" else nullcontext():
-            self._run_ticks(seats, needs, chunks, plan, launch)
+            self._run_ticks(lanes, needs, chunks, plan, launch)
 
-    def _run_ticks(self, seats: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
-        lane, extras = self.as_tensor(seats), []
-        ticks = plan.ticks if seats else 1
-        log = self.new_log(ticks, len(seats))
+    def _run_ticks(self, lanes: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
+        lane, extras = self.as_tensor(lanes), []
+        ticks = plan.ticks if lanes else 1
+        log = self.new_log(ticks, len(lanes))
         self.lanes.books.tick.fill_(-1)
         for _ in range(ticks):
             extra, reads = self.tick(lane, chunks, needs, plan.longest, log, self.replayed)
@@ -263,7 +263,7 @@ class Runner:
         ``body`` is who reads, instead of the runner's own.
         """
         lanes, keeps = self.lanes, self.policies.reads_previous()
-        seated, lane = lane, lane if self.lock is None else self.lock.present(lane)
+        every_lane, lane = lane, lane if self.lock is None else self.lock.present(lane)
         alone, parts, cohorts, ids = len(lane), [], (), lane[:0]
         if self.drafts is not None and alone:
             lane, seat, begun, _ = self.drafts.begin(lane)
@@ -290,7 +290,7 @@ class Runner:
         if alone or not chunks:
             extras = self._decoded(rows, begun, seat, rows_of(state, slice(alone)), hidden, needs, log)
         if self.lock is not None:
-            self.lock.step(seated, rows.active[:alone, 0], lanes.books.tick, log)
+            self.lock.step(every_lane, rows.active[:alone, 0], lanes.books.tick, log)
         return extras, self._reads(chunks, rows, state, hidden, keeps)
 
     def _begin(self, rows: TickRows, token: Tensor, seat: Tensor, chunks: Chunks, ids: Tensor) -> State:
@@ -353,8 +353,8 @@ class Runner:
         else:
             end_rows(lanes.books, lane, begun, goes_on, said.token, said.bad, log, places=lanes.places)
         store(lanes.state, seat, state, hidden[:alone] if self.policies.reads_previous() else None)
-        wants = rows.wants[:alone, 0].float() if needs.gates and rows.wants is not None else None
-        said_of = (wants, *(said.scored or (None, None, None)))
+        gate = rows.gate_said[:alone, 0].float() if needs.gates and rows.gate_said is not None else None
+        said_of = (gate, *(said.scored or (None, None, None)))
         if self.drafts is not None:
             said_of = tuple(None if one is None else self.drafts.columns(one) for one in said_of)
         return Extras(*said_of)

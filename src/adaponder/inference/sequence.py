@@ -126,7 +126,7 @@ class Sequence:
         self._written: list[tuple[list[int], list[int]]] = []
 
     @property
-    def seat(self) -> int:
+    def lane_number(self) -> int:
         """Its lane; it must have one."""
         if self.lane is None:
             raise RuntimeError("a sequence that waits has no lane")

@@ -28,7 +28,7 @@ class StandIn:
         self.receiver = Receiver(self, self.scheduler, self.prefixes, frozenset())
         self.width, self.late, self.share, self.drafts = 1, late, share, None
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
-        self.in_flight, self.stands, self.seats = None, {}, {}
+        self.in_flight, self.stands, self.occupants = None, {}, {}
         self.admitted, self.preempted, self.ended = [], [], []
         self.numbers = 0
         self._preempt = self.scheduler._preempt
@@ -73,10 +73,10 @@ class StandIn:
 
     def launch(self, plan):
         for lane in plan.left:
-            self.seats.pop(lane, None)
-        self.seats |= {one.lane: (one, one.stay) for one in plan.admitted}
+            self.occupants.pop(lane, None)
+        self.occupants |= {one.lane: (one, one.stay) for one in plan.admitted}
         residents = {lane: (one, one.stay) for lane, one in self.scheduler.resident.items()}
-        assert self.seats == residents, "the device was not told who came and who left"
+        assert self.occupants == residents, "the device was not told who came and who left"
         for one in plan.entering:
             self.stands[one] = (len(one.tokens) - 1, 0)
         said = [[self.read(one) for one in plan.decoding] for _ in range(plan.ticks)]

@@ -7,12 +7,12 @@ import torch
 
 from adaponder.ops.lane_books.torch import Books
 from adaponder.ops.lane_windows import torch as plain
-from adaponder.ops.lane_windows.torch import Windows
+from adaponder.ops.lane_windows.torch import DraftWindows
 
 LANES, SIZE, PASSES = 4, 3, 3
 
 
-def opened(room: int = SIZE) -> tuple[Books, Windows]:
+def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
     """Three lanes that begin at places 0, 4 and 2, and nobody's."""
     slots, pages, size = 24, 20, 4
     numbers = torch.arange(LANES)
@@ -28,7 +28,7 @@ def opened(room: int = SIZE) -> tuple[Books, Windows]:
         page_size=size,
     )
     books.pages[-1] = 0
-    windows = Windows.empty(LANES, SIZE, torch.device("cpu"))
+    windows = DraftWindows.empty(LANES, SIZE, torch.device("cpu"))
     for lane, place in enumerate((0, 4, 2)):
         windows.front[lane] = windows.origin[lane] = place
         windows.stop[lane], windows.final[lane], windows.room[lane] = place + 1, place + 9, room

@@ -7,12 +7,12 @@ from torch import Tensor
 from adaponder.ops.fused import HAS_TRITON
 from adaponder.ops.lane_books import Books
 from adaponder.ops.lane_windows import torch as plain
-from adaponder.ops.lane_windows.torch import WindowRows, Windows
+from adaponder.ops.lane_windows.torch import DraftWindows, WindowRows
 
-__all__ = ["WindowRows", "Windows", "begin_windows", "end_windows"]
+__all__ = ["DraftWindows", "WindowRows", "begin_windows", "end_windows"]
 
 
-def begin_windows(books: Books, windows: Windows, lane: Tensor, *, passes: int, vanishes: bool) -> WindowRows:
+def begin_windows(books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool) -> WindowRows:
     """Rows of live places alone on a CPU; elsewhere, where the host must not wait, of every place."""
     if _by_kernels(lane):
         from adaponder.ops.lane_windows import triton as kernels
@@ -22,7 +22,7 @@ def begin_windows(books: Books, windows: Windows, lane: Tensor, *, passes: int, 
     return plain.begin_windows(books, windows, lane, passes=passes, vanishes=vanishes, every=every)
 
 
-def end_windows(books: Books, windows: Windows, lane: Tensor, *said: Tensor) -> None:
+def end_windows(books: Books, windows: DraftWindows, lane: Tensor, *said: Tensor) -> None:
     """See :func:`adaponder.ops.lane_windows.torch.end_windows`."""
     if _by_kernels(lane):
         from adaponder.ops.lane_windows import triton as kernels

@@ -10,7 +10,7 @@ from torch import Tensor
 from adaponder.ops.lane_books import NOT_A_NUMBER, Begun, Books, book_rows
 
 
-class Windows(NamedTuple):
+class DraftWindows(NamedTuple):
     """Of each lane; the last lane is nobody's, and its window stays empty.
 
     Attributes:
@@ -36,7 +36,7 @@ class Windows(NamedTuple):
     halted: Tensor
 
     @classmethod
-    def empty(cls, lanes: int, window: int, device: torch.device) -> Windows:
+    def empty(cls, lanes: int, window: int, device: torch.device) -> DraftWindows:
         def filled(value: int, *shape: int) -> Tensor:
             return torch.full((lanes, *shape), value, dtype=torch.long, device=device)
 
@@ -66,7 +66,7 @@ class WindowRows(NamedTuple):
 
 
 def begin_windows(
-    books: Books, windows: Windows, lane: Tensor, *, passes: int, vanishes: bool, every: bool
+    books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool
 ) -> WindowRows:
     """The rows of these lanes' windows, entered into the index: one of ``every`` place, or of live ones alone.
 
@@ -98,7 +98,7 @@ def begin_windows(
 
 
 def end_windows(
-    books: Books, windows: Windows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
+    books: Books, windows: DraftWindows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
 ) -> None:
     """Moves the windows on by what their rows said; ``goes_on``, ``chosen`` and ``bad`` are ``[n, window]``.
 
@@ -132,7 +132,7 @@ def end_windows(
         kept.index_copy_(0, lane, values)
 
 
-def _standing(windows: Windows, lane: Tensor) -> tuple[Tensor, Tensor]:
+def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
     """The place of each token of these lanes' windows, and whether it gives a row, ``[n, window]``."""
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from adaponder.ops.fused import on_device_of
 from adaponder.ops.lane_books.torch import Begun, Books
-from adaponder.ops.lane_windows.torch import WindowRows, Windows
+from adaponder.ops.lane_windows.torch import DraftWindows, WindowRows
 
 
-def begin_windows(books: Books, windows: Windows, lane: Tensor, *, passes: int, vanishes: bool) -> WindowRows:
+def begin_windows(books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool) -> WindowRows:
     """Equals :func:`adaponder.ops.lane_windows.torch.begin_windows` with a row of every place."""
     n, size, (_, iterations, slots) = len(lane), windows.size, books.index.shape
     owner, seat, token, place, iteration, last, row = (lane.new_empty(n * size) for _ in range(7))
@@ -53,7 +53,7 @@ def begin_windows(books: Books, windows: Windows, lane: Tensor, *, passes: int, 
 
 
 def end_windows(
-    books: Books, windows: Windows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
+    books: Books, windows: DraftWindows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
 ) -> None:
     """Equals :func:`adaponder.ops.lane_windows.torch.end_windows`."""
     with on_device_of(lane):
