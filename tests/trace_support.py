@@ -83,7 +83,7 @@ def made_up(
         "halts": halts,
         "gates": gates,
         "tau": (1e-4,) * (deepest - 1) if halts else None,
-        "policy": "LearnedGate(tau=0.0001)" if halts else f"FixedDepth(depth={deepest})",
+        "policy": "gate:0.0001" if halts else f"fixed:{deepest}",
         "data": "invented & escaped",
         "windows": "disjoint windows of 64",
         "window": 64,

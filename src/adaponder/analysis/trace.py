@@ -227,7 +227,7 @@ def _about(
         **vars(kind),
         iterations=model.config.iterations,
         tau=tau,
-        policy=str(getattr(policy, "fingerprint", policy)),
+        policy=str(getattr(policy, "spelling", policy)),
         data=data,
         windows=str(windows),
         window=windows.length,

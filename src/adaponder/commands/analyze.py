@@ -83,7 +83,7 @@ def _settings(subject: Subject, text: Text, how: ScoringOptions) -> dict[str, An
     """Settings, beside checkpoint and data, that must be equal for portions to belong to the same trace."""
     return {
         "weights and text": fingerprint(subject.model, text),
-        "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "fingerprint", how.policy)),
+        "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "spelling", how.policy)),
         "max iterations": how.max_iterations,
         "seed": how.seed,
         "dtype": str(subject.model.dtype),

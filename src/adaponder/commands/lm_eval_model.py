@@ -77,7 +77,7 @@ class AdaPonderLM(HarnessLM):
             "model_name": self.pretrained,
             "model_method": self.model.config.method,
             "model_iterations": self.how.max_iterations or self.model.config.iterations,
-            "model_policy": None if policy is None else policy.fingerprint,
+            "model_policy": None if policy is None else policy.spelling,
             "model_dtype": str(self.model.dtype),
             "model_num_parameters": self.model.num_parameters(),
             "model_cost": {task: meter.spent().as_dict() for task, meter in self.meters.items()},

@@ -47,7 +47,7 @@ def run(options: EvalOptions) -> dict[str, Any]:
     result: dict[str, Any] = {
         "checkpoint": options.checkpoint,
         "method": model.config.method,
-        "policy": None if policy is None else policy.fingerprint,
+        "policy": None if policy is None else policy.spelling,
         "max_iterations": options.max_iterations or model.config.iterations,
         "task_data": None if options.task_data is None else str(options.task_data),
         "limit": options.limit,

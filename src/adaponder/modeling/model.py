@@ -296,7 +296,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         policy = self.method.default_policy(training=self.training) if chosen is None else as_policy(chosen)
         if generates and not policy.causal:
             raise InputError(
-                f"policy={policy.fingerprint} looks at the future: it can be evaluated, not generated with "
+                f"policy={policy.spelling} looks at the future: it can be evaluated, not generated with "
                 "(a model in training mode may choose such a one by itself: call model.eval())"
             )
         return policy

@@ -97,6 +97,14 @@ class Policy(ABC):
         """Names the policy and its settings: equal fingerprints, equal decisions."""
         return repr(self)
 
+    @property
+    def spelling(self) -> str:
+        """The policy as it is typed, ``fixed:2``, for tables and errors; its fingerprint where no line says it."""
+        try:
+            return self.as_line()
+        except InputError:
+            return self.fingerprint
+
     def heads(self, iteration: int) -> int:
         """How often it computes a token's logits to decide after this iteration: a cost that is its own."""
         return 0
@@ -108,8 +116,8 @@ class Policy(ABC):
         """Raises where it reads another signal than the one that a model of ``method`` gives it as ``gate``."""
         if self.signal not in (None, signal):
             raise InputError(
-                f"policy={self.fingerprint}: it reads the signal of {self.signal}, and this model is {method} "
-                f"(K={iterations}), whose signal is {signal}; LearnedGate, FixedDepth or Entropy can decide for it"
+                f"policy={self.spelling}: it reads the signal of {self.signal}, and this model is {method} "
+                f"(K={iterations}), whose signal is {signal}; gate, fixed or entropy can decide for it"
             )
 
     def check_batch(self, sequences: int, slots: int) -> None:  # noqa: B027 (most policies fit every batch)

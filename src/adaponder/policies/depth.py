@@ -33,7 +33,7 @@ class FixedDepth(Policy):
     def check(self, method: str, iterations: int) -> None:
         if self.depth > iterations:
             raise InputError(
-                f"policy={self.fingerprint}: the model reads a token at most K={iterations} times: name a depth from 1 "
+                f"policy={self.spelling}: the model reads a token at most K={iterations} times: name a depth from 1 "
                 f"to {iterations}"
             )
 

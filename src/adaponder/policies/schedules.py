@@ -66,7 +66,7 @@ class Schedule(Policy):
         return cls(line.threshold_numbers(), **{cls.value_field: cls.parse_value(line)})
 
     def as_line(self) -> str:
-        return f"{super().as_line()}@{number_text(self.thresholds)}"
+        return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
 
     def shares_as_line(self) -> str:
         """The line without thresholds."""

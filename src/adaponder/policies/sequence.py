@@ -37,9 +37,7 @@ class SequencePolicy(Policy):
         """
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        raise InputError(
-            f"policy={self.fingerprint}: {type(self).__name__} ranks a whole sequence and cannot be decided row by row"
-        )
+        raise InputError(f"policy={self.spelling}: it ranks a whole sequence and cannot be decided row by row")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float]
     """Raises where ``policy``'s list of numbers ``name`` is not one for each gate of a model of K = ``iterations``."""
     if isinstance(value, Sequence) and len(value) != iterations - 1:
         raise InputError(
-            f"policy={policy.fingerprint}: {name} has {len(value)} entries, a model of K={iterations} has "
+            f"policy={policy.spelling}: {name} has {len(value)} entries, a model of K={iterations} has "
             f"{iterations - 1} gates: give one number, or one per gate"
         )
 

@@ -50,7 +50,7 @@ def depth_of(control: DepthControl, served: Served) -> Depth:
         if not policy.causal or not policy.row_by_row:
             raise ApiError(
                 400,
-                f"policy={policy.fingerprint} looks at other tokens of the sequence: name one that decides for each "
+                f"policy={policy.spelling} looks at other tokens of the sequence: name one that decides for each "
                 "token by itself",
                 param=field,
             )

@@ -413,3 +413,8 @@ def test_figures_use_the_words_of_the_method(method, meaning, thresholds, after)
     assert gates.measure(trace).meaning == meaning
     assert gates.measure(trace).lines == thresholds
     assert grid.measure(trace).after == after
+
+
+@pytest.mark.parametrize("policy", ["router", "RouterThreshold()"])  # as traces have it now, and had it before
+def test_a_router_halts_at_one_half(policy):
+    assert gates.measure(made_up(method="mor", tau=None, policy=policy)).lines == (0.5, 0.5, 0.5)

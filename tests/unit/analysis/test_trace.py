@@ -79,6 +79,7 @@ def test_gates_and_thresholds_explain_the_depths():
     trace = traced(tiny(), how=ScoringOptions(policy=LearnedGate((0.4, 0.6))))
     gates, tau = trace.by_iteration("gate"), np.array(trace.about.tau)
     assert trace.about.tau == (0.4, 0.6)
+    assert trace.about.policy == "gate:0.4,0.6"
     keeps = np.cumprod(gates >= tau, axis=1).sum(axis=1)
     np.testing.assert_array_equal(trace["depth"], 1 + keeps)
 

@@ -117,7 +117,7 @@ def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoi
         assert cost["iterations"] <= 2
         return
     assert cost["iterations"] == 2
-    assert found["config"]["model_policy"] == FixedDepth(2).fingerprint
+    assert found["config"]["model_policy"] == "fixed:2"
     wanted = tasks.run(
         EvalOptions(
             checkpoint=str(checkpoint), tasks=list(NAMES[1:2]), fewshot=[0], task_data=records, policy=FixedDepth(2)

@@ -728,23 +728,23 @@ def test_the_settings_too_short_for_the_run_are_refused_and_named(model, field, 
 
 
 UNFIT: list[tuple[str, str, Policy]] = [
-    ("adaponder", rf"FixedDepth\(depth=9\).*K={K}", FixedDepth(9)),
-    ("mor", rf"FixedDepth\(depth={K + 1}\).*K={K}", FixedDepth(K + 1)),
+    ("adaponder", rf"policy=fixed:9: .*K={K}", FixedDepth(9)),
+    ("mor", rf"policy=fixed:{K + 1}: .*K={K}", FixedDepth(K + 1)),
     ("ouro", rf"ForcedDepths asks for depth {K + 1}.*K={K}", ForcedDepths(torch.full((2, 9), K + 1))),
-    ("adaponder", rf"LearnedGate.*tau has {K} entries.*K={K} has {K - 1} gates", LearnedGate((0.1,) * K)),
-    ("adaponder", rf"Entropy.*threshold has {K} entries", Entropy((0.1,) * K)),
-    ("adaponder", rf"Divergence.*threshold has {K} entries", Divergence((0.1,) * K)),
-    ("adaponder", rf"Change.*threshold has {K} entries", Change((0.1,) * K)),
-    ("adaponder", rf"Uniform.*thresholds has {K} entries", Uniform(keep=0.5, thresholds=(0.1,) * K)),
-    ("mor", rf"Shares.*shares has {K} entries", Ranked(Shares(shares=(0.9,) * K))),
+    ("adaponder", rf"policy=gate:.*tau has {K} entries.*K={K} has {K - 1} gates", LearnedGate((0.1,) * K)),
+    ("adaponder", rf"policy=entropy:.*threshold has {K} entries", Entropy((0.1,) * K)),
+    ("adaponder", rf"policy=kl:.*threshold has {K} entries", Divergence((0.1,) * K)),
+    ("adaponder", rf"policy=change:.*threshold has {K} entries", Change((0.1,) * K)),
+    ("adaponder", rf"policy=uniform:0.5@.*thresholds has {K} entries", Uniform(keep=0.5, thresholds=(0.1,) * K)),
+    ("mor", rf"policy=shares:.*shares has {K} entries", Ranked(Shares(shares=(0.9,) * K))),
     (
         "adaponder",
-        rf"RouterThreshold\(\).*router.*model is adaponder \(K={K}\).*gate",
+        rf"policy=router: .*router.*model is adaponder \(K={K}\).*gate",
         RouterThreshold(),
     ),
-    ("ouro", r"RouterThreshold\(\).*router.*this model is ouro.*exit", RouterThreshold()),
-    ("adaponder", r"ExitThreshold\(q=0.9\).*exit.*this model is adaponder.*gate", ExitThreshold(0.9)),
-    ("mor", r"ExitThreshold\(q=0.9\).*exit.*this model is mor.*router", ExitThreshold(0.9)),
+    ("ouro", r"policy=router: .*router.*this model is ouro.*exit", RouterThreshold()),
+    ("adaponder", r"policy=exit:0.9: .*exit.*this model is adaponder.*gate", ExitThreshold(0.9)),
+    ("mor", r"policy=exit:0.9: .*exit.*this model is mor.*router", ExitThreshold(0.9)),
 ]
 
 
@@ -822,6 +822,17 @@ DISTINCT: list[Callable[[], Policy]] = [
     lambda: as_policy(_own),
     lambda: as_policy(_own_too),
 ]
+
+
+def test_a_policy_is_spelled_as_it_is_typed_where_it_can_be():
+    typed = {"fixed:2": FixedDepth(2), "gate:0.1,0.2": LearnedGate((0.1, 0.2)), "router": RouterThreshold()}
+    typed |= {"uniform:0.5@0.1,0.2": Uniform((0.1, 0.2), keep=0.5), "ranked-uniform:0.5": Ranked(Uniform(keep=0.5))}
+    for text, policy in typed.items():
+        assert policy.spelling == text
+        assert parse_policy(text) == policy
+    own = ForcedDepths(torch.ones(1, 2, dtype=torch.long))
+    assert own.spelling == own.fingerprint == "ForcedDepths([[1, 1]])"
+    assert Uniform(keep=0.5).spelling == "uniform:0.5"
 
 
 def test_the_fingerprints_of_equal_policies_are_equal_and_of_others_differ():

@@ -353,7 +353,7 @@ def test_every_rule_is_captured_in_a_cuda_graph_and_answers_about_other_rows(nam
 def test_ranking_a_sequence_says_by_name_that_it_is_no_choice_row_by_row():
     policy = Ranked(Uniform(keep=0.5))
     assert not policy.row_by_row
-    with pytest.raises(AdaPonderError, match=r"policy=Ranked\(.*Ranked ranks a whole sequence.*row by row"):
+    with pytest.raises(AdaPonderError, match=r"policy=ranked-.*ranks a whole sequence.*row by row"):
         policy(mixed_rows(3, seed=0))
 
 

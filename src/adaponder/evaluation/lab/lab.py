@@ -133,7 +133,7 @@ class Lab:
     def untuned(self, name: str, policy: Policy, *, tuning_depth: float | None = None) -> Measurement:
         """The measurement of a policy as it is on the held-out half."""
         scores = self._score(self.halves.held_out, ScoringOptions(policy=policy, seed=self.seed), f"{name}: held out")
-        planned = Measurement(name, policy.causal, None, policy.fingerprint, spec_of(policy), 0, None, tuning_depth)
+        planned = Measurement(name, policy.causal, None, policy.spelling, spec_of(policy), 0, None, tuning_depth)
         return self._measured(planned, policy, scores, None)
 
     def _score(self, half: Half, how: ScoringOptions, what: str) -> Scores:
