@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,9 +107,14 @@ def legend(deepest: int) -> Text:
     return text
 
 
+# One number or a few, with signs and marks around and between them and perhaps a unit: 12.3 MB, 61.2 ± 1.3, +0.01*.
+_NUMBER = r"\d[\d,]*(\.\d+)?(e[+-]?\d+)?"
+_FIGURE = re.compile(rf"[^\w.]*{_NUMBER}([^\w.]+{_NUMBER})*\s?[A-Za-z%/]{{0,6}}[^\w.]*")
+
+
 @dataclass(frozen=True)
 class Titled:
-    """A table under its title: first column to the left, figures to the right.
+    """A table under its title: words to the left, figures, which have a head, to the right.
 
     Where the window is too narrow for all columns, several tables follow one another, each with the first column: no
     figure is ever broken in two.
@@ -123,11 +129,17 @@ class Titled:
         for widths in _side_by_side(self._widths(options.max_width), options.max_width):
             drawn = Table(header_style="bold", show_header=any(self.columns), box=None, pad_edge=False)
             for index, width in widths.items():
-                justify = "left" if index == 0 else "right"
+                justify = "right" if self._holds_figures(index) else "left"
                 drawn.add_column(self.columns[index], justify=justify, overflow="fold", width=width)
             for row in self.rows:
                 drawn.add_row(*(row[index] for index in widths))
             yield drawn
+
+    def _holds_figures(self, index: int) -> bool:
+        """Whether a column is one of figures: most cells are, and the others say why there is none."""
+        cells = [row[index] for row in self.rows if row[index].strip(" –—")]
+        figures = sum(_FIGURE.fullmatch(cell) is not None for cell in cells)
+        return index > 0 and bool(self.columns[index]) and 2 * figures >= len(cells)
 
     def _widths(self, most: int) -> list[tuple[int, int]]:
         """Per column the least width, with its head broken between words, and the width that needs no break."""

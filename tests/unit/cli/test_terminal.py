@@ -118,6 +118,20 @@ def test_a_table_that_fits_is_one_table():
     assert lines == ["Narrow", "   loss  depth held out", "a   1.0            2.00", "b   1.5            3.00"]
 
 
+def test_words_stand_left_and_figures_right():
+    heads = ("", "loss", "95 %", "policy", "state", "")
+    rows = [("a", "1.25", "1.2 … 1.3", "gate:0.1", "done", "12"), ("b", "out of memory", "–", "fixed:2", "open", "7")]
+    rows += [("c", "+10.5*", "", "kl:1", "–", "a sentence"), ("d", "3 MB", "61.2 ± 1.3", "router", "", "1.5")]
+    assert drawn(80, "Mixed", heads, rows) == [
+        "Mixed",
+        "            loss        95 %  policy    state            ",
+        "a           1.25   1.2 … 1.3  gate:0.1  done   12        ",
+        "b  out of memory           –  fixed:2   open   7         ",
+        "c         +10.5*              kl:1      –      a sentence",
+        "d           3 MB  61.2 ± 1.3  router           1.5       ",
+    ]
+
+
 def test_a_sentence_in_a_table_breaks_only_where_there_is_no_room():
     sentence = "config, generation config and tokenizer agree"
     assert sentence in drawn(80, "Facts", ("", ""), [("special tokens", sentence)])[1]
