@@ -35,6 +35,13 @@ def test_what_was_stored_comes_back_to_the_last_digit(folder):
     assert list(stored(folder)) == ["cheap", "even"]
 
 
+def test_profiles_are_sorted_by_budget(folder):
+    for name, budget in (("budget-10", 10.0), ("budget-2", 2.0), ("half", 2.0), ("budget-1.5", 1.5)):
+        store(folder, name, PROFILE | {"budget": budget})
+    store(folder, "none", {"policy": "gate:0.1"})
+    assert list(stored(folder)) == ["budget-1.5", "budget-2", "half", "budget-10", "none"]
+
+
 def test_a_profile_is_replaced_and_the_others_stay(folder):
     store(folder, "a", PROFILE)
     store(folder, "b", PROFILE)

@@ -7,6 +7,7 @@ refused. It is written under another name and renamed, so it is never half writt
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -42,7 +43,10 @@ def load_profile(folder: str | Path, name: str, *, option: str = "--profile") ->
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
-    """Profiles of the model in ``folder``, by name; raises if the file was changed or belongs to other weights."""
+    """Profiles of the model in ``folder`` by name, the smallest budget first.
+
+    Raises if the file was changed or belongs to other weights.
+    """
     path = folder / FILE
     if not os.path.lexists(path):
         return {}
@@ -55,7 +59,14 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(f"{path}: its checksum differs, so it was damaged or edited by hand; {cure}")
     if content.get("weights") != identity(folder):
         raise CheckpointError(f"{path}: its profiles were calibrated for other weights or another config; {cure}")
-    return profiles
+    return dict(sorted(profiles.items(), key=_by_budget))
+
+
+def _by_budget(named: tuple[str, Any]) -> tuple[float, str]:
+    """What profiles are sorted by: the budget, and the name among equal ones."""
+    name, profile = named
+    budget = profile.get("budget") if isinstance(profile, dict) else None
+    return (budget if isinstance(budget, (int, float)) else math.inf), name
 
 
 def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
