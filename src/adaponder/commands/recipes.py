@@ -10,7 +10,16 @@ from typing import Any
 from rich.padding import Padding
 
 from adaponder.commands.options import RecipesOptions
-from adaponder.recipes import DataRecipe, ModelRecipe, Recipe, TrainRecipe, base_of, load_recipe, recipe_names
+from adaponder.recipes import (
+    DataRecipe,
+    ModelRecipe,
+    Recipe,
+    TrainRecipe,
+    base_of,
+    load_recipe,
+    recipe_names,
+    stated_in,
+)
 from adaponder.terminal import console, line, write_json
 
 
@@ -90,17 +99,24 @@ def list_recipes(*, json: Path | None = None) -> None:
 
 
 def describe(name: str, *, json: Path | None = None) -> None:
-    """Prints every field of one recipe, and where its value is from if the recipe says."""
+    """Prints every field of one recipe and where its value is from: a paper, this recipe, its base or the defaults."""
     recipe = load_recipe(name)
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
-    values = flat(recipe)
+    values, stated = flat(recipe), stated_in(name)
     for key in [*values, *(key for key in recipe.provenance if key not in values)]:
         source = recipe.provenance.get(key)
-        said = f"  {source.kind}{': ' if source.note else ''}{source.note}" if source else ""
+        said = f"{source.kind}{': ' if source.note else ''}{source.note}" if source else _whence(stated.get(key), name)
         value = values.get(key, source.value if source and key.startswith("code.") else None)
         shown = f"{key}" if value is None else f"{key}={value}"
-        console.print(Padding(line(shown, (said, "dim")), (0, 0, 0, 2)))
+        console.print(Padding(line(shown, (f"  {said}", "dim")), (0, 0, 0, 2)))
     write_json(json, {recipe.name: recipe.as_dict()})
+
+
+def _whence(stated: str | None, name: str) -> str:
+    """Whose value a field has, where the recipe gives no origin: ``stated`` is the recipe that sets it, if one does."""
+    if stated is None:
+        return "default"
+    return "this recipe" if stated == name else f"from {stated}"
 
 
 def _brief(count: int) -> str:

@@ -6,7 +6,7 @@ import copy
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from importlib import resources
@@ -42,6 +42,21 @@ def recipe_names() -> list[str]:
         for file in folder.iterdir()
         if file.name.endswith(".yaml")
     )
+
+
+def stated_in(name: str) -> dict[str, str]:
+    """For each ``section.field`` that a file states, the recipe whose value holds: this one, or one of its bases."""
+    values, _ = _read(name)
+    base = values.pop("base", None)
+    return ({} if base is None else stated_in(base)) | dict.fromkeys(_fields_in(values), name)
+
+
+def _fields_in(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _fields_in(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
 
 
 def base_of(name: str) -> str | None:

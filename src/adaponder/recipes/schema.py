@@ -297,9 +297,20 @@ class Recipe:
         depth, deepest = self.train.target_depth, self.model.iterations
         if depth is not None and deepest is not None and depth > deepest:
             raise ConfigError(f"train.target_depth={depth}: no token can exceed model.iterations={deepest}")
-        if self.train.eval_tokens < self.data.sequence:
+        self._check_sequence()
+
+    def _check_sequence(self) -> None:
+        """Raises where a window has more tokens than the backbone has positions, or than one validation reads."""
+        sequence, backbone = self.data.sequence, self.model.backbone
+        if isinstance(backbone, Mapping):
+            longest = backbone.get("max_position_embeddings", sequence)
+            if not isinstance(longest, int) or isinstance(longest, bool):
+                raise ConfigError(f"model.backbone.max_position_embeddings={longest!r}: a whole number is needed")
+            if sequence > longest:
+                raise ConfigError(f"data.sequence={sequence} exceeds model.backbone.max_position_embeddings={longest}")
+        if self.train.eval_tokens < sequence:
             raise ConfigError(
-                f"train.eval_tokens={self.train.eval_tokens}: at least one row of data.sequence={self.data.sequence}"
+                f"train.eval_tokens={self.train.eval_tokens}: at least one row of data.sequence={sequence}"
             )
 
     def as_dict(self) -> dict[str, Any]:

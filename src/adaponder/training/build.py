@@ -46,13 +46,6 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     if not isinstance(recipe.model.backbone, dict):
         raise ConfigError("model.backbone: a mapping with model_type, or a checkpoint, is needed")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
-    longest = backbone.get("max_position_embeddings", recipe.data.sequence)
-    if not isinstance(longest, int) or isinstance(longest, bool):
-        raise ConfigError(f"model.backbone.max_position_embeddings={longest!r}: a whole number is needed")
-    if longest < recipe.data.sequence:
-        raise ConfigError(
-            f"data.sequence={recipe.data.sequence} exceeds model.backbone.max_position_embeddings={longest}"
-        )
     _refuse_unknown(backbone)
     try:
         config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))

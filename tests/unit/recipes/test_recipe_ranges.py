@@ -308,12 +308,22 @@ def test_a_method_that_is_none_is_found_when_the_recipe_is_read(tiny, method):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("data.sequence=100000", "data.sequence=100000 exceeds model.backbone.max_position_embeddings=256"),
+        ("model.backbone.max_position_embeddings=many", "model.backbone.max_position_embeddings='many': a whole"),
+    ],
+)
+def test_positions_are_compared_first_where_the_recipe_has_them(override, says):
+    with pytest.raises(ConfigError, match=says):
+        load_recipe("cpu/demo", [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
         ("model.backbone.model_type=gpt_neoxx", "model.backbone.model_type='gpt_neoxx'"),
         ("model.backbone.num_attention_heads=3", "model.backbone.num_attention_heads=3"),
         ("model.backbone.hiden_size=3", "hiden_size"),
-        ("model.backbone.max_position_embeddings=many", "max_position_embeddings"),
         ("model.capacities=[1.0, 0.5]", "capacities"),
-        ("data.sequence=4096", "data.sequence=4096"),
     ],
 )
 def test_what_no_model_can_be_built_from_is_found_before_data_is_prepared(tmp_path, monkeypatch, override, says):
