@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaponder.commands.options import CompareOptions, EvalOptions
-from adaponder.commands.options.shared import CheckpointOptions, DepthOptions
+from adaponder.commands.options.shared import CheckpointOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.conversion.narrow import narrow, weight_bytes
 from adaponder.errors import EvaluationError, InputError
@@ -70,10 +70,10 @@ def run(options: EvalOptions) -> dict[str, Any]:
     if options.weights is not None:
         narrowed = Narrowed.of(subject, options.weights, scorings[0], text, windows, how, options.batch_size)
         scorings.append(narrowed.scoring)
-    console.print(described(options.data, text, windows), soft_wrap=True)
+    console.print(described(options.data, text, windows))
     show_scorings(options.checkpoint, scorings)
     if narrowed is not None:
-        console.print(f"\n{narrowed}", soft_wrap=True)
+        console.print(f"\n{narrowed}")
     parts = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=options.seed)
     show_sources(parts)
     result: dict[str, Any] = {
@@ -178,12 +178,11 @@ def described(data: str, text: Text, windows: Windows) -> str:
 
 def own_label(subject: Subject, how: ScoringOptions) -> str:
     """What the table calls a scoring with the options ``how``: the policy, the one depth, or "its own depths"."""
-    if how.policy is not None:
-        return getattr(how.policy, "fingerprint", "policy")
     most = how.max_iterations or subject.model.config.iterations
-    if not subject.model.method.halts:
+    if how.policy is None and not subject.model.method.halts:
         return f"depth {most}"
-    return "its own depths" if how.max_iterations is None else f"its own depths, at most {most}"
+    who = "its own depths" if how.policy is None else str(getattr(how.policy, "spelling", "policy"))
+    return who if how.max_iterations is None else f"{who}, at most {most}"
 
 
 def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
@@ -191,7 +190,7 @@ def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
     if not subject.model.method.halts:
         return None
     policy = how.policy if how.policy is not None else subject.model.method.default_policy(training=False)
-    return str(getattr(policy, "fingerprint", policy))
+    return str(getattr(policy, "spelling", policy))
 
 
 def forced(subject: Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
@@ -242,9 +241,11 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     Returns what ``--json`` writes.
     """
     first, second = options.first, options.second
+    sides = [options.side(letter) for letter in "ab"]
+    opened = {"tokenizer": options.tokenizer, "dtype": options.dtype, "device": options.device}
     subjects = [
-        open_subject(CheckpointOptions(checkpoint=name, dtype=options.dtype, device=options.device))
-        for name in (first, second)
+        open_subject(CheckpointOptions(checkpoint=name, **opened), weights=side.weights)
+        for name, side in zip((first, second), sides, strict=True)
     ]
     one, two = (subject.vocabulary.hash for subject in subjects)
     if one != two:
@@ -254,22 +255,21 @@ def compare(options: CompareOptions) -> dict[str, Any]:
         )
     # The shorter context of the two, so that both see equally much of the text before a token.
     windows = min((one.windows(options) for one in subjects), key=_length)
-    sides = {
-        "-a": DepthOptions(policy=options.policy_a, profile=options.profile_a),
-        "-b": DepthOptions(policy=options.policy_b, profile=options.profile_b),
-    }
     scoring_options = [
-        one.scoring(depth, seed=options.seed, side=side)
-        for one, (side, depth) in zip(subjects, sides.items(), strict=True)
+        one.scoring(side.depth, seed=options.seed, side=f"-{letter}")
+        for letter, one, side in zip("ab", subjects, sides, strict=True)
     ]
     text = subjects[0].text(options.data, options)
-    labels = [f"{side}: {own_label(one, how)}" for side, one, how in zip("AB", subjects, scoring_options, strict=True)]
+    labels = [
+        f"{letter}: {own_label(one, how)}" + ("" if side.weights is None else f", {side.weights} weights")
+        for letter, one, how, side in zip("AB", subjects, scoring_options, sides, strict=True)
+    ]
     scorings = [
         scored(one, text, windows, label, how, options.batch_size)
         for one, label, how in zip(subjects, labels, scoring_options, strict=True)
     ]
     difference = paired_difference(text, scorings[0].scores.nll, scorings[1].scores.nll, seed=options.seed)
-    console.print(described(options.data, text, windows), soft_wrap=True)
+    console.print(described(options.data, text, windows))
     show_scorings(f"A {first}, B {second}", scorings, several_models=True)
     if difference.interval is None:
         words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
@@ -277,7 +277,8 @@ def compare(options: CompareOptions) -> dict[str, Any]:
         verdict = "told apart" if difference.told_apart else "not told apart"
         words = f"95 % {difference.interval}, paired by document: {verdict} on this text"
     console.print(f"\nB - A: {difference.mean:+.4f} nats per token; {words}")
-    console.print(f"B finds {difference.wins:.1%} of the tokens easier")
+    easier, equal = difference.wins, difference.ties
+    console.print(f"Of the tokens, B finds {easier:.1%} easier, {equal:.1%} equal, {1 - easier - equal:.1%} harder")
     result = {
         "data": options.data,
         "split": options.split,

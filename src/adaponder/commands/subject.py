@@ -49,11 +49,14 @@ class Subject(NamedTuple):
         return ScoringOptions(policy=chosen, max_iterations=options.max_iterations, execution=execution, seed=seed)
 
 
-def open_subject(options: CheckpointOptions) -> Subject:
-    """The checkpoint that the options name, on its device and in its precision, with its tokenizer."""
+def open_subject(options: CheckpointOptions, *, weights: str | None = None) -> Subject:
+    """The checkpoint that the options name, on its device and in its precision, with its tokenizer.
+
+    ``weights`` makes them narrower, as ``--weights`` says.
+    """
     checkpoint, tokenizer = options.checkpoint, options.tokenizer
     with console.status(f"loading {checkpoint} …"):
-        model, folder = load(checkpoint, dtype=options.dtype, device=options.device)
+        model, folder = load(checkpoint, dtype=options.dtype, device=options.device, weights=weights)
         vocabulary = open_vocabulary(tokenizer or str(folder))
         refuse_other_tokenizer(model, folder, tokenizer, vocabulary.tokenizer.get_vocab())
         return Subject(checkpoint, model, folder, vocabulary)
@@ -100,7 +103,7 @@ def choose_policy(model: AdaPonderForCausalLM, folder: Path, options: DepthOptio
     """
     most = model.config.iterations
     if options.max_iterations is not None and not 1 <= options.max_iterations <= most:
-        raise InputError(f"--max-iterations {options.max_iterations}: from 1 to {most}, the model's iterations")
+        raise InputError(f"--max-iterations{side} {options.max_iterations}: from 1 to {most}, the model's iterations")
     ways = {"policy": options.policy, "tau": options.tau, "profile": options.profile}
     named = [f"--{name}{side}" for name, value in ways.items() if value is not None]
     if len(named) > 1:

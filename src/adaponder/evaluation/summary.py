@@ -120,12 +120,16 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int
 
 @dataclass(frozen=True)
 class Difference:
-    """Loss of B minus loss of A on the same predictions: ``interval`` pairs them document by document."""
+    """Loss of B minus loss of A on the same predictions: ``interval`` pairs them document by document.
+
+    ``wins`` and ``ties`` are the shares of tokens whose loss is lower in B, and equal.
+    """
 
     mean: float
     interval: Interval | None
     wins: float
     tokens: int
+    ties: float = 0.0  # results of 0.1.0 and before do not say
 
     @property
     def told_apart(self) -> bool:
@@ -137,7 +141,7 @@ class Difference:
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
-    """``second - first``, both per prediction of ``text``; ``wins``: the share of tokens whose second loss is lower."""
+    """``second - first``, both per prediction of ``text``."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
     gap, counted = second - first, text.counted
@@ -146,4 +150,5 @@ def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed
         interval=bootstrap(per_document(text, gap * counted), per_document(text, counted), seed=seed),
         wins=float((gap[counted] < 0).mean()),
         tokens=int(counted.sum()),
+        ties=float((gap[counted] == 0).mean()),
     )

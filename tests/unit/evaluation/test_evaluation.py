@@ -368,7 +368,9 @@ def test_a_paired_difference_sees_what_two_intervals_would_hide():
     found = paired_difference(text, noise, noise - 0.01)
     assert found.mean == pytest.approx(-0.01)
     assert found.told_apart
-    assert found.wins == 1.0
+    assert (found.wins, found.ties) == (1.0, 0.0)
+    half = np.where(np.arange(text.predictions) % 2 == 0, noise, noise + 1.0)
+    assert (paired_difference(text, noise, half).wins, paired_difference(text, noise, half).ties) == (0.0, 0.5)
     assert not paired_difference(text, noise, noise).told_apart
     with pytest.raises(InputError, match="only the same tokens"):
         paired_difference(text, noise, noise[1:])
@@ -457,6 +459,40 @@ def test_compare_pairs_the_tokens(stock, ada, records, tmp_path):
     assert "too few documents for an interval (3 of 10)" in result.output
     assert "emb. scale" in result.output
     assert [row["embedding_scale"] for row in found["rows"]] == [1.0, 1.0]
+
+
+def test_compare_says_what_is_equal_and_names_policies_as_they_are_typed(ada, records, tmp_path):
+    record = tmp_path / "compare.json"
+    sides = ("--policy-a", "fixed:1", "--policy-b", "fixed:1", "--max-iterations-b", "2")
+    result = invoke("compare", ada, ada, "--data", records, *sides, "--tokenizer", ada, "--json", record)
+    assert result.exit_code == 0, result.output
+    assert "Of the tokens, B finds 0.0% easier, 100.0% equal, 0.0% harder" in result.output
+    found = json.loads(record.read_text())
+    assert [row["label"] for row in found["rows"]] == ["A: fixed:1", "B: fixed:1, at most 2"]
+    assert (found["difference"]["wins"], found["difference"]["ties"]) == (0.0, 1.0)
+
+
+def test_compare_narrows_the_weights_of_one_side(ada, records, tmp_path):
+    record = tmp_path / "compare.json"
+    assert invoke("compare", ada, ada, "--data", records, "--weights-b", "int8", "--json", record).exit_code == 0
+    found = json.loads(record.read_text())
+    assert [row["label"] for row in found["rows"]] == ["A: its own depths", "B: its own depths, int8 weights"]
+    assert found["difference"]["mean"] != 0.0
+
+
+def test_the_policy_that_is_written_down_is_what_is_typed(ada, records, tmp_path):
+    record = tmp_path / "eval.json"
+    assert invoke("eval", ada, "--data", records, "--policy", "gate:0.3", "--json", record).exit_code == 0
+    found = json.loads(record.read_text())
+    assert found["policy"] == found["rows"][0]["label"] == "gate:0.3"
+
+
+@pytest.mark.parametrize("command", ["eval", "compare"])
+def test_the_sentence_above_the_tables_fits_a_window_where_it_is_piped(ada, records, command):
+    names = (ada, ada) if command == "compare" else (ada,)
+    arguments = [str(part) for part in (command, *names, "--data", records, "--window", "16", "--by-document")]
+    shown = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80"}).output.splitlines()
+    assert max(map(len, shown)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
@@ -12,10 +12,12 @@ from adaponder.commands.options.shared import (
     BatchSize,
     CheckpointOptions,
     DepthOptions,
+    NamedTokenizer,
     NarrowWeights,
     OpenedModel,
     WindowOptions,
 )
+from adaponder.devices import WEIGHTS
 
 if TYPE_CHECKING:
     from adaponder.policies import Policy
@@ -68,22 +70,48 @@ class EvalOptions(WindowOptions, _ForcedDepths, DepthOptions, BatchSize, NarrowW
     limit: Annotated[int | None, Option(metavar="N", min=1, help="Tasks: only the first so many items of each.")] = None
 
 
+class Side(NamedTuple):
+    """What is asked of one of two checkpoints: who decides depth, and narrower weights."""
+
+    depth: DepthOptions
+    weights: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Sides:
-    """Who decides depth in each of two checkpoints."""
+    """Who decides depth in each of two checkpoints, and with which weights they compute."""
 
     policy_a: Annotated[
-        "Policy | None", Option(metavar="RULE", help="Who halts in A; as --policy of eval.", read=values.policy)
+        "Policy | None",
+        Option(
+            metavar="RULE", help="Who halts in A; as --policy of eval: gate:0.1 is another tau.", read=values.policy
+        ),
     ] = None
     policy_b: Annotated["Policy | None", Option(metavar="RULE", help="Who halts in B.", read=values.policy)] = None
     profile_a: Annotated[str | None, Option(metavar="NAME", help="A's budget, as adaponder calibrate stored it.")] = (
         None
     )
     profile_b: Annotated[str | None, Option(metavar="NAME", help="B's budget.")] = None
+    max_iterations_a: Annotated[
+        int | None, Option(metavar="N", min=1, help="Read no token more often than this in A.")
+    ] = None
+    max_iterations_b: Annotated[int | None, Option(metavar="N", min=1, help="The same in B.")] = None
+    weights_a: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Narrower weights of A, as --weights of eval.", check=values.one_of(*WEIGHTS)),
+    ] = None
+    weights_b: Annotated[
+        str | None, Option(metavar="NAME", help="Narrower weights of B.", check=values.one_of(*WEIGHTS))
+    ] = None
+
+    def side(self, letter: str) -> Side:
+        """What is asked of the checkpoint ``a`` or ``b``."""
+        named = {name: getattr(self, f"{name}_{letter}") for name in ("policy", "profile", "max_iterations")}
+        return Side(DepthOptions(**named), getattr(self, f"weights_{letter}"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(WindowOptions, _Sides, BatchSize, OpenedModel):
+class CompareOptions(WindowOptions, _Sides, BatchSize, NamedTokenizer, OpenedModel):
     """``adaponder compare``."""
 
     first: Annotated[str, Option(argument=True, metavar="A", help="A checkpoint: folder or hub name.")]
