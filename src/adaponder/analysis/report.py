@@ -103,7 +103,7 @@ def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
         + (f", read at most {about.deepest}x" if about.deepest < about.iterations else ""),
         "who halts": about.policy if about.halts else "nobody",
         "data": about.data,
-        "read": f"{overall.tokens:,} predictions of {overall.documents:,} documents, {about.windows}",
+        "read": f"{overall.tokens:,} predictions of {_documents(overall)}, {about.windows}",
         "loss": f"{overall.loss:.4f} nats per token{interval}",
         "perplexity": f"{overall.perplexity:,.3f}",
     }
@@ -118,6 +118,10 @@ def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
         "computed": f"{about.dtype} on {about.device}, seed {about.seed}",
         "versions": ", ".join(f"{name} {number}" for name, number in about.versions.items()),
     }
+
+
+def _documents(overall: Numbers) -> str:
+    return "1 document" if overall.documents == 1 else f"{overall.documents:,} documents"
 
 
 def _html(trace: Trace, report: Report) -> str:
@@ -160,8 +164,7 @@ state what this data shows. Losses are in nats per token; {_intervals(report.num
 def _intervals(overall: Numbers) -> str:
     """The sentence about intervals at the top of the page."""
     if overall.documents < FEW:
-        documents = "1 document" if overall.documents == 1 else f"{overall.documents} documents"
-        return f"intervals are left out, {documents} being too few to draw again"
+        return f"intervals are left out, {_documents(overall)} being too few to draw again"
     return f"intervals are 95% and draw documents again (means of fewer than {FEW} documents have none)"
 
 

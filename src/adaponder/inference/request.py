@@ -154,7 +154,8 @@ def _check_lengths(request: Request, prompt: int, positions: int | None) -> None
     # The last new token is returned without being read, so it needs no position.
     room = positions - prompt + 1
     if most > room:
-        raise InputError(f"max_new_tokens={most}: {prompt} prompt tokens leave room for {room}")
+        tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
+        raise InputError(f"max_new_tokens={most}: a prompt of {tokens} leaves room for {room}")
 
 
 def _check_sampling(request: Request) -> None:
@@ -203,7 +204,7 @@ def _check_depth(request: Request, prompt: int, iterations: int, model: AdaPonde
         policy = as_policy(request.policy)
         if not policy.causal or not policy.row_by_row:
             raise InputError(
-                f"policy={policy.fingerprint} looks at other tokens of the sequence: it can be evaluated, not "
+                f"policy={policy.spelling} looks at other tokens of the sequence: it can be evaluated, not "
                 "generated with; name one that decides for each token by itself"
             )
         policy.check_batch(1, slots)

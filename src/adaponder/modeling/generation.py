@@ -101,7 +101,8 @@ def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> 
     room = positions - prompt + 1
     new, total = settings["max_new_tokens"], settings["max_length"]
     if new is not None and new > room:
-        raise InputError(f"max_new_tokens={new}: {prompt} prompt tokens leave room for {room}")
+        tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
+        raise InputError(f"max_new_tokens={new}: a prompt of {tokens} leaves room for {room}")
     if new is None and total is not None and total > positions + 1:
         raise InputError(f"max_length={total}: the backbone's positions end at {positions}")
 

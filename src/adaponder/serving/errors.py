@@ -71,7 +71,7 @@ def refused(problem: Exception, *, param: str | None = None) -> ApiError:
     found = param or (None if field is None else names.get(field[1], field[1]))
     if field is not None and field[1] in names:
         said = names[field[1]] + said[len(field[1]) :]
-    too_long = found in ("prompt", "max_tokens") and ("positions end" in said or "leave room" in said)
+    too_long = found in ("prompt", "max_tokens") and ("positions end" in said or "leaves room" in said)
     return ApiError(400, said, param=found, code="context_length_exceeded" if too_long else None)
 
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.analysis import portions
-from adaponder.analysis.report import write_report
+from adaponder.analysis.report import facts, write_report
 from adaponder.analysis.style import PAGE
+from adaponder.analysis.tables import numbers
 from adaponder.analysis.trace import read_trace
 from adaponder.cli import main
 from adaponder.commands import analyze
@@ -51,6 +52,12 @@ class Page(HTMLParser):
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
     return write_report(made_up(600), out, only=SHOWN), Page(out / "report.html"), out
+
+
+def test_one_document_is_said_in_the_singular():
+    for documents, said in ((1, "of 1 document, disjoint"), (2, "of 2 documents, disjoint")):
+        trace = made_up(40, documents=documents, sources=1)
+        assert said in facts(trace, numbers(trace))["read"]
 
 
 def test_a_figure_is_there_as_picture_table_and_page(written):

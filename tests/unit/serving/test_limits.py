@@ -111,6 +111,18 @@ def test_too_much_is_refused_by_name_at_once(server, wish, field):
     assert server.worker.sequences == 0
 
 
+def test_a_policy_is_called_as_the_request_called_it(server):
+    for policy, said in (("fixed:9", "policy=fixed:9: the model reads"), ("ranked-uniform:0.5", "policy=ranked-unif")):
+        answer = server.post("/v1/completions", BASE | {"adaponder": {"policy": policy}})
+        assert answer.json()["error"]["message"].startswith(said)
+
+
+def test_one_token_too_many_is_said_in_the_singular(server):
+    error = server.post("/v1/completions", BASE | {"prompt": [1], "max_tokens": POSITIONS + 1}).json()["error"]
+    assert error["message"] == f"max_tokens={POSITIONS + 1}: a prompt of 1 token leaves room for {POSITIONS}"
+    assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("wish", "field"),
     [
