@@ -6,6 +6,7 @@ import typer
 
 from adaponder.cli.app import app
 from adaponder.cli.ending import FAILED
+from adaponder.cli.parsing import refuse
 from adaponder.commands.options import ConvertOptions, DoctorOptions, GenerateOptions, InspectOptions, PuzzleOptions
 from adaponder.errors import InputError
 
@@ -35,6 +36,9 @@ def generate(options: GenerateOptions) -> None:
     """
     from adaponder.commands import generate as command
 
+    if options.interactive:
+        asked = {"prompt": options.prompt, "prompt_file": options.prompt_file, "json": options.json}
+        refuse("--interactive", **asked, samples=options.samples > 1)
     command.run(options)
 
 

@@ -262,10 +262,10 @@ def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None
     console.print(table("\nWhat it cost", ("", *COLUMNS), [*spent, ("each token after it", *decode.cells())]))
     if dropped := sum(one.dropped_rows for one in done):
         read = sum(depth for one in done for depth in one.depths[one.prompt :])
+        rows = "1 row" if dropped == 1 else f"{dropped} rows"
         console.print(
-            f"Beside this, {dropped} rows of drafts that did not follow ({dropped / max(1, read):.0%} of those of the "
-            f"tokens after the prompt), and room for {deepest} rows of each of these; --drafts 0 spends neither",
-            soft_wrap=True,
+            f"Beside this, {rows} of drafts that did not follow ({dropped / max(1, read):.0%} of those of the "
+            f"tokens after the prompt), and room for {deepest} rows of each of these; --drafts 0 spends neither"
         )
 
 

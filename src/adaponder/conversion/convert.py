@@ -114,7 +114,7 @@ def _to_family(
 ) -> tuple[AdaPonderForCausalLM, list[Check]]:
     """The checkpoint's backbone under ``method``, and its comparison with the source."""
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
-        raise InputError(f"--method {method}: {opened.folder} is that already")
+        raise InputError(_already(opened, method, recurrence))
     settings = opened.recurrence | recurrence | {"method": method}
     stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
     if opened.kind == "stock":
@@ -132,6 +132,17 @@ def _to_family(
             ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **one).logits
             checks.append(compare("one iteration equals the source", ours, theirs, bounded=same))
     return model, checks
+
+
+def _already(opened: OpenedCheckpoint, method: str, recurrence: dict[str, Any]) -> str:
+    """Why a checkpoint is not converted into the method that it has."""
+    trained, asked = opened.recurrence["iterations"], recurrence.get("iterations")
+    if asked not in (None, trained):
+        return (
+            f"--iterations {asked}: K = {trained} of {opened.folder} is fixed by its training; --max-iterations of "
+            "generate, eval and analyze reads tokens less often"
+        )
+    return f"--method {method}: {opened.folder} is that already"
 
 
 def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel, list[Check]]:

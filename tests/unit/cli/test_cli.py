@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -10,8 +11,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import __version__, cli, terminal
-from adaponder.commands import demo, doctor
-from adaponder.commands.options import DemoOptions
+from adaponder.commands import demo, doctor, generate
+from adaponder.commands.options import DemoOptions, GenerateOptions
 from adaponder.commands.recipes import flat, show_recipe
 from adaponder.errors import AdaPonderError
 from adaponder.recipes import load_recipe, recipe_names
@@ -134,6 +135,17 @@ def test_one_recipe_is_shown_with_every_field_and_where_it_is_from(tmp_path):
     assert json.loads((tmp_path / "it.json").read_text())["paper/adaponder-410m"]["train"]["steps"] == 50_000
 
 
+def test_a_recipe_of_no_paper_says_whose_each_value_is(tmp_path):
+    (tmp_path / "own.yaml").write_text("base: mini/vanilla\ntrain: {clip: 1.0, betas: [0.9, 0.95]}\n")
+    result = CliRunner().invoke(cli.app, ["recipes", str(tmp_path / "own.yaml")], env={"COLUMNS": "120"})
+    shown = " ".join(result.output.split())
+    assert "train.betas=[0.9,0.95] this recipe" in shown  # stated, though it is the default
+    assert "train.clip=1.0 this recipe" in shown  # stated, though it is the base's
+    assert "model.method=vanilla from mini/vanilla" in shown
+    assert "model.backbone.hidden_size=256 from mini/adaponder" in shown
+    assert "train.execution=dense default" in shown
+
+
 def test_the_module_runs_like_the_command():
     result = subprocess.run([sys.executable, "-m", "adaponder", "--help"], capture_output=True, text=True, check=True)
     assert "adaponder" in result.stdout
@@ -190,6 +202,39 @@ def test_generate_follows_the_seed(checkpoint, tmp_path):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_temperature_0_is_greedy(checkpoint, tmp_path):
+    texts = []
+    for how in (["--temperature", "0", "--seed", "1"], ["--greedy", "--seed", "2"]):
+        record = tmp_path / "out.json"
+        asked = ["generate", str(checkpoint), "--prompt", "x", "--max-new-tokens", "9", "--json", str(record)]
+        CliRunner().invoke(cli.app, [*asked, *how], catch_exceptions=False)
+        texts.append(json.loads(record.read_text())["text"])
+    assert texts[0] == texts[1]
+
+
+def test_rows_of_drafts_are_counted_in_words_that_fit_a_window(checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (done,) = generate.run(GenerateOptions(checkpoint=str(checkpoint), prompt="x", max_new_tokens=3))
+    for rows, said in ((1, "Beside this, 1 row of drafts"), (2, "Beside this, 2 rows of drafts")):
+        capsys.readouterr()
+        generate.show([replace(done, dropped_rows=rows)], colours=True)
+        shown = capsys.readouterr().out
+        assert said in shown
+        assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_every_command_but_serve_has_json():
+    without = {name for name, one in commands().items() if not any(p.name == "json" for p in one.params)}
+    assert {name for name in without if not hasattr(commands()[name], "commands")} == {"serve"}
+
+
+def test_help_says_which_texts_come_with_the_package_and_what_another_tau_is():
+    for name in ("eval", "compare"):
+        shown = " ".join(CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200"}).output.split())
+        assert "sample, hops:seed=3" in shown
+    assert "gate:0.1 is another tau" in shown
+
+
 def test_a_plain_checkpoint_generates_as_vanilla(stock):
     result = CliRunner().invoke(cli.app, ["generate", str(stock), "--prompt", "def", "--max-new-tokens", "3"])
     assert result.exit_code == 0
@@ -236,6 +281,9 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
         (["generate", "{ada}", "--prompt", "x", "--max-new-tokens", "1000000000"], 2, "max_new_tokens"),
         (["generate", "{ada}", "--prompt", "x", "--device", "abacus"], 2, "--device"),
         (["generate", "{ada}", "--prompt", "x", "--dtype", "int3"], 2, "--dtype"),
+        (["generate", "{ada}", "--prompt", "x", "--interactive"], 2, "--prompt means nothing beside --interactive"),
+        (["generate", "{ada}", "--prompt-file", "x", "--interactive"], 2, "--prompt-file means nothing"),
+        (["generate", "{ada}", "--prompt", "x", "--policy", "fixed:9"], 2, "policy=fixed:9: the model reads"),
         (["generate", "./nowhere", "--prompt", "x"], 2, "nowhere"),
         (["inspect", "{ada}", "--context", "100000"], 2, "--context"),
         (["convert", "{stock}", "--out", "{stock}"], 2, "--out"),
@@ -251,7 +299,11 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
             2,
             "--policy-b and",
         ),
+        (["compare", "{ada}", "{ada}", "--data", "x", "--max-iterations-b", "9"], 2, "--max-iterations-b 9"),
         (["convert", "{stock}", "--out", "{new}", "--iterations", "0"], 2, "iterations"),
+        (["convert", "{ada}", "--out", "{new}", "--iterations", "2"], 2, "K = 3 of {ada} is fixed by its training"),
+        (["convert", "{ada}", "--out", "{new}", "--iterations", "3"], 2, "is that already"),
+        (["train", "cpu/demo", "--set", "data.sequence=100000"], 2, "exceeds model.backbone.max_position_embeddings"),
         (["convert", "nobody/nothing", "--out", "{new}"], 1, "nobody/nothing"),
         (["convert"], 2, "SRC"),
         (["ponder"], 2, "ponder"),
@@ -264,7 +316,7 @@ def test_wrong_use_exits_with_its_code_and_names_the_field(
     places = {"ada": str(checkpoint), "stock": str(stock), "new": str(tmp_path / "new")}
     ended, _, error = run(monkeypatch, capsys, *(argument.format(**places) for argument in arguments))
     assert ended == code
-    assert says in error
+    assert says.format(**places) in error
     assert "Traceback" not in error
     assert not (tmp_path / "new").exists()
 

@@ -15,7 +15,9 @@ class SamplingOptions:
     """How the next token is chosen, and where the text ends."""
 
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="How many tokens to add.")] = 64
-    temperature: Annotated[float, Option(metavar="X", help="Of the sampling.", check=values.above(0, most=100))] = 1.0
+    temperature: Annotated[
+        float, Option(metavar="X", help="Of the sampling; 0: always the likeliest token.", check=values.from_to(0, 100))
+    ] = 1.0
     top_k: Annotated[int, Option(metavar="N", min=0, help="Sample from the N likeliest tokens; 0: from all.")] = 0
     top_p: Annotated[
         float,
@@ -34,7 +36,6 @@ class SamplingOptions:
     repetition_penalty: Annotated[
         float,
         Option(
-            flags=("--repeat-penalty",),
             metavar="X",
             help="Above 1: tokens that were there are less likely.",
             check=values.above(0, most=1e6),

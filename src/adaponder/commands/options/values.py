@@ -34,6 +34,17 @@ def between(low: float, high: float) -> Callable[[Any], Any]:
     return check
 
 
+def from_to(least: float, most: float) -> Callable[[Any], Any]:
+    """At least ``least``, at most ``most``."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{value:g} is not from {least:g} to {most:g}")
+        return value
+
+    return check
+
+
 def above(low: float, *, most: float = math.inf) -> Callable[[Any], Any]:
     """Above ``low``, at most ``most``."""
 
