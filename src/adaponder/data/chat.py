@@ -118,16 +118,21 @@ class ChatFormat:
         for at, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prompt = self._written(messages[:at], place, asks=True)[0] if at else ""
+            prompt = self._prompt(messages[:at], place)
             whole = self._written(messages[: at + 1], place)[0]
             if not text.startswith(whole) or not whole.startswith(prompt):
-                raise DataError(
-                    f"{place}: the template writes message {at} otherwise when others follow, so what the assistant "
-                    "wrote cannot be told apart; mark it in the template, {% generation %}…{% endgeneration %}, and "
-                    "give that with --chat-template"
-                )
+                raise _not_told_apart(place, f"writes message {at} otherwise when others follow")
             turns.append((len(prompt), len(whole)))
         return turns
+
+    def _prompt(self, messages: list[dict[str, Any]], place: str) -> str:
+        """What the template writes before a turn of the assistant, be it the first message of all."""
+        try:
+            return self._written(messages, place, asks=True)[0]
+        except DataError:
+            if messages:
+                raise
+            raise _not_told_apart(place, "cannot write what comes before a first message of the assistant") from None
 
     def _written(
         self, messages: list[dict[str, Any]], place: str, *, asks: bool = False
@@ -149,6 +154,13 @@ class ChatFormat:
             raise DataError(f"{place}: the chat template refuses it: {in_one_line(problem)}") from None
         texts, spans = rendered
         return texts[0], [(first, last) for first, last in spans[0]] if marks else []
+
+
+def _not_told_apart(place: str, why: str) -> DataError:
+    return DataError(
+        f"{place}: the template {why}, so what the assistant wrote cannot be told apart; mark it in the template, "
+        "{% generation %}…{% endgeneration %}, and give that with --chat-template"
+    )
 
 
 def own_template(tokenizer: str) -> str | None:

@@ -126,7 +126,9 @@ def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> Non
     """Refuses to mix two preparations, naming each argument that differs."""
     old, new = json.loads(json.dumps(before)), json.loads(json.dumps(now))
     changed = [
-        f"{name} was {_short(old.get(name))}, is {_short(new[name])}" for name in new if old.get(name) != new[name]
+        f"{name} was {_short(old.get(name))}, is {_short(new.get(name))}"
+        for name in dict.fromkeys([*new, *old])
+        if old.get(name) != new.get(name)
     ]
     if changed:
         raise InputError(f"--out {out} was begun with other arguments: {'; '.join(changed)}; delete it or name another")

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from adaponder.checkpoints.manifest import sealed
 from adaponder.data import DataError, Sampler, Shards, prepare
+from adaponder.data.chat import ChatFormat
 from adaponder.data.manifest import MANIFEST
 from adaponder.data.prepare import prepare as prepared
-from adaponder.data.tokenizers import load_tokenizer
+from adaponder.data.tokenizers import SpecialTokens, load_tokenizer
 from adaponder.data.turns import ConversationEncoder
 from adaponder.errors import InputError
 
@@ -233,7 +234,35 @@ def test_an_interrupted_preparation_goes_on_and_another_template_is_refused(shar
     monkeypatch.setattr(prepare.ShardWriter, "write", real)
     with pytest.raises(InputError, match="other arguments: chat"):
         make(folder, out, chat_template=_with(folder, tmp_path, "Answer", "Reply"))
+    with pytest.raises(InputError, match=r"other arguments: chat was \{.*messages.*, is None"):
+        make(folder, out, chat=(), chat_template=None)
     assert make(folder, out).content_hash() == shards.content_hash()
+
+
+def test_a_finished_folder_of_conversations_is_not_taken_for_one_of_text(shards, folder):
+    out = shards.folder
+    with pytest.raises(InputError, match=r"other arguments: chat was \{.*messages.*, is None"):
+        make(folder, out, chat=(), chat_template=None)
+    assert make(folder, out).content_hash() == shards.content_hash()
+
+
+GREETING = [turn("assistant", "hello"), turn("user", "and?"), turn("assistant", "no more")]
+
+
+def test_the_template_s_words_before_a_first_turn_of_the_assistant_are_not_learned():
+    template = "{{ bos_token }}" + TEMPLATE
+    said = ChatFormat(("messages",), template, SpecialTokens("<b>", "<e>", frozenset())).conversation(
+        GREETING, "s", "p"
+    )
+    assert said.text.startswith("<b>Answer: hello")
+    assert [said.text[first:last] for first, last in said.learned] == ["hello\n<e>", "no more\n<e>"]
+
+
+def test_a_template_that_needs_a_message_before_the_assistant_s_must_mark_its_words():
+    needs = "{{ messages[0].role.upper() }}" + TEMPLATE
+    form = ChatFormat(("messages",), needs, SpecialTokens("<b>", "<e>", frozenset()))
+    with pytest.raises(DataError, match=r"p: the template cannot write what comes before a first .* mark it"):
+        form.conversation(GREETING, "s", "p")
 
 
 GOOD = talk(1)
