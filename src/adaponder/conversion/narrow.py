@@ -32,18 +32,33 @@ class NarrowLinear(nn.Module):
         self.in_features, self.out_features = wide.in_features, wide.out_features
         weight = wide.weight.detach()
         most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
-        scale = weight.abs().amax(1).clamp(min=torch.finfo(weight.dtype).tiny) / most
-        steps = weight / scale[:, None]
+        # Counted in halves, the largest number of a row can lie past the last step, and then its sign would turn.
+        exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        scale = (exact.abs().amax(1) / most).clamp(min=torch.finfo(exact.dtype).tiny)
+        # Small scales are out of float16's range, not of bfloat16's.
+        scale = scale.to(torch.bfloat16 if weight.element_size() == 2 else weight.dtype)
+        steps = exact / scale[:, None]
         self.register_buffer("weight", (steps.round() if dtype == torch.int8 else steps).to(dtype))
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if wide.bias is None else wide.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        product = functional.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        weight, scale = self.weight.to(x.dtype), self.scale
+        if x.dtype == torch.float16:
+            # A sum of steps overflows there: the scale's power of two, which rounds nothing, goes before the product.
+            scale, power = _split(scale)
+            weight *= power.to(x.dtype)[:, None]
+        product = functional.linear(x, weight) * scale.to(x.dtype)
         return product if self.bias is None else product + self.bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.weight.dtype}"
+
+
+def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Each number as one from 1 up to, but not, 2 and a power of two, whose product it is."""
+    half = torch.frexp(scale.to(torch.promote_types(scale.dtype, torch.float32))).mantissa
+    return 2 * half, scale / (2 * half)
 
 
 def narrow(model: AdaPonderForCausalLM, weights: str) -> None:

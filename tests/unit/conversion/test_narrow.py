@@ -14,7 +14,9 @@ from adaponder.errors import CheckpointError, InputError
 from adaponder.inference.bodies.neox import NeoxBody
 from support import ids, tiny
 
-KINDS = ("int8", "fp8")
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+HALF_STEP = {"int8": 1 / 254, "fp8": 1 / 16}
+PRECISIONS = ("float16", "bfloat16", "float32")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -36,13 +38,14 @@ def test_layers_are_quantised_and_nothing_else(pair):
         assert torch.equal(parameter, before[name]), name
 
 
-@pytest.mark.parametrize(("kind", "error"), [("int8", 1 / 254), ("fp8", 1 / 16)])
-def test_every_weight_is_within_half_a_step_of_what_it_was(kind, error):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_is_within_half_a_step_of_what_it_was(kind):
+    error = HALF_STEP[kind]
     wide = torch.nn.Linear(7, 5)
     with torch.no_grad():
         wide.weight[2] = 0.0
         wide.weight[3] *= 1e-6
-    narrowed = NarrowLinear(wide, {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind])
+    narrowed = NarrowLinear(wide, KINDS[kind])
     assert narrowed.weight.element_size() == 1
     found = narrowed.weight.float() * narrowed.scale[:, None]
     # int8: of the row's largest number; fp8 has three bits after the first of each number, or the row's smallest step.
@@ -51,6 +54,41 @@ def test_every_weight_is_within_half_a_step_of_what_it_was(kind, error):
     assert ((found - wide.weight).abs() <= allowed * 1.001).all()
     x = torch.randn(3, 7)
     torch.testing.assert_close(narrowed(x), torch.nn.functional.linear(x, found, wide.bias))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_row_of_any_precision_and_size_passes_the_last_step(kind, precision):
+    """Largest numbers from 1 to 2, of which halves round some scales down, times small ones, and a row of zeros."""
+    sizes = torch.cat([torch.linspace(1, 2, 300) * 2.0**-power for power in (0, 6, 12)] + [torch.zeros(1)])
+    wide = torch.nn.Linear(5, len(sizes), bias=False)
+    with torch.no_grad():
+        wide.weight.copy_(sizes[:, None] * torch.tensor([1.0, -1.0, 0.5, -0.3, 0.0]))
+    wide = wide.to(getattr(torch, precision))
+    narrowed = NarrowLinear(wide, KINDS[kind])
+    weight = wide.weight.detach().double()
+    found = narrowed.weight.double() * narrowed.scale.double()[:, None]
+    assert ((found - weight).abs() <= weight.abs().amax(1, keepdim=True) * HALF_STEP[kind] * 1.01).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_product_is_that_of_the_widened_weights_wherever_theirs_is_finite(kind, precision):
+    """In float16 sums of steps would overflow at inputs of this size."""
+    dtype = getattr(torch, precision)
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(512, 300)
+    with torch.no_grad():
+        wide.weight.normal_(0, 0.02)
+        wide.weight[:100] *= 1e-3
+    wide = wide.to(dtype)
+    narrowed = NarrowLinear(wide, KINDS[kind])
+    x = (torch.randn(16, 512) * 200).to(dtype)
+    widened = narrowed.weight.double() * narrowed.scale.double()[:, None]
+    expected = torch.nn.functional.linear(x.double(), widened, wide.bias.double())
+    assert expected.abs().max() < 1000
+    # Rounded after the product, the scale and the bias: three times, by half a step of the precision each.
+    torch.testing.assert_close(narrowed(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-3)
 
 
 def test_memory_is_counted_with_scales_and_without_counting_shared_weights_twice(pair):
