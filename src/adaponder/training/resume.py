@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from adaponder.data import Sampler
 from adaponder.errors import CheckpointError, InputError, TrainingError
@@ -20,11 +21,15 @@ from adaponder.training.distributed import World
 
 
 class Start(NamedTuple):
-    """Where a run begins: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state."""
+    """Where a run begins: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state.
+
+    ``rng_state`` is the random generator's in an exact resume: to be restored last, since making a model draws.
+    """
 
     folder: Path | None
     step: int
     controller_state: dict[str, Any] | None = None
+    rng_state: Tensor | None = None
 
 
 def find_start(
@@ -66,10 +71,10 @@ def find_start(
             f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
             "start a new run, with model.backbone naming the checkpoint to start from"
         )
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8))
+    rng_state = torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8)
     if world.leads:
         console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
-    return Start(folder, int(state["step"]), state.get("controller"))
+    return Start(folder, int(state["step"]), state.get("controller"), rng_state)
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:

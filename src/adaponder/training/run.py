@@ -98,6 +98,8 @@ def train(
                 )
                 with room_on_disk():
                     trainer.measure_before()
+                    if start.rng_state is not None:
+                        torch.set_rng_state(start.rng_state)
                     finished = trainer.train()
                 return Outcome(trainer.finish() if finished else None, trainer.step, trainer, world)
             finally:

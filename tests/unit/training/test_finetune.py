@@ -1,6 +1,7 @@
 """Training on from a checkpoint: conversations, gates that stay, adapters, and the depth before and after."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -168,7 +169,20 @@ def test_adapters_train_alone_and_the_final_model_has_them_merged(base, tmp_path
     assert torch.equal(found.depth, expected.depth)
 
 
-def test_a_resumed_run_with_adapters_is_the_unbroken_one(base, tmp_path):
+@pytest.fixture(scope="module")
+def with_dropout(base, tmp_path_factory) -> Path:
+    """The same checkpoint, whose backbone drops some of what it computes: training on from it draws random numbers."""
+    folder = tmp_path_factory.mktemp("dropout")
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    model = AdaPonderForCausalLM.from_pretrained(base / "run" / "final")
+    model.config.backbone_config.attention_dropout = model.config.backbone_config.hidden_dropout = 0.1
+    shutil.rmtree(folder / "run" / "final")
+    model.save_pretrained(folder / "run" / "final")
+    return folder
+
+
+def test_a_resumed_run_with_adapters_is_the_unbroken_one(with_dropout, tmp_path):
+    base = with_dropout
     recipe = finetune(base, "train.lora_rank=2")
     train(recipe, out=tmp_path / "whole", quiet=True)
     source = tmp_path / "whole" / "checkpoints" / "step-00000003"
