@@ -97,8 +97,7 @@ class PonderCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         method = member_of(kwargs["model"], "PonderCallback").method
-        begin = self.schedule.gates_begin if method.has_ponder_term else self.schedule.gate_start or 0
-        if state.global_step < begin:
+        if state.global_step < self.schedule.gates_begin(pressed=method.has_ponder_term):
             for parameter in method.parameters():
                 parameter.grad = None
 

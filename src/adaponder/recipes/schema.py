@@ -114,7 +114,8 @@ class TrainRecipe:
         ponder_on: whether the ponder loss is of gate probabilities or of logits.
         ponder_scope: rank gates over all processes of a micro-step (``micro``), or in each process (``process``).
         gate_start: the first step that updates the method's own parameters; until then gates stay as they began.
-            ``None``: a third into stage 1 where a ponder loss is to come, as measured (experiments/), else step 0.
+            ``None``: a third into stage 1 where a ponder loss is to come, as measured (experiments/), else step 0,
+            as for every method whose loss has no ponder term.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         target_depth: from ponder_full on, steer ponder_weight and k towards this mean depth (``None``: do not).
         target_gain, target_every: how strongly, and after how many steps each time; see training/controller.py.
@@ -178,12 +179,12 @@ class TrainRecipe:
     keep: int = limited(1, 1_000_000, default=2)
     log_every: int = limited(0, STEPS, default=10)
 
-    @property
-    def gates_begin(self) -> int:
-        """The first step that updates the method's own parameters."""
+    def gates_begin(self, *, pressed: bool) -> int:
+        """The first step that updates the method's own parameters; ``pressed``: whether its loss has a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
-        return 0 if self.freeze_backbone_steps or not self.ponder_weight else self.ponder_start // 3
+        waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
+        return self.ponder_start // 3 if waits else 0
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")

@@ -5,21 +5,24 @@ from __future__ import annotations
 from adaponder.data import Shards
 from adaponder.devices import product_dtype
 from adaponder.recipes import Recipe, TrainRecipe
+from adaponder.registry import method_class
 from adaponder.terminal import console, line
 from adaponder.training.distributed import World
 
 
 def remark(recipe: Recipe, shards: Shards, validation: Shards, world: World) -> None:
     """Prints a line for each such thing."""
-    _remark_on_training(recipe.train, world)
+    _remark_on_training(recipe.train, world, pressed=method_class(recipe.model.method).has_ponder_term)
     _remark_on_data(recipe, shards, validation)
 
 
-def _remark_on_training(train: TrainRecipe, world: World) -> None:
+def _remark_on_training(train: TrainRecipe, world: World, *, pressed: bool) -> None:
+    """``pressed``: whether the method's loss has a ponder term."""
     computed_in = str(product_dtype(train.dtype, world.device)).removeprefix("torch.")
     if computed_in != train.dtype:
         console.print(f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}")
-    if train.ponder_weight and train.gates_begin > train.ponder_start:
+    gates_begin = train.gates_begin(pressed=pressed)
+    if pressed and train.ponder_weight and gates_begin > train.ponder_start:
         console.print(
             line(
                 (f"train.gate_start={train.gate_start} lies after ponder_start={train.ponder_start}:", "yellow"),
@@ -27,9 +30,9 @@ def _remark_on_training(train: TrainRecipe, world: World) -> None:
             ),
             soft_wrap=True,
         )
-    elif train.gates_begin:
-        console.print(f"gates begin to learn at step {train.gates_begin:,} (train.gate_start)")
-    if train.ponder_weight and train.ponder_start >= train.steps:
+    elif gates_begin:
+        console.print(f"gates begin to learn at step {gates_begin:,} (train.gate_start)")
+    if pressed and train.ponder_weight and train.ponder_start >= train.steps:
         console.print(
             line(
                 (

@@ -5,12 +5,12 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import adaponder
 from adaponder import halting
@@ -19,10 +19,12 @@ from adaponder.errors import ConfigError
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
+from adaponder.registry import method_class
 from adaponder.settings import SCALES, scale_of
 from adaponder.training.build import config_of, scratch_config
 from adaponder.training.optim import build_optimizer
 from adaponder.training.schedule import learning_rate_factor, objective_at, phases
+from support import tiny
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
 FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]
@@ -82,11 +84,16 @@ OF_ONE_METHOD = {
 OF_A_CHECKPOINT = ("embedding_scale", "initial_multiplier", "expectation_top_k")
 
 
+@cache
+def _any_model() -> AdaPonderForCausalLM:
+    return tiny()
+
+
 def resolved(recipe: Recipe, config: AdaPonderConfig | None, key: str) -> Any:
     """What a recipe's ``section.field`` comes to in the model that is built from ``config``, or in the run."""
     section, _, name = key.partition(".")
     if section == "code":
-        optimizer = build_optimizer(nn.Linear(1, 1), recipe.train)
+        optimizer = build_optimizer(_any_model(), recipe.train)
         return {"gate_activation": halting.gelu.__name__, "adam_epsilon": optimizer.defaults["eps"]}[name]
     if section != "model" or name == "init":
         return getattr(getattr(recipe, section), name)
@@ -213,14 +220,21 @@ GATES_BEGIN = {
 }
 
 
+def gates_begin(name: str, *overrides: str) -> int:
+    recipe = load_recipe(name, overrides)
+    return recipe.train.gates_begin(pressed=method_class(recipe.model.method).has_ponder_term)
+
+
 @pytest.mark.parametrize("name", GATES_BEGIN)
 def test_gates_begin_to_learn_a_third_into_stage_1_where_one_is_long(name):
-    assert load_recipe(name).train.gates_begin == GATES_BEGIN[name]
+    assert gates_begin(name) == GATES_BEGIN[name]
 
 
 def test_whoever_says_when_gates_begin_is_heard():
-    assert load_recipe("mini/adaponder", ["train.gate_start=7"]).train.gates_begin == 7
-    assert load_recipe("mini/adaponder", ["train.ponder_weight=0"]).train.gates_begin == 0
+    assert gates_begin("mini/adaponder", "train.gate_start=7") == 7
+    assert gates_begin("mini/adaponder", "train.ponder_weight=0") == 0
+    assert gates_begin("mini/adaponder", "model.method=ouro") == 0, "no ponder loss is to come"
+    assert gates_begin("mini/adaponder", "model.method=ouro", "train.gate_start=7") == 7
     with pytest.raises(ConfigError, match="gate_start"):
         load_recipe("mini/adaponder", ["train.gate_start=-1"])
 

@@ -8,7 +8,7 @@ from adaponder import FixedDepth
 from adaponder.recipes import TrainRecipe
 from adaponder.training.optim import build_optimizer, named_groups, set_learning_rate
 from adaponder.training.schedule import learning_rate_factor, objective_at, policy_at
-from support import tiny
+from support import METHODS, tiny
 
 
 def test_the_learning_rate_is_a_line_up_and_a_cosine_down_that_ends_exactly_at_its_floor():
@@ -53,6 +53,14 @@ def test_matrices_decay_and_vectors_do_not_and_gates_have_a_rate_and_a_start_of_
         assert set_learning_rate(optimizer, train, step) == 1e-3 * learning_rate_factor(train, step)
         rates = {group["peak"]: group["lr"] for group in optimizer.param_groups}
         assert rates == {1e-3: 1e-3 * learning_rate_factor(train, step), 1e-2: gates}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_gates_that_a_ponder_term_presses_on_wait_for_a_third_of_stage_1(method):
+    model, train = tiny(method), TrainRecipe(steps=10, global_batch=1, ponder_start=6, ponder_full=6)
+    own = {group["start"] for group in named_groups(model, train) if group["names"][0].startswith("method.")}
+    assert own <= {2 if model.method.has_ponder_term else 0}
+    assert bool(own) == any(True for _ in model.method.parameters())
 
 
 def test_joint_training_warms_up_again_and_ouros_beta_follows_a_line():

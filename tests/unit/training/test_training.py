@@ -367,6 +367,11 @@ def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "train.ponder_start=2 is not before the end, train.steps=2" in said
     assert "no validation loss" not in said
+    late = ("model.method=ouro", "train.steps=2", "train.ponder_start=3", "train.ponder_full=3")
+    train(small(shards, *late), out=tmp_path / "no-ponder-term", quiet=True)
+    said = capsys.readouterr().out
+    assert "gates begin to learn" not in said
+    assert "is not before the end" not in said
     (tmp_path / "one.txt").write_text("a few words\n" * 99)
     asked = (
         "train.steps=2",
