@@ -144,8 +144,10 @@ class PonderCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens; whatever comes next writes over their rows."""
-        kept = self.real.shape[1] - abs(tokens_to_remove)
-        self.real, self.depth = self.real[:, :kept], self.depth[:, :kept]
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        kept = max(0, self.real.shape[1] + tokens_to_remove)
+        self.real, self.depth, self.rows = self.real[:, :kept], self.depth[:, :kept], self.rows if kept else {}
 
 
 class OnePass(Cache):
@@ -421,9 +423,8 @@ def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cac
 
 
 def _loss(logits: Tensor, labels: Tensor, real: Tensor, items: Tensor | int | None) -> Tensor:
-    """Mean cross-entropy of the next tokens; what padding predicts does not count."""
+    """Mean cross-entropy of the next tokens, 0 where there is none; what padding predicts does not count."""
     targets = labels[:, 1:].masked_fill(~real[:, :-1], -100)
     wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    total = functional.cross_entropy(wide.flatten(0, 1), targets.flatten().to(wide.device), reduction="sum")
-    count = (targets != -100).sum() if items is None else items
-    return total / count
+    count = (targets != -100).sum().clamp(min=1) if items is None else items
+    return functional.cross_entropy(wide.flatten(0, 1), targets.flatten().to(wide.device), reduction="sum") / count

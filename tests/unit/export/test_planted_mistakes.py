@@ -32,6 +32,7 @@ MISTAKES = {
     "the future is attended to": ("(other <= own) &", ""),
     "the window is one too wide": ("distance < window", "distance <= window"),
     "beams keep each other's rows": ("rows[:, beam_idx.to(rows.device)]", "rows"),
+    "a batch without targets has no loss": (".sum().clamp(min=1)", ".sum()"),
     "what padding predicts counts": ("labels[:, 1:].masked_fill(~real[:, :-1], -100)", "labels[:, 1:]"),
 }
 
@@ -79,6 +80,8 @@ def agrees(model: AdaPonderForCausalLM, twin) -> bool:
     rest = twin(text[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
     logits = torch.cat([first.logits, rest.logits], 1)
     same = all(torch.allclose(one[real], expected.logits[real], rtol=0, atol=1e-12) for one in (whole.logits, logits))
+    untold = torch.full_like(text, -100)
+    same &= bool(twin(text, labels=untold).loss == model(text, labels=untold).loss)
     same &= bool(torch.equal(whole.depth, expected.depth)) and bool((whole.loss - expected.loss).abs() < 1e-12)
     asked = {"attention_mask": mask[:2, :7], "max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     return same and torch.equal(twin.generate(text[:2, :7], **asked), model.generate(text[:2, :7], **asked))
@@ -96,3 +99,28 @@ def test_every_mistake_is_noticed(mistake):
     assert source.count(right) == 1, "the mistake no longer fits the file"
     model = package("mistral" if "window" in mistake else "gpt_neox")
     assert not agrees(model, twin_of(model, module_of(source.replace(right, wrong))))
+
+
+@torch.no_grad()
+def test_a_cache_cropped_to_nothing_begins_anew_with_any_batch():
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+    for remove in (-4, -99):
+        cache = twin(text[:1, :4], use_cache=True).past_key_values
+        cache.crop(remove)
+        assert cache.get_seq_length() == 0
+        assert cache.rows == {}
+        found = twin(text, past_key_values=cache, use_cache=True)
+        torch.testing.assert_close(found.logits, twin(text, use_cache=True).logits)
+
+
+@torch.no_grad()
+def test_what_is_cropped_of_a_cache_was_never_there_and_only_so_many_tokens_can_be():
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+    cache = twin(text[:, :9], use_cache=True).past_key_values
+    cache.crop(0)
+    cache.crop(-4)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(2)
+    assert cache.get_seq_length() == 5
+    found = twin(text[:, 5:], past_key_values=cache)
+    torch.testing.assert_close(found.logits, twin(text).logits[:, 5:])
