@@ -362,7 +362,7 @@ def test_18_a_line_of_ten_megabytes_is_a_document_like_any_other(tmp_path):
     )
     assert time.monotonic() - begun < 60
     assert (made.total("train", "documents"), made.total("train", "utf8_bytes")) == (2, 10_000_005)
-    assert Shards.open(tmp_path / "out").document_numbers(0, 20)[-1] == 1
+    assert Shards.open(tmp_path / "out").number_blocks(np.array([0]), 20)[0, -1] == 1
 
 
 def test_18_a_source_that_no_utf8_can_hold_is_mended_and_counted(tmp_path):

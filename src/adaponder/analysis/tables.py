@@ -132,7 +132,6 @@ class Correlation(NamedTuple):
 
     rho: float | None
     interval: Interval | None
-    resamples: int
 
     def __str__(self) -> str:
         if self.rho is None:
@@ -169,7 +168,7 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     document = trace["document"]
     documents = int(document.max()) + 1
     if rho is None or documents < FEW:
-        return Correlation(rho, None, 0)
+        return Correlation(rho, None)
     # A resample takes time proportional to the tokens: a million of them get fewer.
     resamples = int(np.clip(2e8 / len(trace), 200, 1000))
     generator = np.random.default_rng(trace.about.seed)
@@ -180,9 +179,9 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
         if resampled is not None:
             drawn.append(resampled)
     if not drawn:
-        return Correlation(rho, None, 0)
+        return Correlation(rho, None)
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return Correlation(rho, Interval(float(low), float(high)), len(drawn))
+    return Correlation(rho, Interval(float(low), float(high)))
 
 
 def quantile_bins(values: np.ndarray, bins: int) -> np.ndarray:

@@ -85,10 +85,6 @@ class Sampler:
             raise InputError(f"step {step}, rows {first} … {first + count}: a step has rows 0 … {self.global_batch}")
         return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
 
-    def epoch(self, step: int) -> float:
-        """How many times the split was read before ``step``."""
-        return step * self.global_batch / self.windows
-
     def fingerprint(self) -> str:
         """A hash of all that decides every batch: the data's checksums and these settings."""
         manifest = self.shards.manifest

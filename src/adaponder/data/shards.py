@@ -82,10 +82,6 @@ class Shards:
         """``int64[count]``: tokens ``start … start + count - 1`` of the split."""
         return self.read_blocks(np.array([start]), count)[0]
 
-    def document_numbers(self, start: int, count: int) -> np.ndarray:
-        """``int64[count]``: for each token of the range the running number of its document in the split."""
-        return self.number_blocks(np.array([start]), count)[0]
-
     def read_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
         """``int64[len(starts), count]``: ``read(start, count)`` of each start."""
         self._check_range(starts, count)
@@ -97,7 +93,7 @@ class Shards:
         return blocks.astype(np.int64)
 
     def number_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``int64[len(starts), count]``: ``document_numbers(start, count)`` of each start."""
+        """``int64[len(starts), count]``: for each token of ``read_blocks`` the running number of its document."""
         self._check_range(starts, count)
         # A 1 where a document begins inside a block: numbers are running sums of these.
         first = np.searchsorted(self._document_starts, starts, "right")

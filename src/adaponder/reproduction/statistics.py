@@ -32,10 +32,6 @@ class Estimate(NamedTuple):
     high: float
     values: Mapping[int, float]
 
-    @property
-    def half_width(self) -> float:
-        return (self.high - self.low) / 2
-
 
 def estimate(values: Mapping[int, float]) -> Estimate | None:
     """The mean of ``values``, one per seed, and its interval; ``None`` without values."""

@@ -125,7 +125,7 @@ def test_any_range_reads_as_a_slice_of_the_whole(shards, data):
     count = data.draw(st.integers(0, len(tokens) - start))
     assert np.array_equal(shards.read(start, count), tokens[start : start + count])
     numbers = np.concatenate([[0], np.cumsum(tokens == shards.end_id)])
-    assert np.array_equal(shards.document_numbers(start, count), numbers[start : start + count])
+    assert np.array_equal(shards.number_blocks(np.array([start]), count)[0], numbers[start : start + count])
     with pytest.raises(DataError, match="it has"):
         shards.read(start, len(tokens) - start + 1)
 

@@ -118,7 +118,7 @@ def test_validation_scores_what_training_learns(tuned, chats):
     windows = 256 // 32
     for window in range(windows):
         tokens = torch.from_numpy(shards.read(window * 32, 33))[None]
-        documents = torch.from_numpy(shards.document_numbers(window * 32, 33))[None]
+        documents = torch.from_numpy(shards.number_blocks(np.array([window * 32]), 33))
         learned = torch.from_numpy(shards.learned_blocks(np.array([window * 32]), 33))
         counted = learned[:, 1:] & (documents[:, 1:] == documents[:, :-1])
         output = model(tokens[:, :-1], document_ids=documents[:, :-1])
