@@ -135,6 +135,7 @@ def test_the_loss_at_each_depth_is_shown_on_a_given_text(tmp_path, source):
     model = AdaPonderForCausalLM.from_pretrained(tmp_path / "ada")
     words = PreTrainedTokenizerFast.from_pretrained(tmp_path / "ada")
     tokens = words("def f(x): return x + 1", return_tensors="pt").input_ids
+    assert len(done.losses) == 3
     for depth, loss in enumerate(done.losses, 1):
         expected = model(tokens, labels=tokens, policy=FixedDepth(depth)).loss
         assert loss == pytest.approx(float(expected), abs=1e-5)

@@ -79,7 +79,9 @@ def test_depth_is_proposed_where_it_pays(late, best):
 def test_proposals_cost_the_budget_and_never_rise(seed, budget):
     generator = np.random.default_rng(seed)
     gates = generator.random((60, K - 1)).astype(np.float32)
-    for shares in propose(FullDepth(generator.random((60, K)), {"gate": gates}), budget):
+    proposals = propose(FullDepth(generator.random((60, K)), {"gate": gates}), budget)
+    assert proposals
+    for shares in proposals:
         assert sum(shares) == pytest.approx(budget - 1.0, abs=1e-5)
         assert all(1.0 + 1e-9 >= a >= b >= -1e-9 for a, b in itertools.pairwise(shares))
 

@@ -278,7 +278,9 @@ def test_what_cannot_meet_a_budget_has_a_row_that_says_why(lab, monkeypatch):
     monkeypatch.setattr(
         lab, "dials", lambda rates: [dials.divergence_dial(lab.full_depth), dials.change_dial(lab.full_depth)]
     )
-    for row in lab.compare([1.5]):
+    rows = list(lab.compare([1.5]))
+    assert len(rows) == 2
+    for row in rows:
         assert row.loss is None
         assert row.active == ()
         assert "at least 2" in row.missed
