@@ -10,9 +10,14 @@ from tokenizers import Tokenizer
 
 
 def token_texts(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
-    """The text of each id by itself, with incomplete characters as ``\\xe2``."""
+    """The text of each id by itself, with incomplete characters as ``\\xe2`` and the space that stands before it."""
     decoded = tokenizer.decode_batch([[int(one)] for one in ids], skip_special_tokens=False)
-    return [_spelled(text, tokenizer.id_to_token(int(one)), int(one)) for text, one in zip(decoded, ids, strict=True)]
+    # A tokenizer of whole words has no decoder: decoding puts a space between any two.
+    before = " " if tokenizer.decoder is None else ""
+    return [
+        before + _spelled(text, tokenizer.id_to_token(int(one)), int(one))
+        for text, one in zip(decoded, ids, strict=True)
+    ]
 
 
 def _spelled(text: str, piece: str | None, number: int) -> str:

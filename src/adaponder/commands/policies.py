@@ -13,7 +13,7 @@ from adaponder.commands.keeping import keeping, saying_if_interrupted
 from adaponder.commands.options import PoliciesOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
-from adaponder.evaluation.halves import Halves, halve
+from adaponder.evaluation.halves import Half, Halves, halve
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab.lab import RATES, Lab, Measurement, check_budget, require_halting
 from adaponder.evaluation.summary import FEW
@@ -101,12 +101,16 @@ def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: s
         "windows": windows,
         "halves": halves.how,
         "intervals": described_intervals(halves),
-        "tuning": {"tokens": halves.tuning.tokens, "documents": halves.tuning.documents},
-        "held_out": {"tokens": halves.held_out.tokens, "documents": halves.held_out.documents},
+        "tuning": _counts(halves.tuning),
+        "held_out": _counts(halves.held_out),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "seed": seed,
     }
+
+
+def _counts(half: Half) -> dict[str, int]:
+    return {"tokens": half.tokens, "learned": half.learned, "documents": half.documents}
 
 
 def described_intervals(halves: Halves) -> str:
@@ -119,9 +123,14 @@ def described_intervals(halves: Halves) -> str:
 
 def described(result: dict[str, Any]) -> str:
     """The sentence above the tables: text, halves, windows and intervals."""
-    tuning, held_out = (f"{result[half]['tokens']:,} tokens" for half in ("tuning", "held_out"))
+    tuning, held_out = (_tokens(result[half]) for half in ("tuning", "held_out"))
     how = f"{result['halves']}; {result['windows']}; intervals {result['intervals']}"
     return f"{result['data']}: tuned on {tuning}, measured on {held_out}; {how}"
+
+
+def _tokens(counts: dict[str, int]) -> str:
+    tokens, learned = counts["tokens"], counts["learned"]
+    return f"{tokens:,} tokens" + ("" if learned == tokens else f" ({learned:,} learned)")
 
 
 FOOTNOTES = (

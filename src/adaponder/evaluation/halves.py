@@ -46,6 +46,11 @@ class Half:
         return self.own_text.predictions
 
     @property
+    def learned(self) -> int:
+        """How many tokens losses are the mean of: all of a text, the answers of conversations and puzzles."""
+        return int(self.own_text.counted.sum())
+
+    @property
     def documents(self) -> int:
         return len(np.unique(self.text.document[self.chosen]))
 

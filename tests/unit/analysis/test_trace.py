@@ -98,8 +98,8 @@ def test_places_counts_and_sources_are_those_of_the_text():
     trace, given = traced(tiny(), windows=Windows(12, stride=5)), text()
     np.testing.assert_array_equal(trace["token_id"], given.stream[:-1])
     np.testing.assert_array_equal(trace["target_id"], given.stream[1:])
-    assert list(trace.frame["token"]) == [f"w{i}" for i in given.stream[:-1]]
-    assert list(trace.frame["target"]) == [f"w{i}" for i in given.stream[1:]]
+    assert list(trace.frame["token"]) == [f" w{i}" for i in given.stream[:-1]]
+    assert list(trace.frame["target"]) == [f" w{i}" for i in given.stream[1:]]
     np.testing.assert_array_equal(trace["document"], given.document)
     np.testing.assert_array_equal(trace["position"], given.position)
     assert list(trace.frame["source"]) == [given.sources[i] for i in given.document]
@@ -200,6 +200,11 @@ def test_bytes_that_are_no_character_alone_are_shown():
     joined = "".join(spelled[i] for i in ids)
     assert joined.startswith("a ")
     assert joined.endswith("\n")
+
+
+def test_whole_words_stand_apart():
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "=": 2}, unk_token="<unk>"))
+    assert "".join(token_texts(tokenizer, np.array([1, 2, 1]))) == " " + tokenizer.decode([1, 2, 1]) == " a = a"
 
 
 def test_sentence_pieces_keep_their_space_and_their_bytes():

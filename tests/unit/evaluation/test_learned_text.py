@@ -71,9 +71,10 @@ def test_cut_and_halved_texts_know_what_counts_of_them(text, vocabulary):
     numbers = []
     for half in (few.tuning, few.held_out):
         assert (half.own_text.counted == short.counted[half.chosen]).all()
-        numbers.append(int(half.own_text.counted.sum()))
+        numbers.append(half.learned)
     assert numbers[0] != numbers[1]
     assert sum(numbers) == 28
+    assert int(few.tuning.own_text.counted.sum()) == numbers[0]
 
 
 def test_documents_that_count_nothing_are_in_no_interval_and_a_half_without_targets_is_refused(text):
