@@ -25,6 +25,7 @@ SMALL = {
         for word in ("--set", one)
     ],
     "compare": ["--max-tokens", "200", "--window", "32"],
+    "generate": ["--max-new-tokens", "2"],
 }
 
 
@@ -52,7 +53,8 @@ def test_the_commands_run_one_after_the_other(folder, monkeypatch):
                 result = CliRunner().invoke(cli.app, [*words, *SMALL[words[0]]])
                 assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception}"
                 run.append((words[0], result.output))
-    assert [name for name, _ in run] == ["prepare", "train", "compare", "prepare", "train", "train", "train", "train"]
+    asked = ["prepare", "train", "compare", "prepare", "train", "generate", "train", "train", "train"]
+    assert [name for name, _ in run] == asked
     assert all("mean depth" in output for name, output in run if name == "train")
 
 

@@ -33,6 +33,8 @@ def generate(options: GenerateOptions) -> None:
     [dim]echo "def main" | adaponder generate runs/demo --stop "return" --greedy[/]
 
     [dim]adaponder generate runs/demo --interactive[/]
+
+    [dim]adaponder generate runs/chat --interactive --chat[/]
     """
     from adaponder.commands import generate as command
 

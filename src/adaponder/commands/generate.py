@@ -23,7 +23,7 @@ from adaponder.inference.engine import Engine
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 from adaponder.terminal import by_depth, console, counting, legend, table, write_json
-from adaponder.text import TextEngine, TextEvent, Writing, encode, pieces
+from adaponder.text import TextEngine, TextEvent, Writing, chat_ids, encode, pieces
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def run(options: GenerateOptions) -> list[Generated]:
         words,
         prompts,
         settings=settings,
+        chat=options.chat,
         stops=options.stop,
         lanes=options.lanes,
         drafts=options.drafts,
@@ -113,6 +114,7 @@ def generate(
     prompts: Sequence[str],
     *,
     settings: dict[str, Any],
+    chat: bool = False,
     stops: Sequence[str] = (),
     lanes: int = 64,
     drafts: int | None = None,
@@ -120,9 +122,9 @@ def generate(
 ) -> list[Generated]:
     """The prompts as continued by the engine, each with as many samples as ``settings``, fields of a request, say.
 
-    ``live`` shows the one text while it grows.
+    With ``chat`` a prompt is what a user says. ``live`` shows the one text while it grows.
     """
-    ids = [_ids(tokenizer, prompt) for prompt in prompts]
+    ids = [_ids(tokenizer, prompt, chat=chat) for prompt in prompts]
     engine = TextEngine(_engine(model, ids, settings, lanes, drafts), tokenizer)
     writings = [writing for one in ids for writing in engine.submit(one, stops=stops, **settings)]
     began, seconds = time.perf_counter(), {}
@@ -189,7 +191,9 @@ def as_result(done: Sequence[Generated], seconds: float) -> dict[str, Any]:
     return whole | {"completions": [one.as_dict() for one in done]} | (done[0].as_dict() if len(done) == 1 else {})
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> list[int]:
+    if chat:
+        return chat_ids(tokenizer, [{"role": "user", "content": prompt}])
     try:
         return encode(tokenizer, prompt)
     except InputError:

@@ -1,4 +1,4 @@
-"""adaponder generate --interactive: prompt after prompt, each continued as it is generated."""
+"""adaponder generate --interactive: prompt after prompt, each continued, or answered, as it is generated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy, parse_policy, spec_of
 from adaponder.terminal import console, errors, legend, line, table
-from adaponder.text import TextEngine, pieces
+from adaponder.text import TextEngine, chat_ids, pieces
 
 COMMANDS = {
     "/policy RULE": "who decides depth, as --policy: /policy fixed:2; alone: the model's own rule",
@@ -32,6 +32,7 @@ COMMANDS = {
     "/top-k N": "sample from the N likeliest tokens; 0: from all",
     "/max N": "how many tokens to add",
     "/seed N": "everything random follows this; it grows by one with each prompt",
+    "/new": "with --chat: begin another conversation",
     "/settings": "show what is set",
     "/help": "show this",
     "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
@@ -59,7 +60,7 @@ class Interruption:
 
 
 class Conversation:
-    """Reads lines, obeys those that begin with a slash, and continues the others."""
+    """Reads lines, obeys those that begin with a slash, and continues the others, or answers them with ``--chat``."""
 
     def __init__(
         self,
@@ -71,11 +72,15 @@ class Conversation:
     ):
         self.model, self.tokenizer, self.folder = model, tokenizer, folder
         self.options, self.policy = options, policy
+        self.said: list[dict[str, str]] = []  # with --chat: all that both have said
         self.engine = TextEngine(Engine(model, lanes=1, drafts=options.drafts), tokenizer)
 
     def run(self) -> None:
         """Asks for prompts until there is no more input, or ``/quit``."""
-        console.print(line("Text is continued. ", ("/help", "bold"), " says what else can be typed."))
+        if self.options.chat:
+            chat_ids(self.tokenizer, [_user("?")])  # says now what would be wrong with every line
+        done = "answered" if self.options.chat else "continued"
+        console.print(line(f"Text is {done}. ", ("/help", "bold"), " says what else can be typed."))
         console.print(legend(self.options.max_iterations or self.model.config.iterations))
         while True:
             try:
@@ -104,16 +109,21 @@ class Conversation:
     def write(self, prompt: str) -> None:
         """Continues the prompt, shown as it grows; Ctrl-C ends it."""
         settings = request_settings(self.options, self.policy)
-        (writing,) = self.engine.submit(prompt, stops=self.options.stop, **settings)
+        asked = [*self.said, _user(prompt)]
+        given = chat_ids(self.tokenizer, asked) if self.options.chat else prompt
+        (writing,) = self.engine.submit(given, stops=self.options.stop, **settings)
         deepest = self.options.max_iterations or self.model.config.iterations
         live = LiveText(deepest, colours=self.options.depth_colours)
         with live:
-            live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
+            if not self.options.chat:
+                live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
             with Interruption() as interruption:
                 finish(self.engine, live.show, until=lambda: interruption.asked)
         ended = {"length": "", "stop": "ended by itself; ", "cancelled": "stopped; "}
         console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
         self.options = replace(self.options, seed=self.options.seed + 1)
+        if self.options.chat:
+            self.said = [*asked, {"role": "assistant", "content": writing.text}]
 
     def obey(self, command: str = "", value: str = "") -> None:
         """Sets what a command names; raises, with nothing changed, if it cannot be."""
@@ -123,12 +133,22 @@ class Conversation:
         if command == "settings":
             self.show_settings()
             return
+        if command == "new":
+            self.begin_anew()
+            return
         changes = self._changes(command, value.strip())
         options = replace(self.options, **changes)
         policy = choose_policy(self.model, self.folder, options)
         self._check(Request(prompt=[0], **request_settings(options, policy)))
         self.options, self.policy = options, policy
         self.show_settings()
+
+    def begin_anew(self) -> None:
+        """Forgets what was said."""
+        if not self.options.chat:
+            raise InputError("/new: every prompt begins anew; with --chat, what was said before it is read too")
+        self.said = []
+        console.print("A new conversation.", style="dim")
 
     def _check(self, request: Request) -> None:
         """Raises if no prompt could be continued so."""
@@ -171,6 +191,10 @@ class Conversation:
             f"max {options.max_new_tokens}, seed {options.seed}",
             style="dim",
         )
+
+
+def _user(said: str) -> dict[str, str]:
+    return {"role": "user", "content": said}
 
 
 def _number(command: str, text: str, least: float, most: float) -> float:

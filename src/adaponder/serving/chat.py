@@ -1,4 +1,4 @@
-"""A conversation as a prompt, by the tokenizer's own template in transformers' sandbox; none comes from a request."""
+"""A conversation of a request as a prompt, by the tokenizer's own template; none comes from a request."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from adaponder.serving.protocol import Message
 from adaponder.serving.requests import encoded
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
+from adaponder.text import written
 
 
 async def chat_prompt(messages: Sequence[Message], served: Served, limits: Limits) -> list[int]:
@@ -31,14 +32,11 @@ async def chat_prompt(messages: Sequence[Message], served: Served, limits: Limit
             code="context_length_exceeded",
         )
     try:
-        text = await asyncio.to_thread(_written, [message.as_dict() for message in messages], served)
+        said = [message.as_dict() for message in messages]
+        text = await asyncio.to_thread(written, served.tokenizer, said)
     except Exception as problem:  # a template is a program of the checkpoint's: it may raise anything
         raise ApiError(
             400, f"messages: the tokenizer's chat template refuses them: {in_one_line(problem)}", param="messages"
         ) from None
     # The template writes the special tokens itself.
     return await encoded(text, served, limits, special=False)
-
-
-def _written(messages: list[dict[str, str]], served: Served) -> str:
-    return str(served.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

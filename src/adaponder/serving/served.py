@@ -19,7 +19,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate, Policy, parse_policy
 from adaponder.policies.base import registered_policies
 from adaponder.serving.spelling import Spelling
-from adaponder.text import encode
+from adaponder.text import encode, has_template
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Served:
             shape=shape_of(model.config),
             eos_ids=frozenset(eos_ids(model)),
             spelling=Spelling(tokenizer),
-            template=bool(getattr(tokenizer, "chat_template", None)),
+            template=has_template(tokenizer),
             policies={name: parse_policy(profile["policy"]) for name, profile in profiles.items()},
         )
 

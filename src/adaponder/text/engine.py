@@ -204,9 +204,9 @@ class TextEngine:
         return events
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int]) -> list[int]:
-    """The prompt's token ids; raises if there are none."""
-    ids = list(tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
+    """The prompt's token ids, of a text with the tokenizer's ``special`` tokens; raises if there are none."""
+    ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise InputError("prompt: it is empty; give at least one token")
     return ids

@@ -246,3 +246,52 @@ def test_ctrl_c_ends_the_text_and_not_the_program(monkeypatch, checkpoint):
     assert "stopped; 3 tokens, " in shown or "stopped; 4 tokens, " in shown
     assert "2 tokens, " in shown
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- conversations by the tokenizer's template -----------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('not that') }}{% endif %}"
+    "<{{ m.role[0] }}>{{ m.content }}{% endfor %}<a>"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """The same model, with a tokenizer that has a template."""
+    folder = tmp_path_factory.mktemp("chat") / "ada"
+    reader().save_pretrained(folder)
+    tokenizer = words()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_what_a_user_says_is_written_by_the_template(chatting, checkpoint, tmp_path):
+    answers = texts(chatting, tmp_path, "--chat", "--prompt", "The river", "--prompt", "ran", *GREEDY)
+    assert answers == texts(checkpoint, tmp_path, "--prompt", "<u>The river<a>", "--prompt", "<u>ran<a>", *GREEDY)
+    assert answers[0].startswith("<u>The river<a>")
+
+
+def test_a_conversation_remembers_what_both_said_until_it_begins_anew(chatting, checkpoint, tmp_path):
+    (first,) = texts(chatting, tmp_path, "--chat", "--prompt", "The river", *GREEDY)
+    (second,) = texts(checkpoint, tmp_path, "--prompt", f"{first}<u>ran<a>", *GREEDY)
+    (alone,) = texts(chatting, tmp_path, "--chat", "--prompt", "ran", *GREEDY)
+    first, second, alone = (plain(whole.rpartition("<a>")[2]).strip() for whole in (first, second, alone))
+    assert second != alone, "the template's turns before it are read"
+    lines = ("The river", "refuse", "ran", "/new", "ran")
+    shown = invoke(chatting, "--interactive", "--chat", *GREEDY, typed="".join(f"{line}\n" for line in lines))
+    told = [answer.partition("8 tokens, ")[0] for answer in re.split("\n?> ", shown)[1:]]
+    assert first in told[0]
+    assert "the tokenizer's chat template refuses this: not that" in shown
+    assert second in told[2], "a refused line is not remembered"
+    assert "A new conversation." in told[3]
+    assert alone in told[4]
+
+
+def test_without_a_template_or_a_conversation_it_says_what_to_do(checkpoint):
+    for more in (("--prompt", "A"), ("--interactive",)):
+        result = CliRunner().invoke(cli.app, ["generate", checkpoint, "--chat", *more], input="A\n")
+        assert isinstance(result.exception, InputError)
+        assert "--chat: the tokenizer has no chat template; leave --chat out" in str(result.exception)
+    assert "error: /new: every prompt begins anew" in conversation(checkpoint, "/new")

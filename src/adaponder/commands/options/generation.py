@@ -78,6 +78,13 @@ class GenerateOptions(SamplingOptions, DepthOptions, _Showing, NarrowWeights, Op
             "standard input.",
         ),
     ] = None
+    chat: Annotated[
+        bool,
+        Option(
+            flags=("--chat",),
+            help="A prompt is what a user says: the tokenizer's chat template writes it, and the text is the answer.",
+        ),
+    ] = False
     samples: Annotated[int, Option(metavar="N", min=1, help="Continuations of each prompt.")] = 1
     lanes: Annotated[int, Option(metavar="N", min=1, help="Sequences that are computed at a time.")] = 64
     drafts: Annotated[
