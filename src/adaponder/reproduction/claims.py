@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -226,6 +227,25 @@ def _collapse(judge: Judge, test: Test) -> Finding:
     return Finding(statistics.often(cases), words)
 
 
+def _same_order(judge: Judge, test: Test) -> Finding:
+    """Runs that differ by more than ``by`` differ in the same direction after half of the training."""
+    by, kept, turned = test["by"], 0, []
+    for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
+        full = paired(judge.values(first), judge.values(second))
+        half = paired(judge.values(first_half), judge.values(second_half))
+        if full is None or half is None:
+            return Finding(statistics.NOT_RUN, "–")
+        if abs(full.mean) <= by:
+            continue
+        if full.mean * half.mean > 0:
+            kept += 1
+        else:
+            turned.append(f"{first} minus {second} is {full.mean:+.4f}, after half of the steps {half.mean:+.4f}")
+    words = f"{kept} of {kept + len(turned)} pairs that differ by more than {by:g} do so in the same direction"
+    verdict = statistics.FAILS if turned else statistics.HOLDS if kept else statistics.UNRESOLVED
+    return Finding(verdict, "; ".join([f"{test['what']}: {words}", *turned]))
+
+
 def _policy(judge: Judge, test: Test) -> Finding:
     first, second = test["policy"]
     found = {
@@ -323,6 +343,7 @@ KINDS: Mapping[str, Callable[[Judge, Test], Finding]] = {
     "below_curve": _below_curve,
     "dial_below_curve": _dial_below_curve,
     "collapse": _collapse,
+    "same_order": _same_order,
     "policy": _policy,
     "check_mark": _check_mark,
     "easier": _easier,

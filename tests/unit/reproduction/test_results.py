@@ -98,7 +98,7 @@ def test_every_run_that_a_claim_names_is_in_the_queue_and_every_statement_has_a_
         each.where.partition(",")[0] for each in judge.claims.statements
     }
     kinds = {kind for each in judge.claims.statements for test in each.tests for kind in test if kind in KINDS}
-    assert kinds | {"below_curve"} == set(KINDS)
+    assert kinds | {"below_curve", "same_order"} == set(KINDS)
 
 
 def test_only_runs_on_the_same_data_are_compared(judge):
@@ -137,6 +137,23 @@ def test_equality_and_difference_follow_the_pairs(judge):
     assert far.find({"collapse": "ada"}).verdict == FAILS
     one_depth = {f"mini-adaponder-lr-0.004-seed-{s}": {"validation_halted": [0.0, 0.995, 0.999]} for s in range(2)}
     assert edited(far, one_depth).find({"collapse": "ada"}).verdict == HOLDS
+
+
+def test_order_after_half_of_the_training_is_that_of_runs_that_differ(judge):
+    def found(*pairs: tuple[str, str], by: float = 0.01):
+        return judge.find({"same_order": pairs, "by": by, "what": "rates"})
+
+    # 3.56 and 3.53 in full; "half" of them 3.56 and 3.50, or the other way round.
+    kept = found(("vanilla-0.008", "vanilla-0.002"), ("vanilla", "k2"))
+    assert kept == (HOLDS, "rates: 1 of 1 pairs that differ by more than 0.01 do so in the same direction")
+    turned = found(("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002"))
+    assert turned.verdict == FAILS
+    assert "0 of 1 pairs" in turned.words
+    assert "vanilla-0.008 minus vanilla is +0.02" in turned.words
+    assert found(("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002"), by=0.5).verdict == UNRESOLVED
+    gone = edited(judge, {"mini-ponder-k2-lr-0.004": {"data": "0123456789abcdef"}})
+    test = {"same_order": [("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002")], "by": 0.01, "what": "rates"}
+    assert gone.find(test).verdict == NOT_RUN
 
 
 def test_a_model_is_held_against_the_lines_between_depths_of_its_own_seed(judge):
