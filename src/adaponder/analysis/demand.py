@@ -23,6 +23,8 @@ from adaponder.policies import FixedDepth
 class Demand(NamedTuple):
     """Entries are per need, in the order of ``needs``: the hops of a question, or the height of its tree.
 
+    Answers that are forced (the last of a document of hops) are left out: a model that reads once tells most of them.
+
     Attributes:
         questions: how many ask for each need.
         at_depth: share answered rightly, by the depth that every token was given, from 1 to K.

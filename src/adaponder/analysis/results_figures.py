@@ -130,7 +130,7 @@ def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -
         axes.annotate(name, mean, **place, zorder=2.5)
         means.append(mean)
     look: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 4, "linewidth": 1.0, "zorder": 3}
-    axes.plot(*zip(*means, strict=True), **look, label="separately trained: mean, and grey every seed")
+    axes.plot(*zip(*means, strict=True), **look, label="separately trained (grey: seeds)")
 
 
 def _draw_dials(axes: Axes, dials: Sequence[Group], field: str, names: Sequence[str]) -> None:
@@ -143,7 +143,8 @@ def _draw_dials(axes: Axes, dials: Sequence[Group], field: str, names: Sequence[
 
 
 def _draw_spots(axes: Axes, group: Group, field: str, index: int, theme: Theme) -> None:
-    look: dict[str, Any] = dict(series(index + 1)) | {"color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
+    marker = MARKERS[(index + 1) % len(MARKERS)]
+    look: dict[str, Any] = {"marker": marker, "color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
     xs, ys = [getattr(spot, field) for spot in group.spots], [spot.gain for spot in group.spots]
     axes.plot(xs, ys, **look, markeredgecolor=theme.ink, markeredgewidth=0.4, label=group.name, zorder=4)
 

@@ -43,8 +43,8 @@ def run(options: PuzzleOptions) -> dict[str, Any]:
 class Readings(NamedTuple):
     """What a model made of puzzles, ``[puzzles, words]``: its answer after each word, how often it read that, and need.
 
-    ``need`` is the number of hops where the next word is an answer, else 0; ``once`` is the answer with every word read
-    once.
+    ``need`` is the number of hops where the next word is an answer, else 0; ``forced`` is where that answer can be told
+    by elimination; ``once`` is the answer with every word read once.
     """
 
     words: list[list[str]]
@@ -53,6 +53,7 @@ class Readings(NamedTuple):
     once: np.ndarray
     need: np.ndarray
     right: np.ndarray
+    forced: np.ndarray
 
 
 @torch.inference_mode()
@@ -60,11 +61,12 @@ def read_puzzles(model: AdaPonderForCausalLM, *, seed: int, puzzles: int) -> Rea
     """Reads so many puzzles of a seed, side by side; right answers are worked out from their words."""
     words = list(documents(replace(Hops(), seed=seed, documents=puzzles)))
     ids = torch.from_numpy(np.stack([ids_of(each) for each in words])).to(model.device)
-    need, right = np.zeros((2, *ids.shape), np.int64)
+    need, right, forced = np.zeros((3, *ids.shape), np.int64)
     for row, each in enumerate(words):
         for question in questions(each):
             need[row, question.place - 1] = question.needed
             right[row, question.place - 1] = ids_of([question.answer])[0]
+            forced[row, question.place - 1] = question.forced
 
     def answers(**how: Any) -> tuple[np.ndarray, np.ndarray]:
         outputs = (model(part, **how) for part in ids.split(_AT_ONCE))
@@ -74,24 +76,27 @@ def read_puzzles(model: AdaPonderForCausalLM, *, seed: int, puzzles: int) -> Rea
 
     answer, depth = answers()
     once, _ = answers(**at_depth(model, 1))
-    return Readings(words, answer, depth, once, need, right)
+    return Readings(words, answer, depth, once, need, right, forced.astype(bool))
 
 
 def by_need(read: Readings) -> list[dict[str, Any]]:
-    """For each number of hops: questions, share answered rightly, mean depth, and share with every word read once."""
-    rows = []
-    for need in np.unique(read.need[read.need > 0]).tolist():
-        asked = read.need == need
-        rows.append(
-            {
-                "hops": need,
-                "questions": int(asked.sum()),
-                "right": float((read.answer == read.right)[asked].mean()),
-                "depth": float(read.depth[asked].mean()),
-                "right_once": float((read.once == read.right)[asked].mean()),
-            }
-        )
-    return rows
+    """For each number of hops: questions, share answered rightly, mean depth, and share with every word read once.
+
+    The last row, without hops, is of the last questions of the puzzles, whose answers are forced.
+    """
+    needs = np.unique(read.need[read.need > 0]).tolist()
+    groups = [(need, (read.need == need) & ~read.forced) for need in needs]
+    return [
+        {
+            "hops": need,
+            "questions": int(asked.sum()),
+            "right": float((read.answer == read.right)[asked].mean()),
+            "depth": float(read.depth[asked].mean()),
+            "right_once": float((read.once == read.right)[asked].mean()),
+        }
+        for need, asked in [*groups, (None, read.forced)]
+        if asked.any()
+    ]
 
 
 def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
@@ -105,10 +110,12 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
     console.print()
     console.print(legend(deepest))
     cells = [
-        (f"{row['hops']}", f"{row['right']:.0%}", f"{row['depth']:.2f}", f"{row['right_once']:.0%}") for row in rows
+        (f"{row['hops'] or 'the last'}", f"{row['right']:.0%}", f"{row['depth']:.2f}", f"{row['right_once']:.0%}")
+        for row in rows
     ]
     title = f"\n{sum(row['questions'] for row in rows)} questions of {len(read.words)} puzzles"
     console.print(table(title, ("hops", "right", "mean depth", "right if read once"), cells))
+    console.print("The last question of a puzzle, whatever its hops, can be told by elimination.", style="dim")
 
 
 def _steps(read: Readings, deepest: int) -> Text:
@@ -136,6 +143,7 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
                 f" read {times:<8} says {answer}, ",
                 verdict,
                 (f"   {' '.join(chain)}", "dim"),
+                ("   asked last" if read.forced[0, place] else "", "dim"),
             )
         )
     return found

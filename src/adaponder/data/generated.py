@@ -91,14 +91,15 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """``int64[ids]``: for the answer of each question the hops or the height it needs, 0 where nothing is asked.
+    """``int64[ids]``: for the answer of each question the hops or the height it needs.
 
+    0 where nothing is asked, and where the answer is forced: told by elimination it needs none of its hops.
     ``ids`` are documents in tokens of ``symbols``, the first from its beginning, end tokens between them.
     """
     found = np.zeros(len(ids), np.int64)
     start = 0
     for end in [*np.flatnonzero(ids == END_ID).tolist(), len(ids)]:
         for question in questions(words_of(ids[start:end])):
-            found[start + question.place] = question.needed
+            found[start + question.place] = 0 if question.forced else question.needed
         start = end + 1
     return found

@@ -3,7 +3,8 @@
 A document is a list of steps ``x y .``, then ``|``, then questions ``x y``: y is where x ends. In
 ``a b . c d . b e . | a e c d`` the first question takes two hops and the second one. Every hop needs the result of the
 one before, and nothing in a question says how many there are. Each question has steps of its own, whose order in the
-document is the order in which they are taken; steps of different questions are mixed.
+document is the order in which they are taken; steps of different questions are mixed. Every letter that a chain begins
+with is asked for once, so the last answer can be told by elimination.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ Entry = TypeVar("Entry")
 
 
 class Question(NamedTuple):
-    """A question of a document: the place of its answer among the words, the depth it needs, and the right answer."""
+    """A question of a document: the place of its answer among the words, the depth it needs, and the right answer.
+
+    ``forced`` says that the answer can be told without working it out, since no other is left.
+    """
 
     place: int
     needed: int
     answer: str
+    forced: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,11 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
     """Reads a document as a person would, hop by hop; letters that lead nowhere, or round and round, ask nothing."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
+    unasked = set(leads) - set(leads.values())
     for place in range(bar + 2, len(words), 2):
         word, hops = words[place - 1], 0
+        unasked.discard(word)
         while word in leads and hops < len(leads):
             word, hops = leads[word], hops + 1
         if hops and word not in leads:
-            yield Question(place, hops, word)
+            yield Question(place, hops, word, forced=not unasked)

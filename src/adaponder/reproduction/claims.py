@@ -14,6 +14,7 @@ from adaponder.errors import InputError
 from adaponder.files import read_yaml
 from adaponder.reproduction import statistics
 from adaponder.reproduction.evidence import Evidence
+from adaponder.reproduction.queue import Experiment
 from adaponder.reproduction.statistics import Estimate, estimate, paired
 
 Test = Mapping[str, Any]
@@ -54,7 +55,7 @@ class Claims:
 
     Attributes:
         runs: the label, without seed, of a run of the queue by its alias.
-        titles: what tables call a recipe.
+        titles: what tables call a recipe, or a run by its alias.
         rows: lists of aliases by the name of the table that shows them.
         paper: the paper's own rows, by the name of its table.
     """
@@ -130,9 +131,13 @@ class Judge:
 
 
 def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
-    """What tables call a run: its recipe's title and what is changed in it, the learning rate excepted."""
-    setting = claims.runs.get(alias, alias)
-    experiment = evidence.settings[setting]
+    """What tables call a run: the title of its alias, or its recipe's and what is changed, except the learning rate."""
+    if alias in claims.titles:
+        return claims.titles[alias]
+    return _in_words(claims, evidence.settings[claims.runs.get(alias, alias)])
+
+
+def _in_words(claims: Claims, experiment: Experiment) -> str:
     words = [claims.titles.get(experiment.recipe, experiment.recipe)]
     for change in experiment.changes:
         name, _, value = change.replace('"', "").partition("=")
@@ -141,7 +146,7 @@ def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
         elif name != "train.lr":
             words.append(_CHANGES.get(name, "{name} {value}").format(name=name.partition(".")[2], value=value))
     if experiment.source is not None:
-        words.append(f"continued from {claims.titles.get(experiment.source.recipe, experiment.source.recipe)}")
+        words.append(f"continued from {_in_words(claims, experiment.source)}")
     return ", ".join(words)
 
 
@@ -156,6 +161,14 @@ _CHANGES = {
     "train.gate_start": "gates learn from step {value}",
     "train.halt_before_ponder": "halting from the first step",
     "model.ponder_pool": "pool = {value}",
+    "model.exit_prior": "exit prior {value}",
+    "model.exit_prior_weight": "its weight {value}",
+    "model.halt_prior": "halt prior {value}",
+    "model.loss_prior": "loss prior {value}",
+    "train.capacity_warmup": "halts from step {value}",
+    "train.ponder_start": "ponder loss from step {value}",
+    "train.ponder_full": "in full from {value}",
+    "train.freeze_backbone_steps": "gates alone for {value} steps",
 }
 
 

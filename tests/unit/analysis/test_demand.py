@@ -83,7 +83,7 @@ def test_a_reader_that_reads_as_often_as_needed(data):
         [0, 0, found.questions[3]],
     ]
     total = sum((needed(opened(data).stream[1:]) == need).sum() for need in found.needs)
-    assert sum(found.questions) == total > 100
+    assert sum(found.questions) == total >= 100
 
 
 def test_readers_whose_depth_is_one_or_runs_against_need(data):

@@ -50,18 +50,27 @@ def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
         for question in questions(words):
             assert read.need[row, question.place - 1] == question.needed
             assert WORDS[read.right[row, question.place - 1]] == question.answer
+            assert read.forced[row, question.place - 1] == question.forced == (question.place == len(words) - 1)
             asked += 1
     assert int((read.need > 0).sum()) == asked == 42
+    assert read.forced.sum() == 7
 
 
 def test_answers_are_counted_by_need():
     need = np.array([[0, 1, 2, 1], [2, 0, 1, 4]])
     right, answer, once = np.full((2, 4), 7), np.array([[7, 7, 3, 7], [7, 7, 3, 7]]), np.array([[7, 3, 7, 3]] * 2)
-    read = puzzle.Readings([], answer, np.array([[4, 1, 2, 2], [3, 4, 1, 4]]), once, need, right)
-    assert puzzle.by_need(read) == [
+    depth, forced = np.array([[4, 1, 2, 2], [3, 4, 1, 4]]), np.zeros((2, 4), bool)
+    rows = [
         {"hops": 1, "questions": 3, "right": 2 / 3, "depth": 4 / 3, "right_once": 1 / 3},
         {"hops": 2, "questions": 2, "right": 1 / 2, "depth": 5 / 2, "right_once": 1.0},
         {"hops": 4, "questions": 1, "right": 1.0, "depth": 4.0, "right_once": 0.0},
+    ]
+    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, forced)) == rows
+    forced[1, [0, 3]] = True
+    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, forced)) == [
+        rows[0],
+        {"hops": 2, "questions": 1, "right": 0.0, "depth": 2.0, "right_once": 1.0},
+        {"hops": None, "questions": 2, "right": 1.0, "depth": 7 / 2, "right_once": 1 / 2},
     ]
 
 
@@ -92,11 +101,15 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
         expected.append(([asked, "read", *times, "says", f"{said},", *verdict], question.needed))
     assert len(lines) == len(expected) == 6
     for line, (begin, hops) in zip(lines, expected, strict=True):
-        chain = line[len(begin) :]
+        chain, said, last = " ".join(line[len(begin) :]).partition(" asked last")
+        chain = chain.split()
+        assert not last
+        assert bool(said) == (begin[0] == words[-2])
         assert line[: len(begin)] == begin
         assert len(chain) == hops + 1
         assert chain[0] == begin[0]
     assert "30 questions of 5 puzzles" in text
+    assert "the last" in text
 
 
 def test_without_a_seed_puzzles_differ_from_call_to_call(model, tmp_path):

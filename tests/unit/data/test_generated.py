@@ -1,5 +1,6 @@
 """Puzzles: the same bytes for a seed, right answers, and needed depths that the text alone gives back."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def answers(text: str) -> list[tuple[int, int, str]]:
-    return [tuple(question) for question in questions(text.split())]
+    return [tuple(question[:3]) for question in questions(text.split())]
 
 
 STEPS = "a b . e f . b c . d g . c f ."
@@ -76,20 +77,35 @@ def test_garbage_asks_nothing(text):
 
 
 def test_the_needed_depth_stands_at_the_answer_and_nowhere_else():
-    words = ["c", "a", ".", "a", "b", ".", "|", "c", "b", "a", "b"]
+    words = ["c", "a", ".", "a", "b", ".", "d", "e", ".", "|", "c", "b", "a", "b"]
     trees = ["7", "+", "3", "*", "4", "5", "=", "2", "-", "1", "2", "=", "6", "."]
     ids = np.concatenate([ids_of(words), [END_ID], ids_of(trees), [END_ID]])
-    wanted = [*[0] * 8, 2, 0, 1, 0, *[0] * 7, 2, *[0] * 4, 1, 0, 0]
+    wanted = [*[0] * 11, 2, 0, 1, 0, *[0] * 7, 2, *[0] * 4, 1, 0, 0]
     assert needed(ids).tolist() == wanted
     assert needed(ids[:-1]).tolist() == wanted[:-1]  # an end is not needed after the last
     assert needed(ids[:0]).tolist() == []
 
 
 def test_the_needed_depth_does_not_depend_on_the_answer_given():
-    ids = ids_of(["c", "a", ".", "a", "b", ".", "|", "c", "b", "a", "b"])
+    ids = ids_of(["c", "a", ".", "a", "b", ".", "d", "e", ".", "|", "c", "b", "a", "b"])
     wrong = ids.copy()
-    wrong[[8, 10]] = ids_of(["a", "c"])
+    wrong[[11, 13]] = ids_of(["a", "c"])
     assert (needed(wrong) == needed(ids)).all()
+    assert needed(ids).any()
+
+
+def test_the_last_chain_that_is_asked_for_is_told_by_elimination():
+    steps = ["c", "a", ".", "d", "e", ".", "a", "b", ".", "|"]
+
+    def forced(*asked: str) -> list[bool]:
+        return [question.forced for question in questions([*steps, *asked])]
+
+    assert forced("c", "b", "d", "e") == [False, True]
+    assert forced("d", "e", "c", "b") == [False, True]
+    assert forced("d", "e", "a", "b") == [False, False], "a letter within a chain leaves its first one unasked"
+    assert forced("d", "e", "d", "e") == [False, False]
+    assert forced("d", "e") == [False], "a document that was cut"
+    assert needed(ids_of([*steps, "c", "b", "d", "e"])).tolist() == [*[0] * 11, 2, 0, 0]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -102,10 +118,11 @@ def test_plain_interpretation_answers_every_question(name):
         assert [words[question.place] for question in found] == [question.answer for question in found]
         assert all(1 <= question.needed <= settings.most for question in found)
         places = np.flatnonzero(needed(ids_of(words)))
-        assert places.tolist() == [question.place for question in found]
+        assert places.tolist() == [question.place for question in found if not question.forced]
         # Nothing is left unread: all words are context, questions or filling.
         if isinstance(settings, hops.Hops):
             assert len(found) == settings.questions
+            assert [question.forced for question in found] == [False] * (len(found) - 1) + [True]
             assert words.index("|") == 3 * sum(settings.hops) == 3 * sum(question.needed for question in found)
         else:
             assert set(words[found[-1].place + 1 :]) <= {"."}
@@ -346,10 +363,12 @@ def test_answers_alone_are_learned_and_the_text_is_the_same_as_where_everything_
         ids = masked.read_blocks(start, length)[0]
         assert np.array_equal(ids, plain.read_blocks(start, length)[0])
         assert plain.learned_blocks(start, length) is None
-        asked = needed(ids) > 0
         learned = masked.learned_blocks(start, length)[0]
+        # Every answer, also one that is forced; where a document ends with an answer, its end token with it.
+        asked = np.zeros(length, bool)
+        for first, end in pairwise([-1, *np.flatnonzero(ids == END_ID).tolist()]):
+            asked[[first + 1 + question.place for question in questions(words_of(ids[first + 1 : end]))]] = True
         assert asked.any()
-        # Where a document ends with an answer, its end token is learned with it.
         assert np.array_equal(learned, asked | ((ids == END_ID) & np.roll(asked, 1)))
 
 

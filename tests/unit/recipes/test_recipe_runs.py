@@ -85,7 +85,8 @@ def test_a_plain_checkpoint_is_converted_and_trained_on_in_one_command(name, sha
         plain.resize_token_embeddings(size)
         plain.save_pretrained(tmp_path / "plain")
     short = ("data.sequence=16", "train.steps=4", "train.global_batch=4", "train.micro_batch=2", "train.compile=false")
-    stages = ("train.ponder_start=1", "train.ponder_full=2", "train.eval_tokens=128", "train.lr=1e-3")
+    stages = ("train.gate_start=1", "train.ponder_start=2", "train.ponder_full=3")
+    stages += ("train.eval_tokens=128", "train.lr=1e-3")
     recipe = load_recipe(name, [f"model.backbone={tmp_path / 'plain'}", f"data.source={shards}", *short, *stages])
     begun = build_model(recipe, size).eval()
     with torch.no_grad():
