@@ -218,7 +218,7 @@ def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Sequ
     return [
         *lines,
         *(
-            f"- {best.title}: {what}: **{HOLDS if met else FAILS}**"
+            f"- {best.title}, seed {best.seed}: {what}: **{HOLDS if met else FAILS}**"
             for what, met in zip(said, reached.met, strict=True)
         ),
     ]

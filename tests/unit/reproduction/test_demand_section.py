@@ -98,7 +98,7 @@ def test_the_section_says_what_holds(page):
     text = page([*SEPARATE, FULL, FOLLOWS])
     assert "| **needed depth** |  | **1** | **2** | **3** | **4** |" in text
     assert f"K = 1 fails where K = 4 succeeds: **{HOLDS}**" in text
-    assert text.count("- good: ") == 3
+    assert text.count("- good, seed 0: ") == 3
     assert "99.0 % at 1.02" in text
     assert FAILS not in text
     # Where three iterations are enough for all, one still fails where four succeed.
