@@ -74,7 +74,7 @@ def test_the_queue_that_ships_is_whole_and_its_first_claims_are_lr_and_table1(sh
     for each in queue.experiments:
         trained = [each.resolved(), *([each.source.resolved()] if each.source else [])]
         tokens = sum(one.train.steps * one.train.global_batch * one.data.sequence for one in trained)
-        # Puzzles are learned or not: what counts there is the share of right answers. `half` asks what shorter runs say.
+        # Puzzles are learned or not: what counts there is the share of right answers; `half` is about shorter runs.
         least = 15_000_000 if each.claim.startswith("hops") else 45_000_000 if each.claim == "half" else 90_000_000
         assert tokens >= least, f"{each.label}: a claim stands on 90M tokens at least, of puzzles 15M"
 
