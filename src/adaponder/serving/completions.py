@@ -130,7 +130,7 @@ async def _answer(
     run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics)
     if not await unless_left(http, run, context.metrics):
         return Response(status_code=499)
-    return JSONResponse(answers.whole(_best(run.choices, requests, kept), _usage(context, requests, run)))
+    return JSONResponse(answers.whole(_best(run.choices, requests, kept), _usage(context, requests, run, answers)))
 
 
 def _stream(
@@ -153,9 +153,9 @@ def _stream(
             outbox.end(as_api_error(problem))
             return
         if body.includes_usage:
-            outbox.add(answers.usage_chunk(_usage(context, requests, run)))
+            outbox.add(answers.usage_chunk(_usage(context, requests, run, answers)))
         else:
-            _count(context, requests, run)
+            _count(context, requests, run, answers)
         outbox.add(DONE)
         outbox.end()
 
@@ -163,12 +163,13 @@ def _stream(
     return EventStream(run, outbox, context.limits, context.metrics)
 
 
-def _usage(context: Context, requests: Sequence[Request], run: Run) -> dict[str, Any]:
-    _count(context, requests, run)
-    return usage_of(context.served, requests, [choice.writing for choice in run.choices])
+def _usage(context: Context, requests: Sequence[Request], run: Run, answers: Answers) -> dict[str, Any]:
+    _count(context, requests, run, answers)
+    writings = [choice.writing for choice in run.choices]
+    return usage_of(context.served, requests, writings, hidden=answers.hidden)
 
 
-def _count(context: Context, requests: Sequence[Request], run: Run) -> None:
+def _count(context: Context, requests: Sequence[Request], run: Run, answers: Answers) -> None:
     """Tells the figures which tokens were read: a prompt's once for all samples, and not what was kept of it."""
     first = 0
     for request in requests:
@@ -176,7 +177,8 @@ def _count(context: Context, requests: Sequence[Request], run: Run) -> None:
             writing = choice.writing
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
             read = depths[prompt if number else writing.cached_tokens :]
-            context.metrics.read(read, prompt=0 if number else prompt, completion=len(writing.tokens))
+            written = 0 if answers.hidden else len(writing.tokens)
+            context.metrics.read(read, prompt=0 if number else prompt, completion=written)
         first += request.samples
 
 

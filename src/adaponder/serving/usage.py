@@ -23,13 +23,16 @@ def text_cost(served: Served, depths: Sequence[int], *, logits: int, policy: Any
     return meter.cost
 
 
-def usage_of(served: Served, requests: Sequence[Request], writings: Sequence[Writing]) -> dict[str, Any]:
+def usage_of(
+    served: Served, requests: Sequence[Request], writings: Sequence[Writing], *, hidden: bool = False
+) -> dict[str, Any]:
     """The ``usage`` of an answer: ``writings`` are all samples of the first request, then of the next.
 
-    A prompt is read once for all its samples, and what an earlier request had read of it costs no FLOPs.
+    A prompt is read once for all its samples, and what an earlier request had read of it costs no FLOPs. ``hidden``:
+    ``max_tokens`` was 0, so the token that the engine drew is no token of the answer; its FLOPs were spent.
     """
     prompt_tokens = sum(len(request.prompt) for request in requests)
-    completion_tokens = sum(len(writing.tokens) for writing in writings)
+    completion_tokens = 0 if hidden else sum(len(writing.tokens) for writing in writings)
     total, full, kept, kept_full = (Cost.nothing() for _ in range(4))
     first = cached = 0
     for request in requests:

@@ -129,6 +129,23 @@ def test_echo_repeats_the_prompt_with_its_log_probabilities(server, solo):
     assert none["choices"][0]["logprobs"]["token_logprobs"] == said[:-1]
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": "ab", "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2}),
+    ],
+)
+def test_no_tokens_are_counted_where_none_were_asked_for(server, route, body):
+    body = {"model": "tiny", "seed": 5} | body
+    none, one = (server.post(route, body | {"max_tokens": most}).json()["usage"] for most in (0, 1))
+    assert none["completion_tokens"] == 0
+    assert none["total_tokens"] == none["prompt_tokens"] == one["prompt_tokens"]
+    assert none["adaponder"] == one["adaponder"], "the prompt was read all the same"
+    streamed = server.post(route, body | {"max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}})
+    assert events(streamed)[-1]["usage"]["completion_tokens"] == 0
+
+
 def test_best_of_returns_the_likeliest(server, solo):
     samples = solo("ab", max_new_tokens=6, seed=5, samples=4, log_probabilities=0)
     best = max(samples, key=lambda one: sum(token.log_probability for token in one.tokens) / len(one.tokens))
