@@ -11,6 +11,22 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from adaponder.errors import in_one_line
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Fields of the engine's request that have another name or place in a body.
+_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "log_probabilities": "logprobs",
+    "samples": "n",
+    "stop_ids": "stop",
+    "min_new_tokens": "adaponder.min_tokens",
+    "depths": "adaponder.depths",
+    "top_k": "adaponder.top_k",
+    "min_p": "adaponder.min_p",
+    "repetition_penalty": "adaponder.repetition_penalty",
+    "policy": "adaponder.policy",
+    "tau": "adaponder.tau",
+    "max_iterations": "adaponder.max_iterations",
+    "iteration_top": "adaponder.iteration_top",
+}
 _UNSHOWABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -67,10 +83,9 @@ def refused(problem: Exception, *, param: str | None = None) -> ApiError:
     """What an :class:`adaponder.errors.AdaPonderError` about a request is answered."""
     said = in_one_line(problem)
     field = re.match(r"([a-z_.]+)(?=[=:\[ ])", said)
-    names = {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n", "stop_ids": "stop"}
-    found = param or (None if field is None else names.get(field[1], field[1]))
-    if field is not None and field[1] in names:
-        said = names[field[1]] + said[len(field[1]) :]
+    found = param or (None if field is None else _FIELDS.get(field[1], field[1]))
+    if field is not None and field[1] in _FIELDS:
+        said = _FIELDS[field[1]].removeprefix("adaponder.") + said[len(field[1]) :]
     too_long = found in ("prompt", "max_tokens") and ("positions end" in said or "leaves room" in said)
     return ApiError(400, said, param=found, code="context_length_exceeded" if too_long else None)
 
