@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adaponder.errors import InputError
+from adaponder.errors import ConfigError, InputError
 from adaponder.recipes import TrainRecipe
 from adaponder.training.member import DepthCounts, member_of
 from adaponder.training.schedule import objective_at, policy_at
@@ -24,8 +24,11 @@ class PonderCallback(TrainerCallback):
     empties them when training begins, as one that raised leaves them set, and when it ends.
 
     Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted``, the shares of them that
-    halted after each iteration but the last; ``evaluate`` gains ``eval_depth`` and ``eval_halted``. A warning says when
-    gates have collapsed. Padding does not count; each process counts its own tokens, by a hook that stays on the model.
+    halted after each iteration but the last; evaluation's logs, and what ``evaluate`` returns, gain ``eval_depth`` and
+    ``eval_halted``, or what the prefix of its figures is. Callbacks that come after this one are told them; those of
+    ``report_to`` come before it: for W&B or TensorBoard set ``report_to="none"`` and list theirs after this one.
+    A warning says when gates have collapsed. Padding does not count; each process counts its own tokens, by a hook that
+    stays on the model.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -52,19 +55,23 @@ class PonderCallback(TrainerCallback):
         exit_stage: Literal[1, 2] = 1,
     ):
         # One schedule for both loops, and one place where its values are checked.
-        self.schedule = TrainRecipe(
-            steps=max(1, ponder_full),
-            global_batch=1,
-            ponder_weight=ponder_weight,
-            k_max=k_max,
-            ponder_start=ponder_start,
-            ponder_full=ponder_full,
-            gate_start=gate_start,
-            halt_before_ponder=halt_before_ponder,
-            capacity_warmup=capacity_warmup,
-            exit_stage=exit_stage,
-        )
+        try:
+            self.schedule = TrainRecipe(
+                steps=max(1, ponder_full),
+                global_batch=1,
+                ponder_weight=ponder_weight,
+                k_max=k_max,
+                ponder_start=ponder_start,
+                ponder_full=ponder_full,
+                gate_start=gate_start,
+                halt_before_ponder=halt_before_ponder,
+                capacity_warmup=capacity_warmup,
+                exit_stage=exit_stage,
+            )
+        except ConfigError as problem:
+            raise ConfigError(f"PonderCallback: {str(problem).removeprefix('train.')}") from None
         self.depths = DepthCounts()
+        self.evaluated: dict[str, Any] = {}
         self.warned: set[str] = set()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -116,7 +123,12 @@ class PonderCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or "loss" not in logs or (read := self.depths.take(training=True)) is None:
+        if logs is None:
+            return
+        if "loss" not in logs:
+            self._log_evaluation(logs, state)
+            return
+        if (read := self.depths.take(training=True)) is None:
             return
         depth, halted = read
         for entry in (logs, state.log_history[-1]):
@@ -129,6 +141,15 @@ class PonderCallback(TrainerCallback):
             self.warned.add(warning[0])
             warnings.warn(f"step {step}: {warning[1]}", stacklevel=2)
 
+    def _log_evaluation(self, logs: dict[str, Any], state: TrainerState) -> None:
+        """Adds depth and halted shares to the logs of an evaluation, which tell of its time; others are left alone."""
+        prefix = next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), "train")
+        if prefix == "train" or (read := self.depths.take(training=False)) is None:
+            return
+        self.evaluated = {f"{prefix}_depth": read[0], f"{prefix}_halted": read[1]}
+        for entry in (logs, state.log_history[-1]):
+            entry |= self.evaluated
+
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -137,10 +158,9 @@ class PonderCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if metrics is None or (read := self.depths.take(training=False)) is None:
-            return
-        for entry in (metrics, state.log_history[-1]):
-            entry |= {"eval_depth": read[0], "eval_halted": read[1]}
+        if metrics is not None:  # a trainer may have logged a copy of them
+            metrics |= self.evaluated
+        self.evaluated = {}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adaponder import AdaPonderError, Objective
 from adaponder.errors import CheckpointError
@@ -173,8 +173,33 @@ def test_what_cannot_be_scheduled_is_refused_before_the_first_step(tmp_path):
             trainer(model, tmp_path, steps=1, callbacks=[PonderCallback(**SCHEDULE)]).train()
     for wrong in ({"k_max": 2.0}, {"ponder_weight": -1.0}, {"ponder_full": 1}, {"gate_start": -1}):
         (field,) = wrong
-        with pytest.raises(AdaPonderError, match=field):
+        with pytest.raises(AdaPonderError, match=rf"^PonderCallback: {field}="):
             PonderCallback(**SCHEDULE | wrong)
+
+
+def test_what_comes_after_it_is_told_the_depth_in_training_and_evaluation(tmp_path):
+    told = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            told.append(dict(logs))
+
+    run = trainer(tiny(dtype=torch.float32), tmp_path, steps=1, callbacks=[PonderCallback(**SCHEDULE), Reporter()])
+    run.train()
+    step, summary = told
+    assert (step["depth"], step["halted"]) == (3.0, [0.0, 0.0])
+    assert not [name for name in summary if name.endswith(("depth", "halted"))]
+    returned = run.evaluate(run.train_dataset)
+    assert "eval_depth" in told[-1]
+    assert 1 <= told[-1]["eval_depth"] <= 3
+    assert len(told[-1]["eval_halted"]) == 2
+    assert {name: returned[name] for name in told[-1]} == told[-1]
+    assert run.state.log_history[-1] == told[-1] | {"step": 1}
+    several = run.evaluate({"one": run.train_dataset[:4], "other": run.train_dataset[4:]})
+    assert [entry["eval_one_depth"] for entry in told if "eval_one_depth" in entry] == [several["eval_one_depth"]]
+    assert several["eval_other_depth"] == told[-1]["eval_other_depth"]
+    together = (4 * several["eval_one_depth"] + 12 * several["eval_other_depth"]) / 16
+    assert together == pytest.approx(returned["eval_depth"])
 
 
 @pytest.mark.parametrize("method", ["mor", "ouro"])
