@@ -129,13 +129,18 @@ def stdlib_text(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
-    with unpacked(part.path) as opened:
-        head = opened.stream.read(_HEAD)
-    # Text in an old encoding has some bytes that are not UTF-8; pictures and programs have mostly such.
-    if b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head):
+    if looks_binary(part.path):
         counts.binary += 1
         return
     yield from text(part, counts)
+
+
+def looks_binary(path: Path) -> bool:
+    """Whether a file, unpacked, begins like a picture or a program and not like text."""
+    with unpacked(path) as opened:
+        head = opened.stream.read(_HEAD)
+    # Text in an old encoding has some bytes that are not UTF-8; pictures and programs have mostly such.
+    return b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head)
 
 
 def _rest(stream: IO[bytes], path: Path) -> bytes:

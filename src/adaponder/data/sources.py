@@ -1,10 +1,10 @@
 """Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
 
 What happens to the odd ones: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); an empty document
-is left out (counted); one of a single character or token is kept; NUL is a character like any other in a file that was
-named and in records, while in a folder a file with NUL near its start is binary and left out (counted), as are hidden
-ones, pipes, devices and links that lead to folders or nowhere; what cannot be read is an error; a document may have
-:data:`adaponder.data.formats.LONGEST` bytes.
+is left out (counted); one of a single character or token is kept; NUL is a character like any other in records, while a
+file with NUL near its start, or little UTF-8 there, is binary: an error where it was named, left out of a folder
+(counted), as are hidden ones, pipes, devices and links that lead to folders or nowhere; what cannot be read is an
+error; a document may have :data:`adaponder.data.formats.LONGEST` bytes.
 """
 
 from __future__ import annotations
@@ -189,13 +189,19 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
 
 
 def _named_file(argument: str, path: Path) -> Iterator[InputPart]:
-    """A file that was named by itself: text whatever it holds, but not a container that would be read as garbage."""
+    """A file that was named by itself; one that would be read as garbage, a container or a program, is refused."""
     inner = inner_suffix(path)
     if inner in _ARCHIVES or (packing_of(path) and inner in _UNPACKED_ONLY):
         raise InputError(
             f"input {argument}: {path.name} is no text but a container: unpack it (of a saved dataset, name the folder)"
         )
-    yield from _file(argument, path.name, path, text=formats.text)
+    for part in _file(argument, path.name, path, text=formats.text):
+        if part.reader is formats.text and formats.looks_binary(path):
+            raise InputError(
+                f"input {argument}: it looks binary, not like UTF-8 text; leave it out, or make it UTF-8 first (text "
+                "in UTF-16: iconv -f UTF-16 -t UTF-8)"
+            )
+        yield part
 
 
 def _file(argument: str, name: str, path: Path, *, text: Callable[..., Iterator[Document]]) -> Iterator[InputPart]:

@@ -59,6 +59,24 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
     assert (counts.hidden, counts.binary) == (2, 2)
 
 
+@pytest.mark.parametrize("name", ["true.bin", "program", "notes.txt", "old.txt.gz"])
+def test_a_binary_file_that_is_named_is_refused_with_the_cure(tmp_path, name):
+    path = tmp_path / name
+    for data in (b"\x7fELF\2\1\1\0" + bytes(64), "in two bytes each".encode("utf-16")):
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        with pytest.raises(InputError, match=rf"input .*{name}: it looks binary.*iconv"):
+            list(documents([str(path)]))
+
+
+def test_nul_far_from_the_start_and_an_old_encoding_are_still_text(tmp_path):
+    late, latin = tmp_path / "late.txt", tmp_path / "latin.txt"
+    late.write_bytes(b"a" * 10_000 + b"\0b")
+    latin.write_bytes("Füße über Äpfeln".encode("latin-1"))
+    first, second = documents([str(late), str(latin)])
+    assert first.text == "a" * 10_000 + "\0b"
+    assert second.text == "F\ufffd\ufffde \ufffdber \ufffdpfeln"
+
+
 def packed(data: bytes, packing: str) -> bytes:
     if packing == ".zst":
         compress = pytest.importorskip("zstandard").ZstdCompressor().compress
