@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as Bar
 
 from adaponder.commands.options import PrepareOptions
+from adaponder.data.journal import Journal
 from adaponder.data.manifest import JOURNAL, MANIFEST, Manifest
 from adaponder.data.prepare import Progress, prepare
 from adaponder.terminal import console, table, write_json
@@ -27,7 +28,7 @@ _STAGES = {
 def run(options: PrepareOptions) -> dict[str, Any]:
     """Prepares ``options.inputs`` in ``options.out``, if that is not done yet; returns what ``--json`` writes."""
     finished_before = os.path.isfile(options.out / MANIFEST)
-    if os.path.isfile(options.out / JOURNAL) and not finished_before:
+    if not finished_before and _has_shards(options.out):
         console.print(f"{options.out} was begun before: going on after the last complete shard")
     begun = time.monotonic()
     with _bar() as bar:
@@ -59,6 +60,11 @@ def run(options: PrepareOptions) -> dict[str, Any]:
     result = {"out": str(options.out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
     write_json(options.json, result)
     return result
+
+
+def _has_shards(out: Path) -> bool:
+    """Whether an earlier run, interrupted since, has left a complete shard."""
+    return os.path.isfile(out / JOURNAL) and any(Journal.load(out).shards.values())
 
 
 def _bar() -> Bar:

@@ -37,7 +37,14 @@ from adaponder.data.manifest import (
 )
 from adaponder.data.sources import Counts, Document, InputPart
 from adaponder.data.symbols import SYMBOLS
-from adaponder.data.tokenizers import TRAIN, load_tokenizer, special_tokens, tokenizer_hash, vocabulary_size
+from adaponder.data.tokenizers import (
+    TRAIN,
+    check_tokenizer,
+    load_tokenizer,
+    special_tokens,
+    tokenizer_hash,
+    vocabulary_size,
+)
 from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
 from adaponder.files import sha256_of, write_whole
@@ -90,6 +97,8 @@ def prepare(
     puzzles = [part.argument for part in parts if learns_answers(part.argument)]
     if puzzles and len(puzzles) < len(parts):
         raise InputError(f"input {puzzles[0]}: its answers alone are learned (answers=0: all); prepare others apart")
+    if not os.path.isfile(out / MANIFEST):  # what is finished needs its tokenizer no more
+        check_tokenizer(tokenizer, end_token)
     form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
     with owned(out):
         fingerprint: dict[str, Any] = {

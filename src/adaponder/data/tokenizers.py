@@ -41,8 +41,7 @@ def load_tokenizer(
     The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
     cannot forge its own end.
     """
-    if end_token is not None and any("\ud800" <= character <= "\udfff" for character in end_token):
-        raise InputError(f"--end-token {end_token!a}: not text, it holds bytes that are no UTF-8")
+    _check_end_token(end_token)
     if spec.startswith(TRAIN):
         tokenizer = train_bpe(_entries(spec), documents, end_token=end_token or END)
     elif spec == SYMBOLS:
@@ -60,6 +59,20 @@ def load_tokenizer(
     if end_id is None:
         raise InputError(f"tokenizer {spec} has no token {end_token!r}: name its end token with --end-token")
     return tokenizer, end_id
+
+
+def check_tokenizer(spec: str, end_token: str | None) -> None:
+    """Raises where :func:`load_tokenizer` would, before there are documents to train on."""
+    if spec.startswith(TRAIN):
+        _check_end_token(end_token)
+        _entries(spec)
+    else:
+        load_tokenizer(spec, end_token=end_token)
+
+
+def _check_end_token(end_token: str | None) -> None:
+    if end_token is not None and any("\ud800" <= character <= "\udfff" for character in end_token):
+        raise InputError(f"--end-token {end_token!a}: not text, it holds bytes that are no UTF-8")
 
 
 class SpecialTokens(NamedTuple):

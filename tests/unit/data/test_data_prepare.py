@@ -216,6 +216,7 @@ def test_nonsense_is_refused_and_the_right_command_still_works_after_it(corpus, 
         change = change | {"tokenizer": str(tmp_path / "t.json")}
     with pytest.raises(InputError, match=named):
         prepare([str(corpus)], **(right | change))
+    assert not (tmp_path / "out").exists(), "what is wrong is found before anything is written"
     assert prepare([str(corpus)], **right).total("train", "documents") > 100
 
 
@@ -377,6 +378,39 @@ def test_the_command_shows_a_table_and_says_when_there_is_nothing_to_do(corpus, 
     assert json.loads((tmp_path / "result.json").read_text())["splits"]["train"]["documents"] > 100
     assert command.run(PrepareOptions(inputs=[str(corpus)], **options))["finished_before"]
     assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_the_command_says_that_it_goes_on_only_where_a_shard_is_complete(
+    prepared, corpus, tokenizer, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 10)
+    options = {"tokenizer": str(tokenizer), "workers": 1, "validation": 0.2, "shard_tokens": 900}
+
+    def interrupted(out: Path, *, shards: int) -> str:
+        """What the command shows that follows one which was interrupted after so many shards."""
+
+        def stop(now: Progress) -> None:
+            if now.stage == "tokens" and len(list(out.glob("*/tokens-*.bin"))) >= shards:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(corpus)], out=out, progress=stop, **options)
+        assert len(list(out.glob("*/tokens-*.bin"))) == shards
+        capsys.readouterr()
+        command.run(PrepareOptions(inputs=[str(corpus)], out=out, **options))
+        assert contents(out) == contents(prepared)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "was begun before" not in interrupted(tmp_path / "none", shards=0)
+    assert "was begun before: going on after the last complete shard" in interrupted(tmp_path / "one", shards=1)
+
+
+def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path, monkeypatch):
+    """Prepared with a tokenizer of the hub, which is out of reach when the same command is given again."""
+    monkeypatch.setattr(tokenizers, "_download", lambda name: prepared / "tokenizer.json")
+    made = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words")
+    monkeypatch.undo()
+    assert prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words") == made
 
 
 def test_a_name_too_long_is_refused_in_one_line(corpus):
