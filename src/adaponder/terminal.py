@@ -108,7 +108,8 @@ def legend(deepest: int) -> Text:
 
 
 # One number or a few, with signs and marks around and between them and perhaps a unit: 12.3 MB, 61.2 ± 1.3, +0.01*.
-_NUMBER = r"\d[\d,]*(\.\d+)?(e[+-]?\d+)?"
+# A number is taken whole or not at all: its commas are marks between numbers too, and a list has many ways to be cut.
+_NUMBER = r"(?>\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)"
 _FIGURE = re.compile(rf"[^\w.]*{_NUMBER}([^\w.]+{_NUMBER})*\s?[A-Za-z%/]{{0,6}}[^\w.]*")
 
 

@@ -116,7 +116,9 @@ def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments
         raise InputError("the text has no document of more than one token")
     found = _Answers(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     if not len(found.needed):
-        raise InputError("the text asks nothing: needed depths are known for hops and mano alone")
+        raise InputError(
+            "the text asks nothing that needs depth: hops or mano are wanted, and of hops two questions a document"
+        )
     return found
 
 

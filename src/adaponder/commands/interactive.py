@@ -20,7 +20,7 @@ from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy, parse_policy, spec_of
 from adaponder.terminal import console, errors, legend, line, table
-from adaponder.text import TextEngine, chat_ids, pieces
+from adaponder.text import TextEngine, Writing, chat_ids, pieces
 
 COMMANDS = {
     "/policy RULE": "who decides depth, as --policy: /policy fixed:2; alone: the model's own rule",
@@ -111,7 +111,7 @@ class Conversation:
         settings = request_settings(self.options, self.policy)
         asked = [*self.said, _user(prompt)]
         given = chat_ids(self.tokenizer, asked) if self.options.chat else prompt
-        (writing,) = self.engine.submit(given, stops=self.options.stop, **settings)
+        (writing,) = self._submit(given, settings)
         deepest = self.options.max_iterations or self.model.config.iterations
         live = LiveText(deepest, colours=self.options.depth_colours)
         with live:
@@ -123,7 +123,16 @@ class Conversation:
         console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
         self.options = replace(self.options, seed=self.options.seed + 1)
         if self.options.chat:
-            self.said = [*asked, {"role": "assistant", "content": writing.text}]
+            # Templates write the break after a turn themselves.
+            self.said = [*asked, {"role": "assistant", "content": writing.text.rstrip()}]
+
+    def _submit(self, given: str | list[int], settings: dict[str, Any]) -> list[Writing]:
+        try:
+            return self.engine.submit(given, stops=self.options.stop, **settings)
+        except InputError as error:
+            if not self.said:
+                raise
+            raise InputError(f"{error}; /new begins another conversation, /max asks for fewer tokens") from None
 
     def obey(self, command: str = "", value: str = "") -> None:
         """Sets what a command names; raises, with nothing changed, if it cannot be."""

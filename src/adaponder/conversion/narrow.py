@@ -19,6 +19,10 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
+# Times the smallest fp8 step, 2**-9, this is float16's smallest number.
+_SMALLEST_POWER = 2.0**-15
+
+
 class NarrowLinear(nn.Module):
     """A linear map whose weight is kept in one byte a number; it is widened to the input's precision when used."""
 
@@ -56,9 +60,10 @@ class NarrowLinear(nn.Module):
 
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Each number as one from 1 up to, but not, 2 and a power of two, whose product it is."""
-    half = torch.frexp(scale.to(torch.promote_types(scale.dtype, torch.float32))).mantissa
-    return 2 * half, scale / (2 * half)
+    """Each number as one below 2 and a power of two, whose product it is; no power rounds a step in float16."""
+    exact = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
+    return exact / power, power
 
 
 def narrow(model: AdaPonderForCausalLM, weights: str) -> None:

@@ -27,7 +27,7 @@ Entry = TypeVar("Entry")
 class Question(NamedTuple):
     """A question of a document: the place of its answer among the words, the depth it needs, and the right answer.
 
-    ``forced`` says that the answer can be told without working it out, since no other is left.
+    ``forced`` says that the answer can be told by elimination: of all ends, one has been answered less often than written.
     """
 
     place: int

@@ -242,12 +242,13 @@ def _collapse(judge: Judge, test: Test) -> Finding:
 
 def _same_order(judge: Judge, test: Test) -> Finding:
     """Runs that differ by more than ``by`` differ in the same direction after half of the training."""
-    by, kept, turned = test["by"], 0, []
+    by, kept, turned, seeds = test["by"], 0, [], 3
     for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
         full = paired(judge.values(first), judge.values(second))
         half = paired(judge.values(first_half), judge.values(second_half))
         if full is None or half is None:
             return Finding(statistics.NOT_RUN, "–")
+        seeds = min(seeds, len(full.values), len(half.values))
         if abs(full.mean) <= by:
             continue
         if full.mean * half.mean > 0:
@@ -256,6 +257,8 @@ def _same_order(judge: Judge, test: Test) -> Finding:
             turned.append(f"{first} minus {second} is {full.mean:+.4f}, after half of the steps {half.mean:+.4f}")
     words = f"{kept} of {kept + len(turned)} pairs that differ by more than {by:g} do so in the same direction"
     verdict = statistics.FAILS if turned else statistics.HOLDS if kept else statistics.UNRESOLVED
+    if seeds < 2:
+        verdict, words = statistics.UNRESOLVED, f"{words} (one seed)"
     return Finding(verdict, "; ".join([f"{test['what']}: {words}", *turned]))
 
 

@@ -153,8 +153,8 @@ def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
             "the first and wants the last, and nothing says how many hops there are. Two layers, d 128; share of right",
             "answers to questions that were held out. The *needed depth* of a number of hops is the least K of",
             f"separately trained models (of any method) that answers {SOLVED:.0%} of its questions.",
-            "The last question of a document is left out: every other end is taken, so its answer can be told",
-            "without a hop.",
+            "The last question of a document is left out: one end is left that has not been answered as often as it",
+            "is written, so the answer can be told without a hop.",
         ),
         "",
         *(tables or ["Not run yet."]),
@@ -244,7 +244,7 @@ def figure_points(judge: Judge) -> tuple[Any, ...]:
     if best is None or not fixed:
         return ()
     made = best.made
-    return made["needs"], fixed, best.title, made["accuracy"], made["by_depth"]
+    return made["needs"], fixed, f"{best.title}, seed {best.seed}", made["accuracy"], made["by_depth"]
 
 
 def _percent(share: float) -> str:

@@ -132,6 +132,11 @@ def test_words_stand_left_and_figures_right():
     ]
 
 
+@pytest.mark.parametrize("cell", ["1," * 200 + "1 words", "111," * 200 + "x y z", "1 " * 200 + "numbers and words"])
+def test_a_long_list_of_numbers_is_told_at_once(cell):
+    assert drawn(4000, "", ("a", "b"), [("x", cell)])[-1].split(None, 1) == ["x", cell.strip()]
+
+
 def test_a_sentence_in_a_table_breaks_only_where_there_is_no_room():
     sentence = "config, generation config and tokenizer agree"
     assert sentence in drawn(80, "Facts", ("", ""), [("special tokens", sentence)])[1]

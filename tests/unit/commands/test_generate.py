@@ -21,6 +21,7 @@ from adaponder.commands.options import GenerateOptions
 from adaponder.commands.prompts import prompts_of
 from adaponder.errors import InputError
 from adaponder.terminal import Screen, plain
+from adaponder.text import Writing
 from harness_support import reader, words
 
 GREEDY = ("--greedy", "--max-new-tokens", "8")
@@ -287,6 +288,16 @@ def test_a_conversation_remembers_what_both_said_until_it_begins_anew(chatting, 
     assert second in told[2], "a refused line is not remembered"
     assert "A new conversation." in told[3]
     assert alone in told[4]
+
+
+def test_a_turn_ends_where_its_words_do_and_a_full_conversation_says_what_to_do(chatting, monkeypatch):
+    monkeypatch.setattr(Writing, "text", property(lambda self: "an answer\n\n"))
+    shown = invoke(chatting, "--interactive", "--chat", *GREEDY, typed="The river\n/max 400\nran\n")
+    assert "; /new begins another conversation, /max asks for fewer tokens" in " ".join(shown.split())
+    asked = []
+    monkeypatch.setattr(interactive, "chat_ids", lambda tokenizer, said: asked.append(said) or [1, 2])
+    invoke(chatting, "--interactive", "--chat", *GREEDY, typed="The river\nran\n")
+    assert asked[-1][1] == {"role": "assistant", "content": "an answer"}
 
 
 def test_without_a_template_or_a_conversation_it_says_what_to_do(checkpoint):

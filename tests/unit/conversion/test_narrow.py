@@ -81,6 +81,7 @@ def test_the_product_is_that_of_the_widened_weights_wherever_theirs_is_finite(ki
     with torch.no_grad():
         wide.weight.normal_(0, 0.02)
         wide.weight[:100] *= 1e-3
+        wide.weight[100:200] *= 1e-4
     wide = wide.to(dtype)
     narrowed = NarrowLinear(wide, KINDS[kind])
     x = (torch.randn(16, 512) * 200).to(dtype)
@@ -89,6 +90,19 @@ def test_the_product_is_that_of_the_widened_weights_wherever_theirs_is_finite(ki
     assert expected.abs().max() < 1000
     # Rounded after the product, the scale and the bias: three times, by half a step of the precision each.
     torch.testing.assert_close(narrowed(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_rows_keep_their_numbers_in_float16(kind):
+    torch.manual_seed(0)
+    wide = torch.nn.Linear(512, 64, bias=False)
+    with torch.no_grad():
+        wide.weight.normal_(0, 1e-5)
+    narrowed = NarrowLinear(wide.half(), KINDS[kind])
+    x = torch.randn(16, 512).half()
+    widened = narrowed.weight.double() * narrowed.scale.double()[:, None]
+    expected = torch.nn.functional.linear(x.double(), widened)
+    assert (narrowed(x).double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_memory_is_counted_with_scales_and_without_counting_shared_weights_twice(pair):

@@ -143,14 +143,17 @@ def test_order_after_half_of_the_training_is_that_of_runs_that_differ(judge):
     def found(*pairs: tuple[str, str], by: float = 0.01):
         return judge.find({"same_order": pairs, "by": by, "what": "rates"})
 
-    # 3.56 and 3.53 in full; "half" of them 3.56 and 3.50, or the other way round.
-    kept = found(("vanilla-0.008", "vanilla-0.002"), ("vanilla", "k2"))
+    # Vanilla is above K = 3 by 0.04 in full; "half" of them are vanilla and K = 2, or the other way round.
+    kept = found(("vanilla", "vanilla"), ("k3", "k2"))
     assert kept == (HOLDS, "rates: 1 of 1 pairs that differ by more than 0.01 do so in the same direction")
-    turned = found(("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002"))
+    turned = found(("vanilla", "k2"), ("k3", "vanilla"))
     assert turned.verdict == FAILS
     assert "0 of 1 pairs" in turned.words
-    assert "vanilla-0.008 minus vanilla is +0.02" in turned.words
-    assert found(("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002"), by=0.5).verdict == UNRESOLVED
+    assert "vanilla minus k3 is +0.04" in turned.words
+    assert found(("vanilla", "k2"), ("k3", "vanilla"), by=0.5).verdict == UNRESOLVED
+    alone = found(("vanilla-0.008", "vanilla-0.002"), ("vanilla", "k2"))
+    assert alone.verdict == UNRESOLVED
+    assert "(one seed)" in alone.words
     gone = edited(judge, {"mini-ponder-k2-lr-0.004": {"data": "0123456789abcdef"}})
     test = {"same_order": [("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002")], "by": 0.01, "what": "rates"}
     assert gone.find(test).verdict == NOT_RUN
