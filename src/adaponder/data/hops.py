@@ -27,7 +27,7 @@ Entry = TypeVar("Entry")
 class Question(NamedTuple):
     """A question of a document: the place of its answer among the words, the depth it needs, and the right answer.
 
-    ``forced`` says that the answer can be told by elimination: of all ends, one has been answered less often than written.
+    ``forced`` says that it can be told by elimination: one end alone has been answered less often than it is written.
     """
 
     place: int

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import TrainRecipe
 from adaponder.training.schedule import learning_rate_factor
 
 
-def named_groups(model: AdaPonderForCausalLM, train: TrainRecipe) -> list[dict]:
-    """Parameter groups of AdamW with their names, peak rate, decay and first step; vectors do not decay."""
+def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
+    """Parameter groups of AdamW with their names, peak rate, decay and first step; vectors do not decay.
+
+    A plain decoder has no method, and so no parameters that could wait.
+    """
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
     groups = {
         ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
@@ -18,7 +22,8 @@ def named_groups(model: AdaPonderForCausalLM, train: TrainRecipe) -> list[dict]:
         ("method", True): {"peak": gate_lr, "weight_decay": train.weight_decay},
         ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
     }
-    gates_begin = train.gates_begin(pressed=model.method.has_ponder_term)
+    pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
+    gates_begin = train.gates_begin(pressed=pressed)
     for (part, _), group in groups.items():
         group |= {"params": [], "names": [], "start": gates_begin if part == "method" else 0}
     for name, parameter in model.named_parameters():
@@ -29,7 +34,7 @@ def named_groups(model: AdaPonderForCausalLM, train: TrainRecipe) -> list[dict]:
     return [group for group in groups.values() if group["params"]]
 
 
-def build_optimizer(model: AdaPonderForCausalLM, train: TrainRecipe) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
     """AdamW over the parameters that train now; fused on a GPU."""
     groups = named_groups(model, train)
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])

@@ -292,7 +292,7 @@ def test_a_conversation_remembers_what_both_said_until_it_begins_anew(chatting, 
 
 def test_a_turn_ends_where_its_words_do_and_a_full_conversation_says_what_to_do(chatting, monkeypatch):
     monkeypatch.setattr(Writing, "text", property(lambda self: "an answer\n\n"))
-    shown = invoke(chatting, "--interactive", "--chat", *GREEDY, typed="The river\n/max 400\nran\n")
+    shown = invoke(chatting, "--interactive", "--chat", *GREEDY, typed="The river\n/max 90\nran\n")
     assert "; /new begins another conversation, /max asks for fewer tokens" in " ".join(shown.split())
     asked = []
     monkeypatch.setattr(interactive, "chat_ids", lambda tokenizer, said: asked.append(said) or [1, 2])
