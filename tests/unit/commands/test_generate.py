@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -262,7 +263,7 @@ def chatting(tmp_path_factory):
     """The same model, with a tokenizer that has a template."""
     folder = tmp_path_factory.mktemp("chat") / "ada"
     reader().save_pretrained(folder)
-    tokenizer = words()
+    tokenizer = copy.deepcopy(words())  # which others share
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return str(folder)
