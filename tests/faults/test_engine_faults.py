@@ -222,7 +222,7 @@ def test_ctrl_c_in_a_step_ends_all_requests_and_leaves_the_engine_usable(model, 
 
 
 def _interrupt(patch, engine, where, at):
-    from adaponder.inference.runner import Launch
+    from adaponder.inference.launches import Launch
 
     target = {"launch": (engine.runner, "tick"), "wait": (Launch, "wait"), "plan": (engine.scheduler, "_supply")}[where]
     whole, count = getattr(*target), []

@@ -16,8 +16,8 @@ import torch
 from adaponder.bench.decode import Case, Measured
 from adaponder.bench.decode_depths import drawn
 from adaponder.inference.engine import Engine
+from adaponder.inference.launches import Launch
 from adaponder.inference.request import Request
-from adaponder.inference.runner import Launch
 from adaponder.inference.scheduler import Plan
 
 # Seconds until every lane must decode.

@@ -33,8 +33,8 @@ from adaponder.ops.lane_books import Books
 from adaponder.ops.lane_windows import DraftWindows, WindowRows, begin_windows, end_windows
 
 if TYPE_CHECKING:
+    from adaponder.inference.launches import Extras
     from adaponder.inference.receiving import Event, Receiver
-    from adaponder.inference.runner import Extras
 
 
 @dataclass

@@ -16,6 +16,7 @@ from adaponder.inference.bodies import body_of
 from adaponder.inference.drafting import usual_drafts, window_of
 from adaponder.inference.graphs import bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
+from adaponder.inference.launches import Launch, Needs
 from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
 from adaponder.inference.opening import (
     PAGE,
@@ -33,7 +34,7 @@ from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.receiving import Event, Receiver
 from adaponder.inference.request import Request, check_request, policy_of
-from adaponder.inference.runner import Launch, Needs, Runner
+from adaponder.inference.runner import Runner
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import DECODING, FINISHED, Sequence
 from adaponder.modeling import AdaPonderForCausalLM

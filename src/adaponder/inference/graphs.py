@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from adaponder.inference.runner import Extras, Needs, Runner
+    from adaponder.inference.launches import Extras, Needs
+    from adaponder.inference.runner import Runner
 
 _WARM_UP = 1
 _SHORT, _SEVERAL = 4, 8

@@ -7,10 +7,12 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from adaponder.inference.launches import Extras, Launch
 from adaponder.inference.lockstep import WAITS
 from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
-from adaponder.inference.runner import Extras, Launch, Read, Runner
+from adaponder.inference.prompts import Read
+from adaponder.inference.runner import Runner
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER

@@ -7,10 +7,11 @@ import torch
 
 from adaponder import FixedDepth
 from adaponder.inference import Request
+from adaponder.inference.launches import Extras, Launch, Log
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes, Span
+from adaponder.inference.prompts import Read
 from adaponder.inference.receiving import Receiver
-from adaponder.inference.runner import Extras, Launch, Log, Read
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, PREFILLING, WAITING, Sequence
 
