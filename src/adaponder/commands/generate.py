@@ -233,14 +233,17 @@ def _cost(
     policy: Policy | None,
     max_iterations: int | None,
 ) -> tuple[Spent, Spent]:
-    """Costs of reading the prompt, and of reading the tokens after it, each with attention to those before it."""
-    meters = [Meter(model.config, dtype=model.dtype, device=model.device, shape=shape) for _ in range(2)]
+    """Costs of reading the prompt, and of reading the tokens after it, each in passes of its own."""
+    prefill, decode = (Meter(model.config, dtype=model.dtype, device=model.device, shape=shape) for _ in range(2))
     read = torch.tensor([depths])
-    arguments: dict[str, Any] = {"max_iterations": max_iterations, "logits": 1, "policy": policy}
-    meters[0].add(read[:, :prompt], **arguments)
-    for slot in range(prompt, len(depths)):
-        meters[1].add(read[:, slot : slot + 1], past=read[:, :slot], **arguments)
-    return meters[0].spent(), meters[1].spent()
+    arguments: dict[str, Any] = {"max_iterations": max_iterations, "policy": policy}
+    prefill.add(read[:, :prompt], logits=1, **arguments)
+    # Token by token, counting takes as long as generating; only where each pass unfolds the keys anew is it needed.
+    together = 1 if shape.expansion else max(1, len(depths) - prompt)
+    for first in range(prompt, len(depths), together):
+        tokens = read[:, first : first + together]
+        decode.add(tokens, past=read[:, :first], logits=tokens.shape[1], **arguments)
+    return prefill.spent(), decode.spent()
 
 
 def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None:

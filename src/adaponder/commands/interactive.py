@@ -91,7 +91,7 @@ class Conversation:
             except EOFError:
                 console.print()
                 return
-            if text.strip() == "/quit":
+            if text.split()[:1] == ["/quit"]:
                 return
             if text.strip():
                 self.answer(text)

@@ -121,11 +121,6 @@ class Writings:
         """Whether every sample has ended."""
         return all(one.finish_reason is not None for one in self.samples)
 
-    @property
-    def complete(self) -> bool:
-        """Whether no sample's text can grow: each has ended, or met a stop string, so the request can be cancelled."""
-        return all(one.stream.stop is not None or one.finish_reason is not None for one in self.samples)
-
     def add(self, event: Event) -> TextEvent | None:
         """The event as text; ``None`` for tokens after a stop string."""
         writing = self.samples[event.sample]
@@ -151,8 +146,7 @@ def _end(writing: Writing, completion: Completion) -> TextEvent:
 class TextEngine:
     """Generates text for many prompts at once; see :class:`adaponder.inference.engine.Engine`, which it drives.
 
-    A request of several samples is cancelled when all of them have met their stop strings; until then the tokens
-    beyond are left out of the text.
+    A sample that has met its stop string is cancelled; tokens that came beyond it are left out of its text.
     """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase):
@@ -199,8 +193,8 @@ class TextEngine:
             events.append(told)
             if writings.over:
                 del self._writings[event.request]
-            elif not told.done and writings.complete:
-                self.cancel(event.request)
+            elif not told.done and told.writing.stream.stop is not None:
+                self.engine.cancel(event.request, event.sample)
         return events
 
 

@@ -9,18 +9,23 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
 from adaponder import cli
+from adaponder.backbones.shape import shape_of
 from adaponder.commands import generate, interactive, live
 from adaponder.commands.options import GenerateOptions
 from adaponder.commands.prompts import prompts_of
 from adaponder.errors import InputError
+from adaponder.evaluation.meter import Meter
+from adaponder.policies import Entropy
 from adaponder.terminal import Screen, plain
 from adaponder.text import Writing
 from harness_support import reader, words
@@ -123,6 +128,23 @@ def test_samples_differ_and_follow_the_seed(checkpoint, tmp_path):
     assert "What it cost" in shown
 
 
+@pytest.mark.parametrize("expansion", [0, 7])
+def test_tokens_cost_together_what_each_costs_after_those_before_it(monkeypatch, expansion):
+    """With a method whose halted tokens are out of sight; with keys that each pass unfolds anew, one by one."""
+    model = reader("mor")
+    shape = replace(shape_of(model.config), expansion=expansion)
+    depths = [1, 3, 2, 2, 1, 3, 1, 1, 3, 2, 1, 3]
+    adds, add = [], Meter.add
+    monkeypatch.setattr(Meter, "add", lambda self, *parts, **how: (adds.append(parts), add(self, *parts, **how)))
+    rule = Entropy(1.0)
+    _, decode = generate._cost(model, depths, 3, shape=shape, policy=rule, max_iterations=None)
+    assert len(adds) == 1 + (9 if expansion else 1)
+    each = Meter(model.config, dtype=model.dtype, device=model.device, shape=shape)
+    for slot in range(3, len(depths)):
+        each.add(torch.tensor([depths[slot : slot + 1]]), past=torch.tensor([depths[:slot]]), logits=1, policy=rule)
+    assert decode == each.spent()
+
+
 def test_a_stop_string_ends_the_text_before_it(checkpoint, tmp_path):
     (whole,) = texts(checkpoint, tmp_path, "--prompt", "The river", *GREEDY)
     added = whole.removeprefix("The river")
@@ -192,7 +214,7 @@ def conversation(checkpoint, *lines: str) -> str:
 
 def test_a_conversation_continues_prompts_and_obeys_commands(checkpoint, tmp_path):
     (whole,) = texts(checkpoint, tmp_path, "--prompt", "The river ran", *GREEDY)
-    shown = conversation(checkpoint, "The river ran", "", "/max 2", "The river ran", "/quit", "never read")
+    shown = conversation(checkpoint, "The river ran", "", "/max 2", "The river ran", "/quit now", "never read")
     assert plain(whole).rstrip() in shown
     assert "8 tokens, " in shown
     assert "2 tokens, " in shown

@@ -19,7 +19,7 @@ class ScriptedEngine:
     def __init__(self, *texts: str):
         self.ids = [small_tokenizer()(text).input_ids for text in texts]
         self.running: dict[int, list[Completion]] = {}
-        self.cancelled: list[int] = []
+        self.cancelled: list[tuple[int, int | None]] = []
 
     def submit(self, request):
         number = len(self.running)
@@ -29,8 +29,8 @@ class ScriptedEngine:
         ]
         return number
 
-    def cancel(self, number):
-        self.cancelled.append(number)
+    def cancel(self, number, sample=None):
+        self.cancelled.append((number, sample))
 
     def step(self):
         events = []
@@ -39,7 +39,7 @@ class ScriptedEngine:
                 if completion.finish_reason is not None:
                     continue
                 made = len(completion.tokens)
-                if number in self.cancelled:
+                if {(number, None), (number, completion.sample)} & set(self.cancelled):
                     completion.finish_reason = "cancelled"
                 elif made == len(ids):
                     completion.finish_reason = "length"
@@ -65,7 +65,7 @@ def test_a_stop_string_ends_the_text_and_cancels_the_request():
     events = finished(engine)
     assert writing.text == "".join(piece.text for event in events for piece in event.pieces) == "one "
     assert (writing.finish_reason, writing.stream.stop) == ("stop", "two t")
-    assert scripted.cancelled == [0]
+    assert scripted.cancelled == [(0, 0)]
     assert len(writing.tokens) == len(writing.pieces) == len("one two t")
     assert writing.depths == [3, 3, *[2, 3, 1, 2, 3, 1, 2, 3], 0]
     assert [event.done for event in events].count(True) == 1
@@ -78,7 +78,8 @@ def test_of_several_samples_each_has_its_own_end():
     finished(engine)
     assert [writing.text for writing in writings] == ["one ", "two", "three "]
     assert [writing.finish_reason for writing in writings] == ["stop", "length", "stop"]
-    assert scripted.cancelled == [0], "once no sample goes on"
+    assert scripted.cancelled == [(0, 0), (0, 2)]
+    assert len(scripted.running[0][0].tokens) == len("one stop"), "it says no more while the others go on"
 
 
 def test_what_was_held_back_is_text_if_the_end_comes_first():
