@@ -165,8 +165,9 @@ class Engine:
         policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
         if self.runner.graphs is not None and runs_on_host(policy):
             warnings.warn(
-                f"policy={policy.fingerprint}: it is called for this request alone, so while it runs the host takes "
-                "part in every tick; every request beside it is slower",
+                f"policy={policy.spelling}: it is called for this request alone, and every tick waits for it, so the "
+                "requests beside it are slower too; give it an engine of its own, or take a policy that adaponder has, "
+                "such as fixed:2, gate:0.1 or entropy:2.5",
                 stacklevel=3,
             )
         number, samples = next(self._ids), []

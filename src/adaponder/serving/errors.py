@@ -84,16 +84,25 @@ def refused(problem: Exception, *, param: str | None = None) -> ApiError:
     said = in_one_line(problem)
     field = re.match(r"([a-z_.]+)(?=[=:\[ ])", said)
     found = param or (None if field is None else _FIELDS.get(field[1], field[1]))
-    if field is not None and field[1] in _FIELDS:
-        said = _FIELDS[field[1]].removeprefix("adaponder.") + said[len(field[1]) :]
+    if field is not None:
+        said = _body_name(field[1]) + said[len(field[1]) :]
+    said = re.sub("[a-z_]+(?==)", lambda other: _body_name(other[0]), said)
     too_long = found in ("prompt", "max_tokens") and ("positions end" in said or "leaves room" in said)
     return ApiError(400, said, param=found, code="context_length_exceeded" if too_long else None)
 
 
+def _body_name(field: str) -> str:
+    """What a body calls a field of the engine's request."""
+    return _FIELDS.get(field, field).removeprefix("adaponder.")
+
+
 def invalid(problem: ValidationError) -> ApiError:
-    """What is wrong with a body, by the field's name; where a field may be several things, of the nearest of them."""
+    """What is wrong with a body, by the field's name; where a field may be several things, of the nearest of them.
+
+    Nearest is what goes wrong deepest inside, and there what is of the right type.
+    """
     wrong = problem.errors(include_url=False, include_context=False, include_input=False)
-    first = max(wrong, key=lambda one: len(one["loc"]))
+    first = max(wrong, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     place = [str(part) for part in first["loc"] if not _of_union(part)]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON that can be read: {in_one_line(ValueError(first['msg']))}")

@@ -52,7 +52,9 @@ class DepthControl(Body):
     depths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], Annotated[int, Field(ge=1, le=1000)]] | None = Field(
         None, max_length=65536, description="Forced depth by slot: the place of a token in its sequence, from 0."
     )
-    gates: bool = Field(False, description="Return what each token's gates said.")
+    gates: bool = Field(
+        False, description="Return what the gates said: of each scored token, or of the one before each new token."
+    )
     iteration_top: int = Field(0, ge=0, le=MOST_TOP, description="Return so many likeliest tokens of each iteration.")
     seed: Seed | None = Field(None, description="Of policies that draw; of sampling too where seed is not given.")
 
@@ -60,7 +62,7 @@ class DepthControl(Body):
 class Generation(DepthControl):
     """What a completion may be told and asked beside OpenAI's fields."""
 
-    depth: bool = Field(False, description="Return each token's depth.")
+    depth: bool = Field(False, description="Return depths: of each prompt token, and of the one before each new token.")
     top_k: int = Field(0, ge=0, le=_LARGEST)
     min_p: float = Field(0.0, ge=0, le=1)
     # Logits are divided by it: beyond these they would leave the numbers that a float holds.

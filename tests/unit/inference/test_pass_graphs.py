@@ -14,6 +14,7 @@ from adaponder.inference.bodies.llama import LlamaBody
 from adaponder.inference.bodies.neox import NeoxBody
 from adaponder.inference.pass_graphs import GraphedBody, padded_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
+from adaponder.policies import FixedDepth
 from support import stock, tiny
 
 SLOTS, LANES, ROWS = 40, 4, 200
@@ -69,6 +70,14 @@ def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family, kind):
         for ours, theirs in zip(pools.keys + pools.values, plain.keys + plain.values, strict=True):
             torch.testing.assert_close(ours[1:].float(), theirs[1:].float(), rtol=0.05, atol=0.05)
     assert len(graphed.graphs) <= 3
+
+
+def test_a_policy_that_slows_every_request_is_told_with_what_to_do(monkeypatch):
+    engine = Engine(tiny("adaponder", iterations=3).eval(), lanes=2, tokens=40)
+    monkeypatch.setattr(engine.runner, "graphs", object())  # as on a GPU; nothing is launched
+    with pytest.warns(UserWarning, match="called for this request alone.*an engine of its own, or take a policy"):
+        engine.submit(Request(prompt=[1], max_new_tokens=1, policy=lambda rows: rows.slot % 2 == 0))
+    engine.submit(Request(prompt=[1], max_new_tokens=1, policy=FixedDepth(2)))
 
 
 @pytest.mark.gpu

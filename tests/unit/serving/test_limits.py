@@ -118,6 +118,19 @@ def test_a_policy_is_called_as_the_request_called_it(server):
         assert answer.json()["error"]["message"].startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"prompt": []}, "prompt: List should have at least 1 item"),
+        ({"prompt": [[]]}, "prompt.0: List should have at least 1 item"),
+        ({"max_tokens": 2, "adaponder": {"min_tokens": 3}}, "min_tokens=3: more than max_tokens=2; lower it"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_of_the_kind_that_was_meant_in_the_words_of_a_body(server, wish, said):
+    assert server.post("/v1/completions", BASE | wish).json()["error"]["message"].startswith(said)
+
+
 def test_one_token_too_many_is_said_in_the_singular(server):
     error = server.post("/v1/completions", BASE | {"prompt": [1], "max_tokens": POSITIONS + 1}).json()["error"]
     assert error["message"] == f"max_tokens={POSITIONS + 1}: a prompt of 1 token leaves room for {POSITIONS}"
