@@ -69,4 +69,5 @@ class ExitThreshold(Policy):
             raise InputError(f"q={self.q}: a probability above 0 is needed")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        return 1.0 - rows.gate.float() < at(self.q, rows.iteration, torch.float32)
+        # Not 1 - gate < q: of a small gate that difference is rounded to 1, and at q = 1 nobody may exit for that.
+        return rows.gate.float() > at(1.0 - self.q, rows.iteration, torch.float32)

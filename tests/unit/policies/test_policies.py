@@ -361,6 +361,13 @@ def test_the_exit_threshold_exits_once_the_exits_add_up_to_it(models, q, executi
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
+def test_at_an_exit_threshold_of_1_nobody_exits_early(execution):
+    model = support.tiny("ouro", iterations=K, exit_threshold=1.0)
+    torch.nn.init.constant_(model.method.exit.bias, 20.0)  # sure to exit, but for one part in a hundred million
+    assert model(support.ids(), execution=execution).depth.unique().tolist() == [K]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", DECIDED)
 def test_the_users_own_callable_is_a_policy(models, method, execution):
     ids, mask = padded()
