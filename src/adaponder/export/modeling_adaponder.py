@@ -108,8 +108,8 @@ class PonderCache(Cache):
             return
         self.real = torch.cat([self.real, real], 1)
         self.depth = functional.pad(self.depth, (0, real.shape[1]))
-        lacking = self.real.shape[1] - next(iter(self.rows.values()))[0].shape[2]
-        if lacking > 0:  # room for more tokens than these, so that not every token copies all rows
+        room = self.rows[0][0].shape[2] if self.rows else self.real.shape[1]  # padding alone leaves no rows
+        if (lacking := self.real.shape[1] - room) > 0:  # room for more, so that not every token copies all rows
             self._each(lambda rows: functional.pad(rows, (0, 0, 0, 0, 0, lacking + 128)))
 
     def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:

@@ -124,3 +124,12 @@ def test_what_is_cropped_of_a_cache_was_never_there_and_only_so_many_tokens_can_
     assert cache.get_seq_length() == 5
     found = twin(text[:, 5:], past_key_values=cache)
     torch.testing.assert_close(found.logits, twin(text).logits[:, 5:])
+
+
+@torch.no_grad()
+def test_a_first_piece_of_padding_alone_changes_nothing():
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(2, 9)
+    mask = (torch.arange(9) > 3).long().expand(2, -1)
+    cache = twin(text[:, :3], attention_mask=mask[:, :3], use_cache=True).past_key_values
+    found = twin(text[:, 3:], attention_mask=mask, past_key_values=cache)
+    torch.testing.assert_close(found.logits[:, 1:], twin(text[:, 4:]).logits)
