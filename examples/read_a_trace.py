@@ -5,7 +5,7 @@
 
 You learn what the columns are. `depth` is how often the token was read and `nll` the loss of the prediction made from
 it; `nll_i`, `entropy_i` and `gate_i` are values after iteration i, and `full_nll_i` losses when every token has full
-depth.
+depth. `learned` is false where the predicted token is part of a question; of a plain text all are learned.
 """
 
 import argparse

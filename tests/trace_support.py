@@ -60,6 +60,7 @@ def made_up(
             "target_id": word[1:],
             "count": counts[word[:-1]],
             "rank": 1 + np.argsort(np.argsort(-counts, kind="stable"), kind="stable")[word[:-1]],
+            "learned": True,
             "depth": depth,
             "nll": own[:, -1],
         }

@@ -82,7 +82,7 @@ def write_report(
 
 
 def _draw(plate: Plate, trace: Trace, out: Path) -> Drawn:
-    measured = plate.measure(trace)
+    measured = plate.measured(trace)
     with house() as theme:
         _, svg = save(plate.draw(measured, theme), out / FIGURES / plate.name)
     with house(dark=True) as theme:
@@ -103,7 +103,7 @@ def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
         + (f", read at most {about.deepest}x" if about.deepest < about.iterations else ""),
         "who halts": about.policy if about.halts else "nobody",
         "data": about.data,
-        "read": f"{overall.tokens:,} predictions of {_documents(overall)}, {about.windows}",
+        "read": f"{overall.tokens:,} predictions of {_documents(overall)}{_learned(overall)}, {about.windows}",
         "loss": f"{overall.loss:.4f} nats per token{interval}",
         "perplexity": f"{overall.perplexity:,.3f}",
     }
@@ -122,6 +122,11 @@ def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
 
 def _documents(overall: Numbers) -> str:
     return "1 document" if overall.documents == 1 else f"{overall.documents:,} documents"
+
+
+def _learned(overall: Numbers) -> str:
+    """Says how many predictions losses are of, where that is not all."""
+    return "" if overall.scored == overall.tokens else f", {overall.scored:,} of them learned and scored"
 
 
 def _html(trace: Trace, report: Report) -> str:
@@ -148,7 +153,7 @@ def _html(trace: Trace, report: Report) -> str:
     )
     body = f"""<header><h1>{for_html(title)}</h1>{theme_button()}</header>
 <p class="muted">Everything below is computed from <code>trace.parquet</code>, one row per prediction; the captions
-state what this data shows. Losses are in nats per token; {_intervals(report.numbers)}.</p>
+state what this data shows. Losses are in nats per {_unit(report.numbers)}; {_intervals(report.numbers)}.</p>
 {_four(trace, report.numbers)}
 <div class="scroll" tabindex="0" role="region" aria-label="What was traced"><table class="facts"><tbody>
 {rows}
@@ -159,6 +164,11 @@ state what this data shows. Losses are in nats per token; {_intervals(report.num
 {parts}
 </main>"""
     return page(title, body, deepest=trace.about.deepest)
+
+
+def _unit(overall: Numbers) -> str:
+    """What losses are means over, and what figures of losses show."""
+    return "token" if overall.scored == overall.tokens else "learned token, figures of losses are of these alone"
 
 
 def _intervals(overall: Numbers) -> str:

@@ -20,6 +20,8 @@ class Numbers(NamedTuple):
     """Overall numbers of a trace, among them the four halting numbers, which differ in general.
 
     Attributes:
+        tokens, scored: predictions, and those of what is learned: losses are theirs alone, all else is of all.
+        bits_per_byte: of whole texts alone.
         iterations: mean depth.
         halted: share of tokens of less depth than was allowed.
         gates_closed: share of (token, gate) pairs that the token did not pass; ``None`` without gates.
@@ -28,6 +30,7 @@ class Numbers(NamedTuple):
     """
 
     tokens: int
+    scored: int
     documents: int
     loss: float
     interval: Interval | None
@@ -46,17 +49,19 @@ class Numbers(NamedTuple):
 
 def numbers(trace: Trace) -> Numbers:
     """The overall numbers of ``trace``."""
-    about, depth, nll = trace.about, trace["depth"].astype(np.int64), trace["nll"]
-    sums, counts = _per_document(trace["document"], nll, np.zeros(len(trace), np.int64), 1)
+    about, depth, scored = trace.about, trace["depth"].astype(np.int64), trace.scored
+    sums, counts = _per_document(scored["document"], scored["nll"], np.zeros(len(scored), np.int64), 1)
+    size = about.utf8_bytes if len(scored) == len(trace) else 0
     decisions = about.deepest - 1 if about.halts else 0
     loss = trace.loss
     return Numbers(
         tokens=len(trace),
-        documents=len(sums),
+        scored=len(scored),
+        documents=int(trace["document"].max()) + 1,
         loss=loss,
         interval=bootstrap(sums[:, 0], counts[:, 0], seed=about.seed),
         perplexity=math.exp(loss) if loss < 700 else math.inf,
-        bits_per_byte=float(nll.sum() / math.log(2) / about.utf8_bytes) if about.utf8_bytes else None,
+        bits_per_byte=float(scored["nll"].sum() / math.log(2) / size) if size else None,
         iterations=float(depth.mean()),
         halted=float((depth < about.deepest).mean()),
         gates_closed=float((about.deepest - depth).mean() / decisions) if decisions else None,

@@ -35,7 +35,8 @@ _KEY = b"adaponder.trace"
 _ROWS = 65_536
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _WORDS = ("token", "target", "source")
-# Columns of every trace: the token and the one predicted from it, their position, the depth and the loss.
+# Columns of every trace: the token and the one predicted from it, their position, whether that one is learned, the
+# depth and the loss.
 FIXED: dict[str, Any] = {
     "document": np.int32,
     "position": np.int32,
@@ -44,6 +45,7 @@ FIXED: dict[str, Any] = {
     "target_id": np.int32,
     "count": np.int32,
     "rank": np.int32,
+    "learned": np.bool_,
     "depth": np.int8,
     "nll": np.float64,
 }
@@ -99,7 +101,8 @@ class Trace:
     number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
     values after iteration i (a halted token's no longer change); ``full_nll_i`` are losses when every token has full
     depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the token's frequency in this
-    text.
+    text. ``learned`` is false where training does not learn the target: of conversations what others than the
+    assistant say, of puzzles what is given.
     """
 
     frame: pd.DataFrame
@@ -117,8 +120,14 @@ class Trace:
         return self.frame[[f"{name}_{i}" for i in range(1, count + 1)]].to_numpy(np.float64)
 
     @property
+    def scored(self) -> Trace:
+        """The predictions that losses are means of: those of what is learned, in most texts all."""
+        learned = self["learned"]
+        return self if learned.all() else Trace(self.frame[learned], self.about)
+
+    @property
     def loss(self) -> float:
-        return float(self["nll"].mean())
+        return float(self.scored["nll"].mean())
 
 
 def columns_of(about: About) -> list[str]:
@@ -279,6 +288,7 @@ def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
             "source": pd.Categorical(text.sources).take(text.document),
             "count": counts[codes[:-1]],
             "rank": ranks[codes[:-1]],
+            "learned": text.counted,
         }
     )
 
@@ -315,6 +325,8 @@ def check(trace: Trace, where: str) -> Trace:
         raise InputError(f"{where}: columns {', '.join(missing)} are missing; trace the checkpoint again")
     if len(trace) == 0:
         raise InputError(f"{where}: it has no prediction")
+    if not trace["learned"].any():
+        raise InputError(f"{where}: nothing in it is learned, so there is nothing to score")
     depth = trace["depth"]
     if depth.min() < 1 or depth.max() > trace.about.deepest:
         raise InputError(

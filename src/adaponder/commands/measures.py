@@ -85,6 +85,7 @@ def steps(subject: Subject, data: Path) -> dict[str, Any]:
     trace = make_trace(
         subject.model, _text(subject, data), windows, checkpoint=subject.name, data="", batch_size=_BATCH
     )
+    trace = trace.scored
     depth, deepest = trace["depth"].astype(int), trace.about.deepest
     full = trace.by_iteration("full_nll")
     groups = [depth == step for step in range(1, deepest + 1)]

@@ -16,6 +16,7 @@ from adaponder.analysis.figures import depth as depth_figure
 from adaponder.analysis.figures import gains as gains_figure
 from adaponder.analysis.figures.plate import listed, percent
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
+from adaponder.analysis.report import facts
 from adaponder.analysis.style import DARK, LIGHT, depth_colours, house
 from adaponder.analysis.tables import (
     FEW,
@@ -55,6 +56,24 @@ def test_shares_times_means_add_up_to_the_loss(trace):
         adds_up(found.groups.share, found.groups.mean, trace.loss * (1 + 1e-6))
     with pytest.raises(AdaPonderError, match="add up to"):
         adds_up(found.groups.share[:-1], found.groups.mean[:-1], trace.loss)
+
+
+def test_figures_of_losses_show_what_is_learned_and_figures_of_depth_show_all():
+    plain = made_up(600)
+    asked = np.arange(600) % 3 > 0
+    frame = plain.frame.assign(learned=~asked)
+    frame.loc[asked, [name for name in frame if "nll" in name]] = 1e6
+    mixed, learned = Trace(frame, plain.about), Trace(plain.frame[~asked], plain.about)
+    assert mixed.loss == learned.loss < 10
+    for plate in PLATES:
+        as_learned, as_all = (plate.table(plate.measured(one)) for one in (learned, plain))
+        assert plate.table(plate.measured(mixed)).equals(as_learned if plate.of_losses else as_all), plate.name
+        assert not as_learned.equals(as_all), plate.name
+    found = numbers(mixed)
+    assert (found.tokens, found.scored, found.bits_per_byte) == (600, 200, None)
+    assert found.iterations == plain["depth"].mean()
+    assert "600 predictions of 12 documents, 200 of them learned and scored" in facts(mixed, found)["read"]
+    assert all("1000000" not in excerpt.remark for excerpt in excerpts.hardest(mixed))
 
 
 def test_each_column_of_the_density_map_holds_its_depths_tokens(trace):
@@ -415,6 +434,5 @@ def test_figures_use_the_words_of_the_method(method, meaning, thresholds, after)
     assert grid.measure(trace).after == after
 
 
-@pytest.mark.parametrize("policy", ["router", "RouterThreshold()"])  # as traces have it now, and had it before
-def test_a_router_halts_at_one_half(policy):
-    assert gates.measure(made_up(method="mor", tau=None, policy=policy)).lines == (0.5, 0.5, 0.5)
+def test_a_router_halts_at_one_half():
+    assert gates.measure(made_up(method="mor", tau=None, policy="router")).lines == (0.5, 0.5, 0.5)

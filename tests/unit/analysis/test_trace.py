@@ -53,6 +53,16 @@ def test_a_trace_says_what_scoring_says_at_every_depth(method):
         np.testing.assert_allclose(trace[f"full_nll_{depth}"], forced(model, depth), rtol=1e-6, atol=1e-6)
 
 
+def test_a_trace_of_a_conversation_has_the_loss_of_what_is_learned_of_it():
+    model, learned = tiny(), np.arange(40) % 5 == 0
+    talk = replace(text(), learned=learned)
+    trace = make_trace(model, talk, WINDOWS, checkpoint="tiny", data="random")
+    assert trace.loss == pytest.approx(score(model, talk, WINDOWS).loss, rel=1e-9)
+    assert (trace["learned"] == learned).all()
+    with pytest.raises(InputError, match="nothing in it is learned"):
+        make_trace(model, replace(talk, learned=learned & False), WINDOWS, checkpoint="tiny", data="random")
+
+
 @pytest.mark.parametrize("windows", [Windows(7), Windows(12, 5), Windows(12, across_documents=False)], ids=str)
 def test_a_text_read_in_portions_is_the_text_read_at_once(windows, monkeypatch):
     model, whole = tiny(), text()

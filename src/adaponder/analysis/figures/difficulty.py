@@ -136,4 +136,5 @@ PLATE = Plate(
     draw=draw,
     caption=caption,
     table=table,
+    of_losses=True,
 )

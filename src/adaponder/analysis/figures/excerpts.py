@@ -55,10 +55,11 @@ def _mean(trace: Trace) -> float:
 
 
 def _apart(trace: Trace, order: np.ndarray, count: int) -> list[int]:
-    """The first ``count`` predictions by ``order`` with different targets, whose excerpts do not overlap."""
+    """The first ``count`` predictions by ``order`` with different learned targets, whose excerpts do not overlap."""
     ids, chosen = trace["target_id"], list[int]()
+    learned = np.flatnonzero(trace["learned"])
     # Many of the extreme predictions are of one word: far more than ``count`` are considered.
-    for row in np.argsort(order, kind="stable")[: 500 * count].tolist():
+    for row in learned[np.argsort(order[learned], kind="stable")[: 500 * count]].tolist():
         known = any(ids[row] == ids[other] or abs(row - other) <= BEFORE + AFTER for other in chosen)
         if not known:
             chosen.append(row)

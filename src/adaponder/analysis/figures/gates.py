@@ -69,7 +69,7 @@ def _lines(trace: Trace, count: int) -> tuple[float | None, ...]:
     """The threshold of each gate; ``None`` where the policy has none."""
     if trace.about.tau is not None and facts_of(trace.about).gates_decide:
         return (*trace.about.tau, *[None] * count)[:count]
-    if trace.about.policy.startswith(("router", "RouterThreshold")):  # the second in traces of 0.1.0 and before
+    if trace.about.policy.startswith("router"):
         return (0.5,) * count
     return (None,) * count
 

@@ -29,6 +29,7 @@ class Plate:
         alt: alternative text; the numbers are in the caption.
         missing: why it cannot be drawn from a trace of this kind; ``None`` if it can.
         measure: computes what ``draw``, ``caption`` and ``table`` show.
+        of_losses: whether it shows losses, and so only predictions of what is learned (:attr:`Trace.scored`).
     """
 
     name: str
@@ -39,6 +40,11 @@ class Plate:
     draw: Callable[[Any, Theme], Figure]
     caption: Callable[[Any], str]
     table: Callable[[Any], pd.DataFrame]
+    of_losses: bool = False
+
+    def measured(self, trace: Trace) -> Any:
+        """What is shown of ``trace``."""
+        return self.measure(trace.scored if self.of_losses else trace)
 
 
 def facts_of(kind: Kind) -> type[Method]:
