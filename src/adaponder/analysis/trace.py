@@ -123,7 +123,7 @@ class Trace:
     def scored(self) -> Trace:
         """The predictions that losses are means of: those of what is learned, in most texts all."""
         learned = self["learned"]
-        return self if learned.all() else Trace(self.frame[learned], self.about)
+        return self if learned.all() else Trace(self.frame.loc[learned], self.about)
 
     @property
     def loss(self) -> float:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from adaponder.data import Sampler
@@ -18,18 +17,20 @@ from adaponder.terminal import console, line
 from adaponder.training.build import config_of
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
+from adaponder.training.randomness import parse_random_state
 
 
 class Start(NamedTuple):
     """Where a run begins: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state.
 
-    ``rng_state`` is the random generator's in an exact resume: to be restored last, since making a model draws.
+    ``random_state`` is that of the random generators in an exact resume, by kind of device: to be restored last, since
+    making a model draws.
     """
 
     folder: Path | None
     step: int
     controller_state: dict[str, Any] | None = None
-    rng_state: Tensor | None = None
+    random_state: dict[str, Tensor] | None = None
 
 
 def find_start(
@@ -71,10 +72,12 @@ def find_start(
             f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
             "start a new run, with model.backbone naming the checkpoint to start from"
         )
-    rng_state = torch.frombuffer(bytearray.fromhex(state["rng"]), dtype=torch.uint8)
+    random_state, kind = parse_random_state(state["rng"]), world.device.type
     if world.leads:
         console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
-    return Start(folder, int(state["step"]), state.get("controller"), rng_state)
+        if kind not in random_state:
+            console.print(f"it holds no random state of {kind}: dropout, if there is any, draws anew", soft_wrap=True)
+    return Start(folder, int(state["step"]), state.get("controller"), random_state)
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:

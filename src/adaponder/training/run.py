@@ -21,6 +21,7 @@ from adaponder.training.files import room_on_disk
 from adaponder.training.loop import Trainer
 from adaponder.training.lora import attach
 from adaponder.training.ownership import owned, stop_signals
+from adaponder.training.randomness import restore_random_state
 from adaponder.training.remarks import remark
 from adaponder.training.resume import Start, find_start, is_finished
 from adaponder.training.telemetry import Telemetry
@@ -98,8 +99,8 @@ def train(
                 )
                 with room_on_disk():
                     trainer.measure_before()
-                    if start.rng_state is not None:
-                        torch.set_rng_state(start.rng_state)
+                    if start.random_state is not None:
+                        restore_random_state(start.random_state, world.device)
                     finished = trainer.train()
                 return Outcome(trainer.finish() if finished else None, trainer.step, trainer, world)
             finally:

@@ -18,6 +18,7 @@ from adaponder.training.checkpoint import optimizer_state, prune, save_checkpoin
 from adaponder.training.controller import DepthController
 from adaponder.training.distributed import World
 from adaponder.training.lora import adapters_of, merged
+from adaponder.training.randomness import random_state
 
 
 class Saver:
@@ -60,7 +61,7 @@ class Saver:
             "data": self.shards.content_hash(),
             "tokenizer": self.shards.tokenizer_hash,
             "world": self.world.size,
-            "rng": torch.get_rng_state().numpy().tobytes().hex(),
+            "rng": random_state(self.world.device),
             "torch": torch.__version__,
         }
         if controller:

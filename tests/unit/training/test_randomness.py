@@ -1,0 +1,48 @@
+"""A resumed run draws what an unbroken one would have drawn, from the generator of the device that it computes on."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from adaponder.training.randomness import parse_random_state, random_state, restore_random_state
+
+CPU = torch.device("cpu")
+
+
+def draws_again(device: torch.device, draw) -> None:
+    """Asserts that what is drawn after a state was taken is drawn again after it was restored from JSON."""
+    kept = json.loads(json.dumps(random_state(device)))
+    first = (torch.rand(3).tolist(), draw().tolist())
+    assert (torch.rand(3).tolist(), draw().tolist()) != first
+    restore_random_state(parse_random_state(kept), device)
+    assert (torch.rand(3).tolist(), draw().tolist()) == first
+
+
+def test_the_cpu_draws_again_what_it_drew():
+    draws_again(CPU, lambda: torch.rand(2))
+
+
+def test_a_device_has_a_generator_of_its_own_which_draws_again_what_it_drew(monkeypatch):
+    device, generator, asked = torch.device("cuda", 1), torch.Generator().manual_seed(7), []
+    module = SimpleNamespace(
+        get_rng_state=lambda which: asked.append(which) or generator.get_state(),
+        set_rng_state=lambda state, which: asked.append(which) or generator.set_state(state),
+    )
+    monkeypatch.setattr(torch, "get_device_module", {device: module}.__getitem__)
+    draws_again(device, lambda: torch.rand(2, generator=generator))
+    assert asked == [device, device]
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_again_what_it_drew():
+    device = torch.device("cuda", torch.cuda.current_device())
+    draws_again(device, lambda: torch.rand(2, device=device))
+
+
+def test_a_state_without_the_device_restores_the_cpu_alone():
+    bare = random_state(CPU)["cpu"]  # as checkpoints of 0.1.0 and before have it
+    first = torch.rand(3).tolist()
+    restore_random_state(parse_random_state(bare), torch.device("cuda"))
+    assert torch.rand(3).tolist() == first
