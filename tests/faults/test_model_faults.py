@@ -676,6 +676,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "max-new-tokens-0": ("max_new_tokens", {"max_new_tokens": 0}),
     "max-new-tokens-negative": ("max_new_tokens", {"max_new_tokens": -1}),
     "max-new-tokens-1e9": ("max_new_tokens", {"max_new_tokens": 10**9}),
+    "assistant_early_exit": ("assistant_early_exit", {"assistant_early_exit": 1}),
     "temperature-nan": ("temperature", {"do_sample": True, "temperature": NAN}),
     "temperature-negative": ("temperature", {"do_sample": True, "temperature": -1.0}),
     "temperature-0": ("temperature", {"do_sample": True, "temperature": 0.0}),

@@ -34,7 +34,7 @@ class AdaPonderConfig(PreTrainedConfig):
     model_type = "adaponder"
     sub_configs: ClassVar[Any] = {"backbone_config": AutoConfig}
     has_no_defaults_at_init = True
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "depth", "gates"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "depth", "gates", "last_hidden_state"]
 
     backbone_config: Any = None
     method: str = "adaponder"

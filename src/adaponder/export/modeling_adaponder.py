@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from .configuration_adaponder import AdaPonderConfig
 
+Read = Callable[[int, Tensor, Tensor], Tensor]
 _LOGITS_AT_ONCE = 2**25  # of the expectation: 128 MiB in float32
 # Not cuDNN: given a mask, its backward can return NaN on some GPUs.
 _MASKED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -42,6 +43,7 @@ class AdaPonderOutput(ModelOutput):
         past_key_values: the cache, where one was given or asked for.
         depth: ``[batch, time]``, how often each token was read; 0 for padding.
         gates: ``[batch, time, K - 1]``, what each token's gates said; 0 once it has halted.
+        last_hidden_state: ``[batch, time, d]``, each token's last, as the head reads it.
     """
 
     loss: Tensor | None = None
@@ -49,6 +51,16 @@ class AdaPonderOutput(ModelOutput):
     past_key_values: PonderCache | None = None
     depth: Tensor | None = None
     gates: Tensor | None = None
+    last_hidden_state: Tensor | None = None
+
+
+class Column(nn.Linear):
+    """A linear map, never in less than float32: in bfloat16 neighbouring logits are far apart where tau decides."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            return functional.linear(input.to(wide), self.weight.to(wide), self.bias.to(wide))
 
 
 class Gate(nn.Module):
@@ -57,16 +69,12 @@ class Gate(nn.Module):
     def __init__(self, hidden_size: int, width: int):
         super().__init__()
         self.inner = nn.Linear(hidden_size, width * hidden_size) if width else None
-        self.out = nn.Linear(width * hidden_size if width else hidden_size, 1)
+        self.out = Column(width * hidden_size if width else hidden_size, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.inner is not None:
             hidden = functional.gelu(self.inner(hidden))
-        # Never in less than float32: in bfloat16 neighbouring logits are far apart where tau decides.
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
-            logit = functional.linear(hidden.to(wide), self.out.weight.to(wide), self.out.bias.to(wide))
-        return torch.sigmoid(logit.squeeze(-1))
+        return torch.sigmoid(self.out(hidden).squeeze(-1))
 
 
 class Gates(nn.Module):
@@ -80,9 +88,6 @@ class Gates(nn.Module):
         if not self.gates:
             return hidden.new_ones(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         return self.gates[min(iteration, len(self.gates) - 1)](hidden)
-
-
-# --- keys and values ------------------------------------------------------------------------------------------------
 
 
 class PonderCache(Cache):
@@ -177,9 +182,6 @@ def scattered(where: Tensor, rows: Tensor) -> Tensor:
     return grid
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     """A stock decoder (``backbone``) that reads each token up to K times, and the gates that decide (``method``)."""
 
@@ -233,8 +235,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids: counted by the mask when absent, so that left padding changes nothing.
             past_key_values: the cache of an earlier forward, to go on from.
             labels: shifted inside; -100, and what padding predicts, does not count.
-            use_cache: return a cache. With one, halted tokens are skipped; without, every token is computed in every
-                pass (the plain form, for training). Values are the same.
+            use_cache: return a cache. With one, halted tokens are skipped; without, all are computed, to equal values.
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
             max_iterations: read each token at most this often.
             num_items_in_batch: what the summed loss is divided by; by default its own number of targets.
@@ -245,6 +246,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         most = self.config.iterations if max_iterations is None else max_iterations
         if not 1 <= most <= self.config.iterations:
             raise ValueError(f"max_iterations={max_iterations}: from 1 to {self.config.iterations}")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: give one of them")
         embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = PonderCache(self.config.iterations) if use_cache and past_key_values is None else past_key_values
         tokens = _arrange(embedded, attention_mask, position_ids, _own(cache))
@@ -257,14 +260,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         logits = head(hidden if labels is not None else hidden[:, kept])
         if labels is not None:
             loss, logits = _loss(logits, labels, tokens.real, num_items_in_batch), logits[:, kept]
-        output = AdaPonderOutput(loss=loss, logits=logits, past_key_values=cache, depth=depth, gates=gates)
+        output = AdaPonderOutput(loss, logits, cache, depth, gates, hidden)
         return output.to_tuple() if return_dict is False else output
 
-    # --- the paper ----------------------------------------------------------------------------------------------
-
-    def _ponder(
-        self, embedded: Tensor, real: Tensor, iterations: int, read: Callable[[int, Tensor, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _ponder(self, embedded: Tensor, real: Tensor, iterations: int, read: Read) -> tuple[Tensor, Tensor, Tensor]:
         """Algorithm 1: (hidden states, depths, gates) of tokens ``embedded [batch, time, d]``.
 
         ``read(i, x, active)`` is the Transformer in iteration i; what it returns for other tokens has no meaning.
@@ -287,18 +286,24 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
 
     def expected_embedding(self, hidden: Tensor) -> Tensor:
         """Eq. 6 to 8: ``softmax(head(h)) @ table`` of rows ``[rows, d]``, the table scaled as embeddings are."""
-        table, top_k = self.get_input_embeddings().weight, self.config.expectation_top_k
-        parts = []
+        table, top_k = self._table(hidden.device), self.config.expectation_top_k
+        head, wide, parts = self.get_output_embeddings(), torch.promote_types(hidden.dtype, torch.float32), []
         for rows in hidden.split(max(1, _LOGITS_AT_ONCE // table.shape[0])):
-            logits = self.get_output_embeddings()(rows)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits = head(rows).to(wide)
             if top_k is not None:
                 best, index = logits.topk(min(top_k, logits.shape[-1]))
                 logits = torch.full_like(logits, -torch.inf).scatter(-1, index, best)
             parts.append(torch.softmax(logits, -1).to(table.dtype) @ table)
         return torch.cat(parts) * self.config.embedding_scale
 
-    def _read_all(self, tokens: Tokens) -> Callable[[int, Tensor, Tensor], Tensor]:
+    def _table(self, device: torch.device) -> Tensor:
+        """The embeddings of all tokens; of a module that adapts or loads its weights, what it computes for each."""
+        embedding = self.get_input_embeddings()
+        if type(embedding) is nn.Embedding and embedding.weight.device.type != "meta":
+            return embedding.weight
+        return embedding(torch.arange(self.config.vocab_size, device=device))
+
+    def _read_all(self, tokens: Tokens) -> Read:
         """Algorithm 2 as it is written: every token is computed, and halted ones keep their keys and values."""
         before: dict[int, tuple[Tensor, Tensor]] = {}
         slots = torch.arange(tokens.real.shape[1], device=tokens.real.device).expand(tokens.real.shape)
@@ -318,7 +323,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
 
         return read
 
-    def _read_active(self, tokens: Tokens, cache: PonderCache) -> Callable[[int, Tensor, Tensor], Tensor]:
+    def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
         """Only active tokens are computed, and read the rows of all others from the cache.
 
         Sequences with equally many active tokens are read together: one pass when decoding, and for one sequence.
@@ -340,8 +345,6 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             return hidden
 
         return read
-
-    # --- the backbone -------------------------------------------------------------------------------------------
 
     def _pass(self, x: Tensor, position: Tensor, mask: Any, answer: Callable[..., Any]) -> Tensor:
         """One pass of the whole decoder over ``x [sequences, tokens, d]``; its final-normed hidden states."""
@@ -376,16 +379,13 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             masks[kind] = mask
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    # --- generate -----------------------------------------------------------------------------------------------
-
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} keeps one row per token and layer; "
-                "this model keeps one per iteration too: leave it out"
-            )
+        if (wanted := generation_config.cache_implementation) not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={wanted!r} keeps one row per token, this model K: leave it out")
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError("assistant_early_exit leaves layers out, which every iteration needs: leave it out")
         cache = _own(model_kwargs.get("past_key_values"))
         if cache is not None:
             cache._is_user_defined = True  # so that generate leaves it complete

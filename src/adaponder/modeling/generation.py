@@ -65,6 +65,8 @@ def check_generation(
     _number(settings, "num_beams", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
     if isinstance(settings["custom_generate"], str):
         raise InputError("custom_generate: runs code from a folder or the hub; pass a function of your own instead")
+    if settings["assistant_early_exit"] is not None:
+        raise InputError("assistant_early_exit: every iteration needs all layers; draft with an assistant_model")
     cache = settings["past_key_values"]
     if isinstance(cache, Ledger) and cache.get_seq_length() >= input_ids.shape[1]:
         raise CacheError(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.export import modeling_adaponder
@@ -133,3 +135,42 @@ def test_a_first_piece_of_padding_alone_changes_nothing():
     cache = twin(text[:, :3], attention_mask=mask[:, :3], use_cache=True).past_key_values
     found = twin(text[:, 3:], attention_mask=mask, past_key_values=cache)
     torch.testing.assert_close(found.logits[:, 1:], twin(text[:, 4:]).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("modules", ["all-linear", ["embed_in"], ["embed_out", "lm_head"]])
+def test_merged_adapters_on_any_module_compute_what_they_did_before(modules):
+    torch.manual_seed(0)
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+    plain = twin(text).logits
+    adapted = get_peft_model(twin, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
+    expected = adapted(text)
+    assert (expected.logits - plain).abs().max() > 1e-3
+    found = adapted.merge_and_unload()(text)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.gates, expected.gates)
+
+
+@torch.no_grad()
+def test_offloaded_weights_compute_what_they_did_before():
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+    expected = twin(text).logits
+    cpu_offload(twin, execution_device=torch.device("cpu"))
+    assert twin.get_input_embeddings().weight.device.type == "meta"
+    torch.testing.assert_close(twin(text).logits, expected)
+
+
+@torch.no_grad()
+def test_the_head_reads_the_last_hidden_states_that_are_returned():
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+    output = twin(text)
+    assert torch.equal(twin.get_output_embeddings()(output.last_hidden_state), output.logits)
+
+
+def test_what_it_cannot_read_or_draft_with_is_refused_by_name():
+    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(1, 12)
+    for inputs in ({}, {"input_ids": text, "inputs_embeds": twin.get_input_embeddings()(text)}):
+        with pytest.raises(ValueError, match="input_ids, inputs_embeds: give one of them"):
+            twin(**inputs)
+    with pytest.raises(ValueError, match="assistant_early_exit"):
+        twin.generate(text, max_new_tokens=2, assistant_early_exit=1)
