@@ -103,6 +103,11 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         return self.backbone_config
 
     @property
+    def auto_map(self) -> dict[str, str]:
+        """Names no code; TRL asks every config that is not of transformers."""
+        return {}
+
+    @property
     def vocab_size(self) -> int:
         return self.backbone_config.vocab_size
 

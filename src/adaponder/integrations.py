@@ -23,12 +23,12 @@ class PonderCallback(TrainerCallback):
     halt alike. The model's ``training_objective``, ``training_policy`` and ``training_seed`` are the callback's: it
     empties them when training begins, as one that raised leaves them set, and when it ends.
 
-    Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted``, the shares of them that
-    halted after each iteration but the last; evaluation's logs, and what ``evaluate`` returns, gain ``eval_depth`` and
-    ``eval_halted``, or what the prefix of its figures is. Callbacks that come after this one are told them; those of
-    ``report_to`` come before it: for W&B or TensorBoard set ``report_to="none"`` and list theirs after this one.
-    A warning says when gates have collapsed. Padding does not count; each process counts its own tokens, by a hook that
-    stays on the model.
+    Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted_1 … halted_{K-1}``, the shares
+    of them that were read at most so often; evaluation's logs, and what ``evaluate`` and ``predict`` return, gain
+    ``eval_depth`` and so on, by the prefix of their figures. Callbacks that come after this one are told them; those
+    of ``report_to`` come before it, except in :class:`PonderSFTTrainer`: for W&B or TensorBoard set
+    ``report_to="none"`` and list theirs after this one. A warning says when gates have collapsed. Padding does not
+    count; each process counts its own tokens, by a hook that stays on the model.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -41,6 +41,8 @@ class PonderCallback(TrainerCallback):
         capacity_warmup: mor, steps over which capacity shrinks from 1.
         exit_stage: ouro's stage.
     """
+
+    adds_to_logs = True  # so that PonderSFTTrainer calls it before reporters
 
     def __init__(
         self,
@@ -83,12 +85,8 @@ class PonderCallback(TrainerCallback):
         model = member_of(kwargs["model"], "PonderCallback")
         if not model.method.halts:
             raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
-        if "forward" in vars(model):
-            raise InputError(
-                "PonderCallback: this trainer replaces the model's forward by one whose loss has no ponder term; "
-                "of TRL's, use adaponder.integrations.PonderSFTTrainer"
-            )
         self.depths.watch(model)
+        self.depths.sums.clear()
         model.training_objective = model.training_policy = None
         model.training_seed = 0
 
@@ -104,6 +102,11 @@ class PonderCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         method = member_of(kwargs["model"], "PonderCallback").method
+        if not self.depths.trained:
+            raise InputError(
+                "PonderCallback: this trainer computes a loss of its own, which has no ponder term: leave out "
+                "label_smoothing_factor and compute_loss_func; of TRL's, use adaponder.integrations.PonderSFTTrainer"
+            )
         if state.global_step < self.schedule.gates_begin(pressed=method.has_ponder_term):
             for parameter in method.parameters():
                 parameter.grad = None
@@ -126,29 +129,32 @@ class PonderCallback(TrainerCallback):
         if logs is None:
             return
         if "loss" not in logs:
-            self._log_evaluation(logs, state)
+            self.evaluated = self._read(logs)
+            for entry in (logs, state.log_history[-1]):
+                entry |= self.evaluated
             return
-        if (read := self.depths.take(training=True)) is None:
-            return
-        depth, halted = read
+        read = self.depths.take(training=True)
         for entry in (logs, state.log_history[-1]):
-            entry |= {"depth": depth, "halted": halted}
+            entry |= read
         method = member_of(kwargs["model"], "PonderCallback").method
         schedule = replace(self.schedule, steps=max(state.max_steps, self.schedule.steps))
         step = max(0, state.global_step - 1)
+        halted = [share for name, share in read.items() if name != "depth"]
         warning = collapse({"step": step, "halted": halted}, schedule, pressed=method.has_ponder_term)
         if warning is not None and warning[0] not in self.warned:
             self.warned.add(warning[0])
             warnings.warn(f"step {step}: {warning[1]}", stacklevel=2)
 
-    def _log_evaluation(self, logs: dict[str, Any], state: TrainerState) -> None:
-        """Adds depth and halted shares to the logs of an evaluation, which tell of its time; others are left alone."""
-        prefix = next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), "train")
-        if prefix == "train" or (read := self.depths.take(training=False)) is None:
-            return
-        self.evaluated = {f"{prefix}_depth": read[0], f"{prefix}_halted": read[1]}
-        for entry in (logs, state.log_history[-1]):
-            entry |= self.evaluated
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.depths.evaluated(kwargs["eval_dataloader"])
+
+    def _read(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """What the evaluation of these metrics read, by their prefix; others tell of no evaluation's time: empty."""
+        prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
+        read = {} if prefix == "train" else self.depths.take(training=False)
+        return {f"{prefix}_{name}": value for name, value in read.items()}
 
     def on_evaluate(
         self,
@@ -161,6 +167,16 @@ class PonderCallback(TrainerCallback):
         if metrics is not None:  # a trainer may have logged a copy of them
             metrics |= self.evaluated
         self.evaluated = {}
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        metrics |= self._read(metrics)
 
 
 def __getattr__(name: str) -> Any:

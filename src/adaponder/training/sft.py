@@ -35,6 +35,11 @@ class PonderSFTTrainer(SFTTrainer):
         assert self.model is not None
         vars(member_of(self.model, "PonderSFTTrainer")).pop("forward", None)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Reporters are told what PonderCallback adds.
+        self.callback_handler.callbacks.sort(key=lambda one: not getattr(one, "adds_to_logs", False))
+        super().log(logs, start_time)
+
     def compute_loss(
         self,
         model: Any,

@@ -187,12 +187,13 @@ def test_what_comes_after_it_is_told_the_depth_in_training_and_evaluation(tmp_pa
     run = trainer(tiny(dtype=torch.float32), tmp_path, steps=1, callbacks=[PonderCallback(**SCHEDULE), Reporter()])
     run.train()
     step, summary = told
-    assert (step["depth"], step["halted"]) == (3.0, [0.0, 0.0])
-    assert not [name for name in summary if name.endswith(("depth", "halted"))]
+    assert (step["depth"], step["halted_1"], step["halted_2"]) == (3.0, 0.0, 0.0)
+    assert all(isinstance(value, (int, float)) for value in step.values()), "reporters drop everything else"
+    assert not [name for name in summary if "depth" in name or "halted" in name]
     returned = run.evaluate(run.train_dataset)
     assert "eval_depth" in told[-1]
     assert 1 <= told[-1]["eval_depth"] <= 3
-    assert len(told[-1]["eval_halted"]) == 2
+    assert 0 <= told[-1]["eval_halted_1"] <= told[-1]["eval_halted_2"] <= 1
     assert {name: returned[name] for name in told[-1]} == told[-1]
     assert run.state.log_history[-1] == told[-1] | {"step": 1}
     several = run.evaluate({"one": run.train_dataset[:4], "other": run.train_dataset[4:]})
@@ -200,6 +201,49 @@ def test_what_comes_after_it_is_told_the_depth_in_training_and_evaluation(tmp_pa
     assert several["eval_other_depth"] == told[-1]["eval_other_depth"]
     together = (4 * several["eval_one_depth"] + 12 * several["eval_other_depth"]) / 16
     assert together == pytest.approx(returned["eval_depth"])
+
+
+def test_only_what_an_evaluation_read_counts_for_its_depth(tmp_path):
+    class Stops(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    run = trainer(tiny(dtype=torch.float32), tmp_path, callbacks=[PonderCallback(**SCHEDULE)])
+    one, other = run.train_dataset[:4], run.train_dataset[8:]
+    expected = {name: value for name, value in run.evaluate(one).items() if "depth" in name or "halted" in name}
+    predicted = run.predict(other).metrics
+    assert predicted["test_depth"] != expected["eval_depth"]
+    run.model(torch.stack([row["input_ids"] for row in other]), labels=torch.stack([row["labels"] for row in other]))
+    run.add_callback(Stops())
+    with pytest.raises(KeyboardInterrupt):
+        run.evaluate(other)
+    run.remove_callback(Stops)
+    again = run.evaluate(one)
+    assert {name: again[name] for name in expected} == expected
+    assert len(expected) == 3
+
+
+def test_the_callback_trains_under_bfloat16(tmp_path):
+    model = tiny(dtype=torch.float32)
+    run = trainer(model, tmp_path, steps=1, bf16=True, callbacks=[PonderCallback(**SCHEDULE | {"ponder_start": 0})])
+    terms = []
+    model.register_forward_hook(lambda module, args, output: terms.append(set(output.terms)))
+    run.train()
+    assert terms == [{"cross_entropy", "ponder"}] * 2
+    assert run.state.log_history[0]["depth"] >= 1
+
+
+def test_a_loss_that_is_not_the_models_is_refused_before_any_weight_moves(tmp_path):
+    def mine(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.mean()
+
+    for settings, own in (({"label_smoothing_factor": 0.1}, None), ({}, mine)):
+        run = trainer(tiny(dtype=torch.float32), tmp_path, callbacks=[PonderCallback(**SCHEDULE)], **settings)
+        run.compute_loss_func = own
+        before = run.model.backbone.lm_head.weight.clone()
+        with pytest.raises(AdaPonderError, match="label_smoothing_factor and compute_loss_func"):
+            run.train()
+        assert torch.equal(run.model.backbone.lm_head.weight, before)
 
 
 @pytest.mark.parametrize("method", ["mor", "ouro"])
