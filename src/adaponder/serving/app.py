@@ -30,7 +30,7 @@ from adaponder.serving.protocol import ChatBody, CompletionBody, DetokenizeBody,
 from adaponder.serving.requests import check_model, encoded
 from adaponder.serving.scores import Scores
 from adaponder.serving.settings import Settings
-from adaponder.serving.streams import error_response
+from adaponder.serving.streams import CLIENT_LEFT, error_response, unless_left
 from adaponder.serving.texts import as_api_error, refuse_unready
 from adaponder.serving.words import detokenize, tokenize
 from adaponder.serving.worker import Worker
@@ -168,22 +168,19 @@ async def _score(context: Context, request: HttpRequest) -> Response:
             code="queue_full",
             headers={"retry-after": str(limits.retry_seconds)},
         )
-    salt = salt_of(request)
-    try:
-        answer = await worker.job(
-            context.scores(
-                ids,
-                depth,
-                gates=own.gates,
-                top=own.iteration_top,
-                full_depth=body.full_depth,
-                seed=own.seed or 0,
-                salt=salt,
-            )
-        )
-    except Exception as problem:
-        raise as_api_error(problem) from problem
-    return Response(answer, media_type="application/json")
+    parts = context.scores(
+        ids,
+        depth,
+        gates=own.gates,
+        top=own.iteration_top,
+        full_depth=body.full_depth,
+        seed=own.seed or 0,
+        salt=salt_of(request),
+    )
+    job = worker.job(parts)
+    if not await unless_left(request, job, job.cancel, context.metrics):
+        return Response(status_code=CLIENT_LEFT)
+    return Response(job.result(), media_type="application/json")
 
 
 def _model(context: Context) -> dict[str, Any]:

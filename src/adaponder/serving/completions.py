@@ -19,7 +19,7 @@ from adaponder.serving.context import Context, salt_of
 from adaponder.serving.errors import ApiError
 from adaponder.serving.protocol import ChatBody, CompletionBody
 from adaponder.serving.requests import check_limits, check_model, engine_requests, prompts_of
-from adaponder.serving.streams import DONE, EventStream, Outbox, unless_left
+from adaponder.serving.streams import CLIENT_LEFT, DONE, EventStream, Outbox, unless_left
 from adaponder.serving.texts import Choice, Grown, Run, admit, as_api_error
 from adaponder.serving.usage import usage_of
 
@@ -128,8 +128,8 @@ async def _answer(
     if body.stream:
         return _stream(context, body, requests, answers)
     run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics)
-    if not await unless_left(http, run, context.metrics):
-        return Response(status_code=499)
+    if not await unless_left(http, run.done, run.cancel, context.metrics):
+        return Response(status_code=CLIENT_LEFT)
     return JSONResponse(answers.whole(_best(run.choices, requests, kept), _usage(context, requests, run, answers)))
 
 

@@ -152,23 +152,24 @@ class Worker:
         """Ends a sample whose text is complete; its sink is told the end."""
         self._commands.put(lambda engine: self._end(engine, number, sample))
 
-    async def job(self, parts: Generator[None, None, _Result]) -> _Result:
-        """What a generator returns that the model's thread runs; others go first where it yields.
+    def job(self, parts: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
+        """What a generator will return that the model's thread runs; others go first where it yields.
 
-        A caller that leaves takes it back: the part that runs is its last.
+        Once the future is cancelled, the part that runs is its last.
         """
         if self.state in ("broken", "stopped"):
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
         job = _Job(parts, asyncio.get_running_loop().create_future())
+        job.done.add_done_callback(lambda _: self._end_job(job))
         self.jobs += 1
         self._idle.clear()
         self._commands.put(lambda _: self._waiting_jobs.append(job))
-        try:
-            return await job.done
-        finally:
-            job.cancelled.set()
-            self.jobs -= 1
-            self._note_idle()
+        return job.done
+
+    def _end_job(self, job: _Job) -> None:
+        job.cancelled.set()
+        self.jobs -= 1
+        self._note_idle()
 
     async def drained(self, seconds: float) -> bool:
         """Waits until nothing is under way, so long at most; whether that is so."""

@@ -210,6 +210,13 @@ def test_a_dialled_checkpoint_is_moved_to_its_validation_loss_and_held_against_i
     assert len(results.figure_points(found)[results.FRONTIER][2]) == 1
 
 
+def test_a_dial_goes_with_the_loss_of_the_run_that_it_was_turned_on(judge):
+    second = {"trained-again.json": ("mini-adaponder-lr-0.004-seed-0", 0)}
+    made = {"again": 1, "validation_loss": 2.5, "measured": {"dial": dial(own=3.0, losses={1.0: 3.2})}}
+    found = edited(judge, {"trained-again": made}, copies=second).evidence.dialled(judge.claims.runs["ada"])
+    assert found == {0: [(1.0, 1.0, pytest.approx(2.5 + 0.2))]}
+
+
 def test_an_aim_is_reached_if_the_whole_interval_lies_beyond_it(judge):
     near = {1.0: 3.0, 2.0: 2.9}
     copies = {f"mini-adaponder-lr-0.004-seed-{s}.json": ("mini-adaponder-lr-0.004-seed-0", s) for s in (1, 2)}
