@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from contextlib import suppress
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from adaponder import Engine, Request
+from adaponder.serving.scores import Scores
 from adaponder.serving.settings import Limits, Settings
 from adaponder.text import pieces
 from serving_support import serving, tiny_served
@@ -28,9 +30,9 @@ def text_of(ids) -> str:
     return "".join(pieces(small_tokenizer(), ids))
 
 
-def request_bytes(body: dict) -> bytes:
+def request_bytes(body: dict, path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
@@ -106,6 +108,25 @@ def test_who_leaves_is_cancelled_whenever_that_is(server):
     assert server.post("/v1/completions", BODY).status_code == 200
     left = [line for line in server.get("/metrics").text.splitlines() if line.startswith("adaponder_disconnects_total")]
     assert any(float(line.split()[-1]) > 0 for line in left)
+
+
+def test_who_leaves_has_no_text_scored(server, monkeypatch):
+    begun = threading.Event()
+
+    def endless(self, *text, **how):
+        while True:
+            begun.set()
+            yield
+
+    monkeypatch.setattr(Scores, "__call__", endless)
+    connection = connect(server)
+    connection.sendall(request_bytes({"prompt": "ab"}, "/score"))
+    assert begun.wait(5)
+    connection.close()
+    until = time.monotonic() + 5
+    while server.worker.jobs and time.monotonic() < until:
+        time.sleep(0.005)
+    assert server.worker.jobs == 0
 
 
 def test_requests_sent_at_once_on_one_connection_all_end_when_it_does(server):

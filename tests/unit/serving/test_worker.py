@@ -207,7 +207,7 @@ def test_a_job_under_way_when_the_engine_breaks_for_good_is_told_so():
     done = []
 
     async def main(worker):
-        job = asyncio.create_task(worker.job(counted("long", 10**9, done)))
+        job = worker.job(counted("long", 10**9, done))
         while len(done) < 3:
             await asyncio.sleep(0.001)
         worker.submit(Request([1], max_new_tokens=3), lambda events: None)
@@ -289,7 +289,7 @@ def test_between_two_parts_of_a_job_the_engine_steps_and_others_take_their_turn(
 def test_a_job_whose_caller_left_ends_at_its_next_part():
     async def main(worker):
         done = []
-        task = asyncio.create_task(worker.job(counted("long", 10**9, done)))
+        task = worker.job(counted("long", 10**9, done))
         while len(done) < 3:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -306,7 +306,7 @@ def test_a_job_under_way_when_the_server_stops_is_told_so():
     async def main():
         worker = Worker(ScriptedEngine, tiny_served())
         worker.start()
-        task = asyncio.create_task(worker.job(counted("long", 10**9, done)))
+        task = worker.job(counted("long", 10**9, done))
         while len(done) < 3:
             await asyncio.sleep(0.001)
         await worker.stop()
