@@ -120,10 +120,14 @@ class Evidence:
 
     def measured(self, setting: str, name: str) -> dict[int, Mapping[str, Any]]:
         """A measurement by seed, where it was made."""
+        found = self._measured_runs(setting, name)
+        return {seed: point.record["measured"][name] for seed, point in found.items()}
+
+    def _measured_runs(self, setting: str, name: str) -> dict[int, Point]:
+        """The first run of each seed that has all of a measurement: not always the first run of that seed."""
         found = {}
         for seed, runs in self.runs(setting).items():
-            made = [point.record.get("measured", {}).get(name) for point in runs]
-            whole = [each for each in made if each is not None and "missing" not in each]
+            whole = [point for point in runs if _is_whole(point.record.get("measured", {}).get(name))]
             if whole:
                 found[seed] = whole[0]
         return found
@@ -150,13 +154,13 @@ class Evidence:
     def dialled(self, setting: str) -> dict[int, list[tuple[float, float, float]]]:
         """By seed (mean depth, FLOPs relative to the plain decoder, loss) of one checkpoint turned by the dial.
 
-        The dial is turned on other text than the validation's; losses are the validation loss plus how far the dial is
-        from the model's own depths there.
+        The dial is turned on other text than the validation's; losses are that checkpoint's validation loss plus how
+        far the dial is from its own depths there.
         """
         found = {}
-        points = self.points(setting)
-        for seed, made in sorted(self.measured(setting, "dial").items()):
-            shift = points[seed].loss - made["own"]["loss"]
+        for seed, point in sorted(self._measured_runs(setting, "dial").items()):
+            made = point.record["measured"]["dial"]
+            shift = point.loss - made["own"]["loss"]
             turned = [row for row in made["rows"] if row["budget"] is not None]
             found[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in turned]
         return found
@@ -174,6 +178,11 @@ class Evidence:
             if loss is not None and value is not None:
                 found[seed] = loss - value
         return found
+
+
+def _is_whole(made: Mapping[str, Any] | None) -> bool:
+    """Whether a measurement was made, and nothing of it is missing."""
+    return made is not None and "missing" not in made
 
 
 def point_of(experiment: Experiment, record: Mapping[str, Any]) -> Point:
