@@ -234,10 +234,9 @@ def _collapse(judge: Judge, test: Test) -> Finding:
     points = judge.evidence.points(judge.claims.runs[alias])
     cases = {seed: point.collapsed for seed, point in sorted(points.items())}
     depths = ", ".join(f"{points[seed].depth:.2f}" for seed in cases)
-    words = (
-        f"{judge.title(alias)}: {sum(cases.values())} of {len(cases)} seeds (mean depths {depths})" if cases else "–"
-    )
-    return Finding(statistics.often(cases), words)
+    seeds = "seed" if len(cases) == 1 else "seeds"
+    words = f"{judge.title(alias)}: {sum(cases.values())} of {len(cases)} {seeds} (mean depth {depths})"
+    return Finding(statistics.often(cases), words if cases else "–")
 
 
 def _same_order(judge: Judge, test: Test) -> Finding:

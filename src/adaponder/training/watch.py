@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from adaponder.training.distributed import World
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # A gate whose mean is lower passes on almost no update, and gets almost no gradient to open again.
 _SHUT = 0.01
+# More tokens than this at one depth below the full one: gates that hardly tell tokens apart.
+_NEARLY_ALL = 0.95
 
 
 @dataclass
@@ -82,10 +85,11 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
         return None  # one iteration has no gate
-    if halted[0] > 0.99:
-        return "all", "the gates have collapsed, every token halts after one iteration"
-    if (depth := _one_depth(halted)) is not None:
-        return "one", f"the gates have collapsed, every token halts after {depth} iterations"
+    depth, share = _commonest(halted)
+    if share > _NEARLY_ALL:
+        who = "every token halts" if share > 0.99 else f"{share:.0%} of tokens halt"
+        kind, after = ("all", "one iteration") if depth == 1 else ("one", f"{depth} iterations")
+        return kind, f"the gates have collapsed, {who} after {after}"
     if not pressed:
         return None
     late = train.ponder_full + 0.2 * (train.steps - train.ponder_full)
@@ -99,11 +103,7 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
     return None
 
 
-def _one_depth(halted: list[float]) -> int | None:
-    """The depth at which more than 99 % of tokens halt, if there is one."""
-    before = 0.0
-    for depth, share in enumerate(halted, 1):
-        if share - before > 0.99:
-            return depth
-        before = share
-    return None
+def _commonest(halted: list[float]) -> tuple[int, float]:
+    """The depth below full depth at which most tokens halt, and their share."""
+    shares = [share - before for before, share in itertools.pairwise([0.0, *halted])]
+    return max(enumerate(shares, 1), key=lambda each: each[1])

@@ -423,6 +423,8 @@ def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, ca
     [
         (10, [0.995, 0.995], [0.5, 0.5], "all"),
         (10, [0.0, 0.995], [0.5, 0.5], "one"),
+        (150, [0.967, 0.998], [0.1, 0.0], "all"),  # as a run ended that kept 3 % of its tokens for a second iteration
+        (150, [0.9, 0.998], [0.1, 0.0], None),  # as puzzles should: most of their tokens need one
         (200, [0.0, 0.0], [0.5, 0.5], "none"),
         (199, [0.0, 0.1], [0.5, 0.5], None),
         (10, [0.3, 0.6], [0.5, 0.5], "early"),
