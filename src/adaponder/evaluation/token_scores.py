@@ -133,7 +133,7 @@ class TokenScorer:
     """Scores texts with one model, and keeps the rows of the last ones; one thread at a time uses it.
 
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode, and one that an engine takes: the state of a halted token stays (``reuse="state"``).
         kept: texts whose rows are kept, at most.
         kept_bytes: keys and values of kept texts, at most.
     """
