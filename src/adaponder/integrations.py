@@ -19,9 +19,9 @@ class PonderCallback(TrainerCallback):
     """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
     Steps are the Trainer's updates, resumed ones included. Each process ranks its own gates, and a micro-batch weighs
-    by its share of the update's targets. A policy that draws is given the step as its seed, so sequences of one update
-    halt alike. The model's ``training_objective``, ``training_policy`` and ``training_seed`` are the callback's: it
-    empties them when training begins, as one that raised leaves them set, and when it ends.
+    by its share of the update's targets. A policy that draws gets another seed for each sequence of each micro-batch,
+    the same in a resumed run. The model's ``training_objective``, ``training_policy`` and ``training_seed`` are the
+    callback's: it empties them when training begins, as one that raised leaves them set, and when it ends.
 
     Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted_1 … halted_{K-1}``, the shares
     of them that were read at most so often; evaluation's logs, and what ``evaluate`` and ``predict`` return, gain
@@ -87,8 +87,7 @@ class PonderCallback(TrainerCallback):
             raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
         self.depths.watch(model)
         self.depths.sums.clear()
-        model.training_objective = model.training_policy = None
-        model.training_seed = 0
+        model.training_objective = model.training_policy = model.training_seed = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -96,7 +95,16 @@ class PonderCallback(TrainerCallback):
         model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = objective_at(self.schedule, state.global_step)
         model.training_policy = policy_at(self.schedule, model.method, state.global_step)
-        model.training_seed = state.global_step
+        # The number of this forward among those of all processes; the further micro-batches of the step count on.
+        first = (state.global_step * args.world_size + args.process_index) * args.gradient_accumulation_steps
+        model.training_seed = first
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = member_of(kwargs["model"], "PonderCallback")
+        if model.training_seed is not None:
+            model.training_seed += 1
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -115,8 +123,7 @@ class PonderCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = member_of(kwargs["model"], "PonderCallback")
-        model.training_objective = model.training_policy = None
-        model.training_seed = 0
+        model.training_objective = model.training_policy = model.training_seed = None
 
     def on_log(
         self,

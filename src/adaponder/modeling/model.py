@@ -29,7 +29,7 @@ from adaponder.modeling.arguments import PolicyLike, RunTime, Wanted, kept_posit
 from adaponder.modeling.generation import LedgerGenerationMixin, check_cache, generating
 from adaponder.modeling.outputs import AdaPonderOutput
 from adaponder.modeling.saving import StrictCheckpointMixin
-from adaponder.policies import Policy, as_policy
+from adaponder.policies import Policy, as_policy, sequence_seeds
 
 # Cross-entropy and the method's own terms; made once, so that no compiler traces its checks.
 _PLAIN = Objective()
@@ -72,7 +72,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         # What a forward in training takes where its caller names none: adaponder.integrations sets them step by step.
         self.training_objective: Objective | LossFunction | None = None
         self.training_policy: PolicyLike | None = None
-        self.training_seed = 0
+        self.training_seed: int | None = None
         self._told_of_objective = False
         self.post_init()
         self.wrapped.verify()
@@ -252,9 +252,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
         run_time = own if torch.compiler.is_compiling() else own.over(generating(self))
         if self.training and run_time.policy is None:
-            run_time = run_time.over(RunTime(policy=self.training_policy, seed=self.training_seed))
+            run_time = run_time.over(RunTime(policy=self.training_policy, seed=self._training_seeds(sequences)))
         run_time.check_batch(sequences)
         return run_time
+
+    def _training_seeds(self, sequences: int) -> int | Tensor:
+        """A seed for each sequence, of ``training_seed``: another one in each forward and for each sequence."""
+        if self.training_seed is None:
+            return 0
+        return sequence_seeds(0, (self.training_seed << 32) + torch.arange(sequences, device=self.device))
 
     def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:
         """Cross-entropy in evaluation; in training, or where an objective is given, the method's or the caller's."""
