@@ -988,14 +988,32 @@ def test_a_resumed_run_that_would_differ_lists_each_field_and_no_other(shards, w
     assert sorted(differing(caught.value)) == sorted(f"{name}: {' → '.join(CHANGES[name])}" for name in fields)
 
 
-def test_another_number_of_processes_is_listed(recipe, whole, tmp_path):
+def test_another_number_of_processes_is_listed_and_told_where_it_is_allowed(recipe, whole, tmp_path, capsys):
     out = stopped_after(whole, 4, tmp_path / "run")
     reseal(step_folder(out, 4), lambda state: state.update(world=2))
     with pytest.raises(TrainingError) as caught:
         train(recipe, out=out, resume="auto", quiet=True)
     assert differing(caught.value) == ["processes: 2 → 1"]
     train(recipe, out=out, resume="auto", allow_changes=True, quiet=True)
+    assert "it was trained with other settings: processes: 2 → 1\n" in capsys.readouterr().out
     assert_as_if_nothing_had_been(out, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"weights_only": True}, "--weights-only is of a checkpoint: name one with --resume"),
+        ({"allow_changes": True}, "--allow-changes is of a checkpoint: name one with --resume"),
+        ({"resume": "nowhere"}, "--resume nowhere: there is no such folder"),
+        ({"resume": "a run"}, "is a run folder: name one of the checkpoints in .*checkpoints, or auto"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, dict) else "",
+)
+def test_options_of_a_resume_that_can_mean_nothing_are_refused(recipe, whole, tmp_path, options, said):
+    options = options | ({"resume": str(whole)} if options.get("resume") == "a run" else {})
+    with pytest.raises(AdaPonderError, match=said):
+        train(recipe, out=tmp_path / "run", quiet=True, **options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_data_under_the_same_name_is_listed(recipe, whole, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,16 +167,17 @@ def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def lines(part: InputPart, counts: Counts) -> Iterator[tuple[str, str]]:
-    """(text, place) of every line of a .jsonl that is not blank."""
+    """(text, place) of every line of a .jsonl that is not blank; a mark of UTF-8 at its beginning is none of them."""
     start, number = counts.read, 0
     with unpacked(part.path) as opened:
         while line := opened.stream.readline(LONGEST + 1):
             number += 1
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
             where = f"{part.path}, line {number}"
             if len(line) > LONGEST:
                 raise DataError(_too_long(where))
             counts.read = start + opened.raw.tell()
-            texts = [] if line.isspace() else [_decoded(line, counts)]
+            texts = [_decoded(line, counts)] if line and not line.isspace() else []
             del line
             if texts:
                 yield texts.pop(), where  # nor held here

@@ -33,6 +33,22 @@ class Start(NamedTuple):
     random_state: dict[str, Tensor] | None = None
 
 
+def check_resume(resume: str | None, *, weights_only: bool, allow_changes: bool) -> None:
+    """Raises where options cannot mean what they say, before anything is read or written."""
+    for flag, given in (("--weights-only", weights_only), ("--allow-changes", allow_changes)):
+        if given and resume is None:
+            raise InputError(f"{flag} is of a checkpoint: name one with --resume, or leave it out")
+    if resume in (None, "auto"):
+        return
+    if not Path(resume).is_dir():
+        raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
+    if (Path(resume) / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"--resume {resume} is a run folder: name one of the checkpoints in {Path(resume) / 'checkpoints'}, "
+            "or auto, which takes the newest in --out"
+        )
+
+
 def find_start(
     recipe: Recipe,
     out: Path,
@@ -75,6 +91,10 @@ def find_start(
     random_state, kind = parse_random_state(state["rng"]), world.device.type
     if world.leads:
         console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
+        if changes:
+            console.print(
+                line(("it was trained with", "yellow"), f" other settings: {'; '.join(changes)}"), soft_wrap=True
+            )
         if kind not in random_state:
             console.print(f"it holds no random state of {kind}: dropout, if there is any, draws anew", soft_wrap=True)
     return Start(folder, int(state["step"]), state.get("controller"), random_state)

@@ -9,7 +9,7 @@ import torch
 
 from adaponder.checkpoints.special_tokens import align
 from adaponder.data import Shards
-from adaponder.errors import CheckpointError, TrainingError
+from adaponder.errors import TrainingError
 from adaponder.files import write_whole
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
@@ -23,7 +23,7 @@ from adaponder.training.lora import attach
 from adaponder.training.ownership import owned, stop_signals
 from adaponder.training.randomness import restore_random_state
 from adaponder.training.remarks import remark
-from adaponder.training.resume import Start, find_start, is_finished
+from adaponder.training.resume import Start, check_resume, find_start, is_finished
 from adaponder.training.telemetry import Telemetry
 
 
@@ -63,8 +63,7 @@ def train(
     as well.
     """
     config_of(recipe)  # raises where no model can be built, before any data is prepared
-    if resume not in (None, "auto") and not Path(resume).is_dir():
-        raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
+    check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     with join(device) as world, owned(out, world, resume):
         if resume == "auto" and is_finished(recipe, out, world, weights_only=weights_only, allow_changes=allow_changes):
             if world.leads:

@@ -46,6 +46,13 @@ def test_a_file_is_one_document_named_by_its_suffix(tmp_path):
     assert found == [Document("read me", "text"), Document("x = 1\r\n", "py")]
 
 
+def test_lines_of_windows_are_records_like_any(tmp_path):
+    for index, data in enumerate((b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf\n" + LINES)):
+        (tmp_path / f"{index}.jsonl").write_bytes(data)
+        found = [document.text for document in documents([str(tmp_path / f"{index}.jsonl")])]
+        assert found == [record["text"] for record in RECORDS]
+
+
 def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path):
     for name in ("b/2.txt", "b/1.txt", "a.txt", "c/.hidden", ".git/config"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
