@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
 from adaponder.analysis.style import PAGE, depth_colours, house, new_figure, series
+
+# Characters of a line of the legend: three columns must fit on the page.
+_WIDEST = 40
 
 
 def demand(
@@ -28,7 +32,8 @@ def demand(
         for index, (iterations, shares) in enumerate(sorted(fixed.items())):
             look = dict(series(index)) | {"color": depth_colours(max(fixed))[iterations - 1]}
             left.plot(needs, [100 * share for share in shares], **look, label=f"every token read {iterations}x")
-        left.plot(needs, [100 * share for share in accuracy], "*", color=theme.ink, markersize=8, label=name)
+        wrapped = textwrap.fill(name, _WIDEST)
+        left.plot(needs, [100 * share for share in accuracy], "*", color=theme.ink, markersize=8, label=wrapped)
         left.set_xticks(list(needs))
         left.set_ylim(0, 104)
         left.set_xlabel("hops that a question needs")

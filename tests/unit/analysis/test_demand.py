@@ -6,10 +6,12 @@ import types
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.analysis.demand import measure_demand
+from adaponder.analysis.demand_figure import demand
 from adaponder.commands.measures import measuring
 from adaponder.data.generated import PUZZLES, needed
 from adaponder.data.prepare import prepare
@@ -170,3 +172,11 @@ def test_other_text_is_refused(tmp_path):
     prepare([str(tmp_path / "a.txt")], out=tmp_path / "words", tokenizer="symbols", validation=0)
     with pytest.raises(InputError, match="asks nothing"):
         measure_demand(Reader(), opened(tmp_path / "words", split="train"))
+
+
+def test_the_legend_of_a_long_name_stays_on_the_page():
+    name = "Relay with its own halts, K = 4, 5000 steps, halts from step 3500, seed 2"
+    shares = {iterations: [1.0, 0.5] for iterations in range(1, 5)}
+    figure = demand([1, 2], shares, name, [1.0, 0.9], [[9, 1, 0, 0], [1, 9, 0, 0]])
+    FigureCanvasAgg(figure).draw()
+    assert figure.legends[0].get_window_extent().width < 0.9 * figure.bbox.width
