@@ -48,7 +48,8 @@ function kept(text) {
 function notice(failure, wait) {
   const line = byId("notice");
   line.hidden = !failure;
-  line.textContent = failure ? failure.message + (wait ? ` Trying again in ${Math.ceil(wait)} s.` : "") : "";
+  const then = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
+  line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + then : "";
   line.classList.toggle("waits", Boolean(wait));
 }
 
