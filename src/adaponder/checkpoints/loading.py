@@ -44,6 +44,7 @@ def find_checkpoint(folder: Path) -> Path:
         return folder / "final"
     steps = sorted(path.parent for path in folder.glob("checkpoints/step-*/config.json"))
     if not steps:
+        _refuse_adapter(folder)
         raise CheckpointError(
             f"{folder}: neither a model folder (config.json) nor a run folder (final/, checkpoints/){_hint(folder)}"
         )
@@ -98,6 +99,10 @@ def refuse_code(folder: Path) -> None:
             _require_own(path)
     for path in sorted(folder.glob("*config*.json")):
         _refuse_code_in(path, read_json(path))
+    _refuse_adapter(folder)
+
+
+def _refuse_adapter(folder: Path) -> None:
     if os.path.lexists(folder / "adapter_config.json"):
         raise CheckpointError(f"{folder}/adapter_config.json: an adapter names another model to load; merge it first")
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from adaponder import Engine, FixedDepth, Objective, Request
-from adaponder.errors import InputError
+from adaponder.conversion.open import load
+from adaponder.errors import CheckpointError, InputError
 from adaponder.halting import bottom_k_mean, ponder_fraction
 from adaponder.integrations import PonderCallback, PonderSFTTrainer
 from support import VOCABULARY, ids, tiny
@@ -193,6 +194,8 @@ def test_merging_adapters_changes_neither_logits_nor_depths_nor_what_is_generate
     expected, generated = adapted(input_ids=text), adapted.generate(input_ids=text, **asked)
     assert not torch.equal(expected.depth, tiny("adaponder", family)(text).depth)
     adapted.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="an adapter names another model to load; merge it first"):
+        load(str(tmp_path))
     opened = PeftModel.from_pretrained(tiny("adaponder", family), str(tmp_path)).eval()
     torch.testing.assert_close(opened(input_ids=text).logits, expected.logits, rtol=0, atol=1e-10)
     by_engine = _greedy(opened.get_base_model(), text[0])
