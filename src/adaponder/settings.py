@@ -265,6 +265,12 @@ class Recurrence:
     exit_prior_weight: float = setting(
         0.01, "pondernet, factor on the divergence of exits from their prior", Span(0, 1_000_000)
     )
+    state_scale: float = setting(
+        1.0,
+        "pondernet, factor on the state that the next iteration reads beside the token's embedding; where embeddings "
+        "are not scaled, a state of its full size drowns them",
+        Span(0, 1_000_000, above=True),
+    )
     halt_prior: float = setting(
         1.0,
         "anytime, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",

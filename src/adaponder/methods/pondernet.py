@@ -17,7 +17,9 @@ from adaponder.policies import ExitThreshold, FixedDepth, Policy
 
 
 class PonderNet(Method):
-    """``h_{n+1} = Transformer(E^0 + h_n)``, ``h_0 = 0``, each final-normed: a step of ``x`` and ``h`` (Banino 2021).
+    """``h_{n+1} = Transformer(E^0 + c h_n)``, ``h_0 = 0``, each final-normed: a step of ``x`` and ``h`` (Banino 2021).
+
+    The paper's ``c`` is 1; ``state_scale`` sets it.
 
     One unit serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the chance to exit after iteration ``n`` for
     who has come so far, so ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``, the rest on the last iteration. Training runs
@@ -46,7 +48,7 @@ class PonderNet(Method):
         hidden, (x, staying) = state.hidden, state.carried
         staying = staying * gate_probability(-rows.gate(self.gates, hidden))  # prod (1 - lambda_j)
         rows.decide(staying, hidden)
-        return State(x + hidden.to(x.dtype), hidden, (x, staying))
+        return State(torch.add(x, hidden.to(x.dtype), alpha=self.config.state_scale), hidden, (x, staying))
 
     def default_policy(self, *, training: bool) -> Policy:
         assert self.config.exit_threshold is not None  # filled in by complete

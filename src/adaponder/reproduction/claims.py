@@ -161,6 +161,7 @@ _CHANGES = {
     "train.gate_start": "gates learn from step {value}",
     "train.halt_before_ponder": "halting from the first step",
     "model.ponder_pool": "pool = {value}",
+    "model.state_scale": "states x {value}",
     "model.exit_prior": "exit prior {value}",
     "model.exit_prior_weight": "its weight {value}",
     "model.halt_prior": "halt prior {value}",

@@ -35,7 +35,7 @@ def by_hand(model: AdaPonderForCausalLM, token: int) -> tuple[list[Tensor], list
     x = model.get_input_embeddings()(torch.tensor([[token]])) * 2.0
     hidden, staying, states, exits = torch.zeros_like(x), torch.ones(()), [], []
     for n in range(1, K + 1):
-        hidden = read(inputs_embeds=x + hidden).last_hidden_state
+        hidden = read(inputs_embeds=x + model.config.state_scale * hidden).last_hidden_state
         chance = torch.sigmoid(hidden[0, 0] @ unit.weight[0] + unit.bias[0])
         states.append(hidden[0, 0])
         exits.append(staying * chance if n < K else staying)
@@ -43,9 +43,9 @@ def by_hand(model: AdaPonderForCausalLM, token: int) -> tuple[list[Tensor], list
     return states, exits
 
 
-@pytest.mark.parametrize("execution", ["dense", "compact"])
-def test_the_loss_and_every_gradient_are_those_of_the_equations(execution):
-    model = pondernet().train()
+@pytest.mark.parametrize(("execution", "scale"), [("dense", 1.0), ("compact", 0.25)], ids=["dense", "compact"])
+def test_the_loss_and_every_gradient_are_those_of_the_equations(execution, scale):
+    model = pondernet(state_scale=scale).train()
     output = model(TOKENS, targets=TARGETS, objective=Objective(), execution=execution)
     assert output.depth.unique().tolist() == [K], "training runs every iteration"
     prior = [PRIOR * (1 - PRIOR) ** n for n in range(K - 1)] + [(1 - PRIOR) ** (K - 1)]
