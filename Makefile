@@ -4,10 +4,11 @@ VENV := .venv
 FLOOR := .venv-floor
 BIN := $(VENV)/bin
 JOBS ?= 2
+# Packages are compiled when they are first imported (--no-compile): most of their files never are.
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test test-faults test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
+.PHONY: help setup demo test test-every test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -17,18 +18,18 @@ setup: $(VENV)/.ready  ## the virtual environment, with pinned versions
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup  ## pretrain a small model on the Python standard library and show what it learned
 	@HF_HUB_OFFLINE=1 $(BIN)/adaponder demo
 
-test: check  ## style, types, then every test
+test: check  ## style, types, then the tests
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS)
 
-test-faults: setup  ## two hundred random kills of a training run
-	$(PYTEST) $(BIN)/python -m pytest tests/faults -m kills
+test-every: setup  ## further cases of what make test takes some of: two hundred kills of a run, every byte flipped, …
+	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m every
 
 test-engine: setup  ## two thousand mixed requests and random engines: each says what it says alone
 	$(PYTEST) $(BIN)/python tests/laws/engine_soak.py --record
@@ -41,7 +42,7 @@ test-serve: setup  ## a server for minutes: 500 streams, 1,000 hang-ups, 10,000 
 	$(PYTEST) $(BIN)/python tests/serving/page_check.py --record
 
 test-ray: setup  ## replicas on Ray Serve: throughput, a killed replica, keys and limits (installs the extra scale)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,scale]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,scale]'
 	$(PYTEST) $(BIN)/python tests/serving/ray_check.py --record
 
 test-compiler: setup  ## what torch's compiler changes, in every variant
@@ -50,8 +51,8 @@ test-compiler: setup  ## what torch's compiler changes, in every variant
 $(FLOOR)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FLOOR)
 	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(FLOOR)/constraints.txt
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt torch==2.13.0
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt transformers==5.17.0 -e '.[dev]'
+	$(FLOOR)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(FLOOR)/constraints.txt torch==2.13.0
+	$(FLOOR)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(FLOOR)/constraints.txt transformers==5.17.0 -e '.[dev]'
 	@touch $@
 
 test-floor: $(FLOOR)/.ready  ## laws and contracts on the oldest supported transformers

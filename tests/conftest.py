@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,18 @@ transformers.utils.logging.disable_progress_bar()
 # Examples are derived from the test's name: the same on every machine and every run.
 settings.register_profile("adaponder", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("adaponder")
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are left out by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``one_of(n)`` each n-th case is for make test; the others are marked ``every``."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("one_of")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % marker.args[0]:
+                item.add_marker("every")
+            seen[test] += 1
 
 
 @pytest.fixture

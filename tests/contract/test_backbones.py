@@ -216,6 +216,7 @@ def test_reentrant_checkpointing_is_refused():
         tiny().gradient_checkpointing_enable({"use_reentrant": True})
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("method", "family"),
     [(m, f) for m in METHODS for f in FAMILIES if m not in ALIKE or f == "gpt_neox"],

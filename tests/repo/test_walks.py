@@ -21,6 +21,7 @@ def today(tmp_path_factory) -> dict[str, dict[str, int]]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("walk", ["input_ids", "recipe"])
 def test_a_walk_makes_fewer_moves_than_before_and_fewer_of_them_upwards(today, walk):
     before = json.loads((HERE / "walks.json").read_text())[walk]

@@ -194,7 +194,7 @@ def _child(folder: Path, mistake: Mistake | None, tests: tuple[str, ...]) -> Non
     import pytest
 
     watch = Watch()
-    quiet = ["-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    quiet = ["-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu"]
     pytest.main(
         [*quiet, "--rootdir", str(ROOT), *(str(TESTS / name) for name in tests)], plugins=[watch, FirstExample()]
     )

@@ -82,6 +82,7 @@ def test_graphs_do_not_grow_with_layers_and_iterations():
     assert made == [5, 5], "a layer without and with rows to reuse; a gate, eq. 9, frozen states"
 
 
+@pytest.mark.compiler
 def test_the_compiler_has_room_for_every_kind_of_layer():
     """Gemma's layers are of two kinds, with graphs of their own; past its limit the compiler would go eager."""
     model = tiny("adaponder", "gemma3", iterations=2)
@@ -94,7 +95,11 @@ def test_the_compiler_has_room_for_every_kind_of_layer():
 
 
 @pytest.mark.parametrize(
-    ("trains", "given"), [(False, {}), (True, {"attention_mask": PADDED})], ids=["reads-whole", "trains-padded"]
+    ("trains", "given"),
+    [
+        pytest.param(False, {}, id="reads-whole"),
+        pytest.param(True, {"attention_mask": PADDED}, id="trains-padded", marks=pytest.mark.compiler),
+    ],
 )
 def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
     model = deep(4).train(trains)
@@ -105,6 +110,7 @@ def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
     assert 1 <= counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.compiler
 def test_it_is_replayed_when_checkpointed():
     model = deep(3).train()
     expected = gradients(model)
@@ -113,6 +119,7 @@ def test_it_is_replayed_when_checkpointed():
     assert_same(gradients(model), expected)
 
 
+@pytest.mark.compiler
 def test_a_memory_budget_holds_for_each_layer():
     model, kept, found = deep(3).train(), [], []
     for budget in (1.0, 0.2):

@@ -231,9 +231,8 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most, counted):
         assert len(tried) == len(set(tried)) <= (4 if counted else 12)
 
 
-@pytest.mark.parametrize(
-    ("guess", "room"), [pytest.param(10, 4, id="down", marks=pytest.mark.compiler), pytest.param(4, 8, id="up")]
-)
+@pytest.mark.compiler
+@pytest.mark.parametrize(("guess", "room"), [(10, 4), (4, 8)], ids=["down", "up"])
 def test_looking_around_compiles_twice_however_far(monkeypatch, guess, room):
     """Once for the first batch, once for one that varies: a layer without and with rows to reuse, three small ones."""
     compile_passes, measure_training = models.AdaPonderForCausalLM.compile_passes, training.measure_training

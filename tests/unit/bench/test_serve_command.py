@@ -70,6 +70,7 @@ def test_the_key_is_asked_for_by_name(server, quick, monkeypatch):
         bench_serve.run(ServeBenchOptions(url=server.address, record=False, commit="this"))
 
 
+@pytest.mark.every
 def test_the_server_s_overhead_is_told_beside_the_stand_in_alone(quick):
     """Everything for real but short: the server in its own process, the client in another."""
     options = ServeBenchOptions(

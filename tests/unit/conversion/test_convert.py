@@ -48,6 +48,7 @@ def ponderlm(folder, *, steps=3, scale=True, multiply=True):
 PAIRS = [(m, f) for m in METHODS for f in FAMILIES if m not in ALIKE or f == "gpt_neox"]
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("method", "family"), PAIRS)
 def test_a_stock_checkpoint_keeps_its_function_at_one_iteration(tmp_path, family, method):
     base = stock(family, dtype=torch.float32)

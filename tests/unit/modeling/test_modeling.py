@@ -449,7 +449,10 @@ def test_guidance_sees_the_same_policy():
     assert torch.equal(model.generate(ids(1, 6), **ask, policy=FixedDepth(1)), plain)
 
 
-@pytest.mark.parametrize(("method", "given"), [("adaponder", True), ("adaponder", False), ("vanilla", False)])
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [("adaponder", True), pytest.param("adaponder", False, marks=pytest.mark.compiler), ("vanilla", False)],
+)
 def test_the_dense_forward_compiles_as_one_graph(method, given):
     model = tiny(method).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -466,7 +469,10 @@ def test_the_dense_forward_compiles_as_one_graph(method, given):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["adaponder", "vanilla", "ouro", "mor"])  # by layer: test_compiling, all of them
+# By layer: test_compiling, all of them.
+@pytest.mark.parametrize(
+    "method", ["adaponder", *(pytest.param(m, marks=pytest.mark.compiler) for m in ("vanilla", "ouro", "mor"))]
+)
 def test_passes_compile_to_one_graph_each_and_are_reused_by_all_iterations(method):
     model, iterations = tiny(method, iterations=4).train(), 1 if method in ("vanilla", "pause") else 4
     asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
@@ -506,14 +512,13 @@ PACKED = {
 }
 
 
-# Two cases of training are run always: rows packed of whole sequences, and of padded ones.
+# One case of training is run always: rows packed of padded sequences.
 @pytest.mark.parametrize(
     ("case", "trains"),
     [
-        ("plain", True),
         ("padded", True),
-        ("plain", False),
-        *(pytest.param(case, True, marks=pytest.mark.compiler) for case in PACKED if case not in ("plain", "padded")),
+        pytest.param("plain", False, marks=pytest.mark.compiler),
+        *(pytest.param(case, True, marks=pytest.mark.compiler) for case in PACKED if case != "padded"),
         pytest.param("padded", False, marks=pytest.mark.compiler),
     ],
 )
@@ -530,6 +535,7 @@ def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, tra
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.compiler
 def test_packed_rows_are_checkpointed_compiled_and_right():
     model = tiny(iterations=4).train()
     expected = packed_results(model, {}, trains=True)
@@ -585,6 +591,7 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
     assert not torch.allclose(compiled, before)
 
 
+@pytest.mark.compiler
 def test_a_memory_budget_keeps_fewer_activations_and_changes_nothing():
     model = tiny(iterations=3).train()
     asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}

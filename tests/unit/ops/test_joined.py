@@ -38,6 +38,7 @@ def gradients(model, rewrite):
     return joins, [parameter.grad.clone() for parameter in model.backbone.parameters()]
 
 
+@pytest.mark.compiler
 def test_every_layers_gradient_is_joined_so_and_is_the_same_bit_for_bit():
     model = tiny(dtype=torch.bfloat16).train()
     nowhere, expected = gradients(model, lambda graph: None)

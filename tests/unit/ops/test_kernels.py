@@ -149,6 +149,7 @@ def precisions(device: str) -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16 if device == "cuda" else torch.float32]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("sharpness", [0.1, 10.0])
 @pytest.mark.parametrize(("bias", "chunk"), [(True, 3), (False, None)], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -175,6 +176,7 @@ def test_kept_logits_change_no_bit_and_serve_a_second_backward(device, shape):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("sharpness", [0.1, 10.0])
 @pytest.mark.parametrize(("bias", "chunk"), [(True, 3), (False, None)], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -187,6 +189,7 @@ def test_the_loss_is_no_worse_than_the_plain_one(device, shape, chunk, bias, sha
         assert_no_worse(make, ours, run_loss(loss_op.plain_linear_cross_entropy, targets), dtype)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("sharpness", [0.1, 10.0])
 @pytest.mark.parametrize(("bias", "chunk"), [(True, 3), (False, None)], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -277,6 +280,7 @@ def patterns() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("holes", [False, True], ids=["whole", "holes"])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(2, 2, 16), (4, 2, 8), (3, 1, 20)], ids=str)
 @pytest.mark.parametrize("pattern", list(patterns()))

@@ -37,6 +37,7 @@ def built(name: str, *overrides: str) -> AdaPonderConfig:
     return found
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name):
     config = built(name)

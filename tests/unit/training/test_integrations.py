@@ -118,6 +118,7 @@ def test_evaluation_sees_nothing_of_the_training_objective():
     assert model(ids(), labels=ids(), objective=Objective()).terms.keys() == {"cross_entropy"}
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("act", "pondernet")])  # as ouro's
 def test_gates_trained_without_a_ponder_term_are_told_of_once(method, tmp_path):
     model = tiny(method, dtype=torch.float32)
@@ -134,6 +135,7 @@ def test_gates_trained_without_a_ponder_term_are_told_of_once(method, tmp_path):
     assert len(found) == (1 if method == "adaponder" else 0)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_a_resumed_run_has_the_losses_and_weights_of_an_unbroken_one(tmp_path, family):
     def go(folder, steps, resume=None):

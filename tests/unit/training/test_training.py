@@ -296,6 +296,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.every
 def test_two_processes_train_like_one_that_takes_their_rows_together(apart, tmp_path):
     """Unequal numbers of targets, two micro-steps, a change of phase: the same losses, terms and weights to 1e-9."""
     for name in ("one", "two"):
@@ -465,7 +466,8 @@ def test_compiled_training_equals_eager_training_and_compiles_few_graphs(shards,
     assert 5 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 10
 
 
-@pytest.mark.parametrize("by", [pytest.param("pass", marks=pytest.mark.compiler), "layer"])
+@pytest.mark.compiler
+@pytest.mark.parametrize("by", ["pass", "layer"])
 def test_a_change_of_phase_does_not_run_out_of_graphs(shards, tmp_path, traced, by):
     """Each phase has graphs of its own for training and evaluation; past its limit the compiler would go eager."""
     traced("eager")
