@@ -65,6 +65,7 @@ OTHER = {
     "halting_cost": 0.02,
     "exit_prior": 0.6,
     "exit_prior_weight": 0.5,
+    "state_scale": 0.5,
     "halt_prior": 2.0,
     "loss_prior": [0.4, 0.3, 0.2, 0.1],
     "gate_share": 0.5,

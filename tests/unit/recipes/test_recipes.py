@@ -69,6 +69,7 @@ OF_ONE_METHOD = {
     "halting_cost": "act",
     "exit_prior": "pondernet",
     "exit_prior_weight": "pondernet",
+    "state_scale": "pondernet",
     "halt_prior": "anytime",
     "loss_prior": "anytime",
     "gate_share": "anytime",
