@@ -29,7 +29,7 @@ test: check  ## style, types, then the tests
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS)
 
 test-every: setup  ## further cases of what make test takes some of: two hundred kills of a run, every byte flipped, …
-	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m every
+	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m "every and not gpu"
 
 test-engine: setup  ## two thousand mixed requests and random engines: each says what it says alone
 	$(PYTEST) $(BIN)/python tests/laws/engine_soak.py --record
