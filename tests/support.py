@@ -27,10 +27,13 @@ from adaponder import AdaPonderForCausalLM
 
 VOCABULARY = 61
 POSITIONS = 64
-METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet", "anytime", "relay", "vanilla")
+METHODS = (
+    *("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet"),
+    *("anytime", "relay", "reread", "vanilla"),
+)
 # Their recurrence is that of another method of the list: one family of backbones is enough for them.
-ALIKE = ("act", "pondernet", "relay")
-HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime", "relay")
+ALIKE = ("act", "pondernet", "relay", "reread")
+HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime", "relay", "reread")
 
 _SHAPE = {
     "hidden_size": 16,

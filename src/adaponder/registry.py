@@ -34,6 +34,7 @@ _FAMILY: dict[str, _Entry] = {
     "pondernet": _Entry("adaponder.methods.pondernet:PonderNet"),
     "anytime": _Entry("adaponder.methods.anytime:Anytime"),
     "relay": _Entry("adaponder.methods.relay:Relay"),
+    "reread": _Entry("adaponder.methods.reread:Reread"),
     "vanilla": _Entry("adaponder.methods.loop:Vanilla"),
 }
 

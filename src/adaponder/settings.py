@@ -267,8 +267,8 @@ class Recurrence:
     )
     state_scale: float = setting(
         1.0,
-        "pondernet, factor on the state that the next iteration reads beside the token's embedding; where embeddings "
-        "are not scaled, a state of its full size drowns them",
+        "pondernet and reread, factor on the state that the next iteration reads beside the token's embedding; where "
+        "embeddings are not scaled, a state of its full size drowns them",
         Span(0, 1_000_000, above=True),
     )
     halt_prior: float = setting(
@@ -291,6 +291,11 @@ class Recurrence:
         0.05,
         "anytime, gates learn whether some later iteration lowers a token's loss by more than so many nats",
         Span(0, 1_000),
+    )
+    lookahead_by: Literal["tokens", "nats"] = setting(
+        "tokens",
+        "anytime, what a gate's label counts. tokens: each the same; nats: as much as the gain lies above or below "
+        "lookahead_delta, so that a gate is half open where reading on gains that much on the average",
     )
 
 

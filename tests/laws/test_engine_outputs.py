@@ -92,6 +92,7 @@ def test_what_was_not_asked_for_is_not_there():
         ("anytime", {}),
         ("anytime", {"policy": RandomRates()}),
         ("relay", {}),
+        ("reread", {}),
     ],
 )
 def test_gates_and_early_predictions_are_those_of_the_models_forward(method, asked):

@@ -16,7 +16,7 @@ def test_a_halted_token_never_moves_again(method, execution, pattern):
     assert_static_after_halting(model, make_case(3, 11, 4, pattern, "both", 7), execution)
 
 
-@pytest.mark.parametrize("method", ["adaponder", "ouro", "act", "pondernet", "anytime", "relay"])
+@pytest.mark.parametrize("method", ["adaponder", "ouro", "act", "pondernet", "anytime", "relay", "reread"])
 def test_the_row_read_is_the_last_one_written(method):
     depths = torch.tensor([[1, 4, 2, 3, 1, 2]])
     ledger = tiny(method, iterations=4)(depths, policy=ForcedDepths(depths), use_cache=True).past_key_values

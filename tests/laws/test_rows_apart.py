@@ -19,6 +19,7 @@ SETTINGS = {
     "pondernet": {"exit_threshold": 0.6},
     "anytime": {"tau": 0.5},
     "relay": {"tau": 0.5},
+    "reread": {"tau": 0.5},
 }
 POLICIES = {
     "its own": None,
@@ -29,7 +30,8 @@ POLICIES = {
     "equal depths": FixedDepth(2),
 }
 # Thresholds at which this rule, which compares two iterations, keeps some tokens and halts others.
-DIVERGENCE = {"adaponder": 0.3, "mor": 0.001, "ouro": 2.0, "act": 0.3, "pondernet": 2.0, "anytime": 0.3, "relay": 2.0}
+DIVERGENCE = {"adaponder": 0.3, "mor": 0.001, "ouro": 2.0, "act": 0.3, "pondernet": 2.0, "anytime": 0.3}
+DIVERGENCE |= {"relay": 2.0, "reread": 2.0}
 
 
 def assert_rows_apart_equal_dense(method: str, policy: str, family: str = "gpt_neox", rule=None) -> None:

@@ -52,6 +52,7 @@ class Anytime(AdaPonder):
         return LookaheadLoss(
             EveryDepthLoss(tuple(prior)),
             delta=self.config.lookahead_delta,
+            by=self.config.lookahead_by,
             share=values.share,
             without_target=self.config.gate_share > 0,
         )

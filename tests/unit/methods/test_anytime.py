@@ -1,6 +1,7 @@
 """A model for any depth: its losses and labels by hand, and gates and backbone that never reach each other."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from adaponder.errors import ConfigError, InputError
 from adaponder.methods.anytime import Anytime
 from adaponder.methods.cost import cost_of, training_flops
 from adaponder.methods.objectives.depths import EveryDepthLoss
-from adaponder.methods.objectives.lookahead import LookaheadLoss, lookahead_labels, mean_over_sequences
+from adaponder.methods.objectives.lookahead import LookaheadLoss, gains_ahead, mean_over_sequences
 from adaponder.policies import PolicyInput, RandomRates, parse_policy, sequence_seeds, spec_of
 from adaponder.training.run import train
 from support import ids, stock, tiny
@@ -89,11 +90,41 @@ def test_parts_of_a_batch_add_up_to_the_whole():
 # --- labels and the gates' loss ------------------------------------------------------------------------------------
 
 
-def test_a_label_says_whether_any_later_iteration_gains_more_than_delta():
-    losses = torch.tensor([[3.0, 2.0, 1.0, 2.0], [2.95, 2.5, 1.2, 1.0], [3.5, 1.8, 1.1, 2.0], [2.89, 2.4, 0.95, 1.5]])
-    expected = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 1.0]])
-    assert torch.equal(lookahead_labels(losses.double(), 0.1), expected.double())
-    assert torch.equal(lookahead_labels(torch.tensor([[2.0], [1.5]]), 0.5), torch.tensor([[0.0]])), "more than delta"
+def test_a_gain_is_that_of_the_best_later_iteration():
+    losses = torch.tensor([[3.0, 2.0, 1.0, 2.0], [2.75, 2.5, 1.25, 1.0], [3.5, 1.75, 1.5, 2.0], [2.5, 2.25, 0.5, 1.5]])
+    expected = torch.tensor([[0.5, 0.25, 0.5, 1.0], [0.25, 0.75, 0.75, -0.5], [1.0, -0.5, 1.0, 0.5]])
+    assert torch.equal(gains_ahead(losses), expected)
+
+
+def lookahead_of(losses: Tensor, logit: Tensor, *, delta: float, by: str = "tokens") -> Tensor:
+    """The gates' loss of one sequence whose tokens were read twice, with ``losses [2, time]``."""
+    execution = SimpleNamespace(
+        depth=torch.full((1, losses.shape[1]), 2), passes=2, control=SimpleNamespace(policy=FixedDepth(2), seed=0)
+    )
+    score = SimpleNamespace(
+        nll=lambda state: state,
+        mean=lambda values: values.mean(),
+        counted=torch.ones(1, losses.shape[1], dtype=torch.bool),
+    )
+    trajectory = SimpleNamespace(states=[each[None] for each in losses], gates=logit[None, :, None])
+    loss = LookaheadLoss(EveryDepthLoss((0.5, 0.5)), delta=delta, by=by, share=1.0)
+    return loss(trajectory, score, execution).terms["lookahead"]
+
+
+def test_a_gain_of_just_delta_is_none():
+    losses = torch.tensor([[2.0], [1.5]])
+    sure = torch.tensor([-20.0])
+    assert lookahead_of(losses, sure, delta=0.5) < 1e-6
+    assert lookahead_of(losses, sure, delta=0.25) > 10
+
+
+@pytest.mark.parametrize(("by", "opens"), [("tokens", False), ("nats", True)])
+def test_counted_by_nats_a_rare_large_gain_outweighs_many_small_losses(by, opens):
+    """Of ten alike tokens one gains 2 nats and nine lose 0.1: a gate that is the same for all should open."""
+    losses = torch.stack([torch.full((10,), 3.0), torch.tensor([1.0] + [3.1] * 9)])
+    logit = torch.zeros(10, requires_grad=True)
+    lookahead_of(losses, logit, delta=0.05, by=by).backward()
+    assert (logit.grad.sum() < 0) == opens
 
 
 def test_sequences_count_equally_however_many_labels_they_have():
@@ -103,9 +134,10 @@ def test_sequences_count_equally_however_many_labels_they_have():
     assert mean_over_sequences(values, torch.zeros_like(chosen)) == 0
 
 
+@pytest.mark.parametrize("by", ["tokens", "nats"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution):
-    model = tiny("anytime", iterations=K, lookahead_delta=0.2).train()
+def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):
+    model = tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train()
     for parameter in model.method.parameters():
         parameter.data *= 0.3  # no gate is so sure that 1 - s is rounded
     output, losses, gates = scored(model, execution)
@@ -115,9 +147,10 @@ def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution):
         for t in range(6):
             if DEPTHS[row, t] == K:
                 for i in range(K - 1):
-                    label = float(losses[i, row, t] - losses[i + 1 :, row, t].min() > 0.2)
-                    s = gates[row, t, i]
-                    surprises.append(-(s.log() if label else (1 - s).log()))
+                    gain = losses[i, row, t] - losses[i + 1 :, row, t].min()
+                    label, s = float(gain > 0.2), gates[row, t, i]
+                    counts = abs(gain.detach() - 0.2) if by == "nats" else 1.0
+                    surprises.append(-counts * (s.log() if label else (1 - s).log()))
                     labels.append(label)
         if surprises:
             sequences.append(torch.stack(surprises).mean())

@@ -70,6 +70,7 @@ OTHER = {
     "loss_prior": [0.4, 0.3, 0.2, 0.1],
     "gate_share": 0.5,
     "lookahead_delta": 0.2,
+    "lookahead_by": "nats",
 }
 # Lists whose length is held against the iterations, and only by the method that reads them.
 PER_ITERATION = {"capacities": "mor", "loss_prior": "anytime"}

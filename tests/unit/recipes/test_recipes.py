@@ -74,6 +74,7 @@ OF_ONE_METHOD = {
     "loss_prior": "anytime",
     "gate_share": "anytime",
     "lookahead_delta": "anytime",
+    "lookahead_by": "anytime",
     "target_gain": "none",
     "target_every": "none",
     "freeze_gates": "none",

@@ -36,7 +36,10 @@ from adaponder.training.schedule import policy_at
 from adaponder.training.watch import collapse
 from training_support import corpus, small, uneven
 
-METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet", "anytime", "relay", "vanilla")
+METHODS = (
+    *("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet"),
+    *("anytime", "relay", "reread", "vanilla"),
+)
 
 
 @pytest.fixture(scope="module")

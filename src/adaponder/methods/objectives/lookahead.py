@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ class LookaheadLoss:
     Attributes:
         depths: the loss of the backbone.
         delta: nats.
+        by: what a label counts: ``tokens``, each the same, or ``nats``, the distance of its gain from ``delta``. Then
+            the best gate is above one half where the expected gain is above ``delta``: a rare large gain outweighs many
+            small losses, as it does in the mean that a budget is spent for.
         share: see :class:`adaponder.methods.objectives.Objective`.
         without_target: whether tokens without a target have the label 0.
     """
@@ -41,6 +44,7 @@ class LookaheadLoss:
 
     depths: EveryDepthLoss
     delta: float
+    by: Literal["tokens", "nats"] = "tokens"
     share: float | None = None
     without_target: bool = False
 
@@ -49,28 +53,31 @@ class LookaheadLoss:
         losses = self.depths.of(by_depth, score, execution)
         if trajectory.gates is None:
             return losses
-        label = lookahead_labels(by_depth.detach(), self.delta)
+        gain = gains_ahead(by_depth.detach()) - self.delta
+        label = (gain > 0).to(gain.dtype)
         whole, gated = execution.depth == execution.passes, gated_sequences(execution)
         if gated is not None:
             whole = whole & ~gated
         labelled = whole & score.counted
         logit = trajectory.gates.movedim(-1, 0).to(by_depth.dtype)
         losses.terms["helped"] = mean_over_sequences(label.mean(0), labelled)
-        term = mean_over_sequences(_surprise(logit, label), labelled)
+        counts = gain.abs() if self.by == "nats" else torch.ones_like(gain)
+        term = mean_over_sequences(_surprise(logit, label, counts), labelled)
         if self.without_target:
-            term = term + mean_over_sequences(_surprise(logit, torch.zeros_like(label)), whole & ~score.counted)
+            none, once = torch.zeros_like(label), torch.ones_like(label)
+            term = term + mean_over_sequences(_surprise(logit, none, once), whole & ~score.counted)
         return with_term(losses, "lookahead", term, score, weight=1.0, share=self.share)
 
 
-def _surprise(logit: Tensor, label: Tensor) -> Tensor:
-    """Binary cross-entropy of each token, the mean over gates, which are the first axis."""
-    return nn.functional.binary_cross_entropy_with_logits(logit, label, reduction="none").mean(0)
+def _surprise(logit: Tensor, label: Tensor, counts: Tensor) -> Tensor:
+    """Binary cross-entropy of each token, times what its label counts, the mean over gates (the first axis)."""
+    return nn.functional.binary_cross_entropy_with_logits(logit, label, counts, reduction="none").mean(0)
 
 
-def lookahead_labels(losses: Tensor, delta: float) -> Tensor:
-    """Equals ``[losses[i] - min(losses[i + 1:]) > delta]`` for each ``i`` but the last, along the first axis."""
+def gains_ahead(losses: Tensor) -> Tensor:
+    """Equals ``losses[i] - min(losses[i + 1:])`` for each ``i`` but the last, along the first axis."""
     best_from = losses.flip(0).cummin(0).values.flip(0)
-    return (losses[:-1] - best_from[1:] > delta).to(losses.dtype)
+    return losses[:-1] - best_from[1:]
 
 
 def mean_over_sequences(values: Tensor, chosen: Tensor) -> Tensor:
