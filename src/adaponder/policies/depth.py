@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adaponder.errors import InputError
+from adaponder.errors import InputError, shown
 from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.text import PolicyLine
 
@@ -23,8 +23,10 @@ class FixedDepth(Policy):
     value_field: ClassVar[str] = "depth"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.depth, int) or self.depth < 1:
-            raise InputError(f"depth={self.depth}: a whole number is needed, and a token must be read at least once")
+        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
+            raise InputError(
+                f"depth={shown(self.depth)}: a whole number is needed, and a token must be read at least once"
+            )
 
     @classmethod
     def parse_value(cls, line: PolicyLine) -> object:
@@ -53,6 +55,8 @@ class ForcedDepths(Policy):
     reads_seed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.depths, Tensor):
+            raise InputError(f"depths={shown(self.depths)}: a tensor [batch, time] of whole numbers is needed")
         if self.depths.ndim != 2:
             raise InputError(f"depths has shape {tuple(self.depths.shape)}: [batch, time] is needed")
         if self.depths.is_floating_point() or self.depths.dtype == torch.bool:

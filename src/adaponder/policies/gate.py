@@ -13,7 +13,7 @@ from adaponder.errors import InputError
 from adaponder.halting import stays_active
 from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.text import PolicyLine
-from adaponder.policies.values import as_floats, at, check_one_per_gate, check_share, set_fields
+from adaponder.policies.values import as_floats, as_number, as_share, at, check_one_per_gate, set_fields
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LearnedGate(Policy):
         set_fields(self, tau=as_floats("tau", self.tau))
         for tau in self.tau if isinstance(self.tau, tuple) else (self.tau,):
             if tau != math.inf:
-                check_share("tau", tau)
+                as_share("tau", tau)
 
     @classmethod
     def parse_value(cls, line: PolicyLine) -> object:
@@ -65,8 +65,9 @@ class ExitThreshold(Policy):
     value_field: ClassVar[str] = "q"
 
     def __post_init__(self) -> None:
+        set_fields(self, q=as_number("q", self.q))
         if not 0.0 < self.q <= 1.0:
-            raise InputError(f"q={self.q}: a probability above 0 is needed")
+            raise InputError(f"q={self.q}: a probability above 0, at most 1, is needed")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         # Not 1 - gate < q: of a small gate that difference is rounded to 1, and at q = 1 nobody may exit for that.

@@ -12,7 +12,7 @@ from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.gate import LearnedGate
 from adaponder.policies.random import unit_hash
 from adaponder.policies.random_rates import RandomRates
-from adaponder.policies.values import check_share, set_fields
+from adaponder.policies.values import as_share, set_fields
 
 # A place of the hash that no token and none of its draws has.
 _SEQUENCE = -3
@@ -35,9 +35,8 @@ class GateOrChance(Policy):
     reads_seed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_share("share", self.share)
-        gate, by_chance = LearnedGate(self.tau), RandomRates(self.prior)
-        set_fields(self, share=float(self.share), tau=gate.tau, prior=by_chance.prior, gate=gate, by_chance=by_chance)
+        gate, by_chance, share = LearnedGate(self.tau), RandomRates(self.prior), as_share("share", self.share)
+        set_fields(self, share=share, tau=gate.tau, prior=by_chance.prior, gate=gate, by_chance=by_chance)
 
     def check(self, method: str, iterations: int) -> None:
         self.gate.check(method, iterations)

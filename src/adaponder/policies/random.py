@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.values import check_share, set_fields
+from adaponder.policies.values import as_share, set_fields
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Random(Policy):
     value_field: ClassVar[str] = "keep"
 
     def __post_init__(self) -> None:
-        check_share("keep", self.keep)
-        set_fields(self, keep=float(self.keep))
+        set_fields(self, keep=as_share("keep", self.keep))
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         return unit_hash(rows.position, rows.seed, rows.iteration) < self.keep

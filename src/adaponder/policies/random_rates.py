@@ -11,7 +11,7 @@ from torch import Tensor
 from adaponder.errors import InputError
 from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.random import unit_hash
-from adaponder.policies.values import set_fields
+from adaponder.policies.values import as_number, set_fields
 
 # Draws of a token or of a sequence that no iteration makes: its rate, and whether it has one of its own.
 _RATE, _OWN = -1, -2
@@ -34,9 +34,9 @@ class RandomRates(Policy):
     value_field: ClassVar[str] = "prior"
 
     def __post_init__(self) -> None:
+        set_fields(self, prior=as_number("prior", self.prior))
         if not 0.0 < self.prior <= 1e6:
             raise InputError(f"prior={self.prior}: above 0, at most 1,000,000; 1 draws rates uniformly")
-        set_fields(self, prior=float(self.prior))
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         own = self._draw(rows, rows.position, _OWN) < 0.5

@@ -14,7 +14,7 @@ from adaponder.errors import InputError
 from adaponder.halting import stays_active
 from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.text import PolicyLine, number_text
-from adaponder.policies.values import as_floats, at, check_one_per_gate, check_share, set_fields
+from adaponder.policies.values import as_floats, as_share, at, check_one_per_gate, set_fields
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ class Uniform(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("keep", self.keep)
-        set_fields(self, keep=float(self.keep))
+        set_fields(self, keep=as_share("keep", self.keep))
 
     def share(self, iteration: int) -> float:
         return self.keep
@@ -103,8 +102,7 @@ class Geometric(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share("rate", self.rate)
-        set_fields(self, rate=float(self.rate))
+        set_fields(self, rate=as_share("rate", self.rate))
 
     def share(self, iteration: int) -> float:
         return self.rate ** (iteration + 1)
@@ -120,8 +118,10 @@ class Shares(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for share in self.shares:
-            check_share("shares", share)
+        shares = as_floats("shares", self.shares)
+        if not isinstance(shares, tuple):
+            raise InputError(f"shares={shares}: a list is needed, one share per gate")
+        set_fields(self, shares=tuple(as_share("shares", share) for share in shares))
 
     @classmethod
     def parse_value(cls, line: PolicyLine) -> object:
@@ -134,7 +134,7 @@ class Shares(Schedule):
     def share(self, iteration: int) -> float:
         if iteration >= len(self.shares):
             raise InputError(f"shares has {len(self.shares)} entries, none for gate {iteration}: give one per gate")
-        return float(self.shares[iteration])
+        return self.shares[iteration]
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:

@@ -33,7 +33,7 @@ class PolicyLine(NamedTuple):
         """The value, where it must be one whole number."""
         number = self.number()
         if not number.is_integer():
-            raise InputError(f"--policy {self.word}:{number}: a whole number of readings is needed")
+            raise InputError(f"--policy {self.text}: a whole number is needed, how often each token is read")
         return int(number)
 
     def numbers(self) -> tuple[float, ...]:

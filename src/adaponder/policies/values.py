@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from adaponder.errors import InputError
+from adaponder.errors import InputError, shown
 
 if TYPE_CHECKING:
     from adaponder.policies.base import Policy
@@ -51,10 +51,19 @@ def sequence_seeds(seed: int, number: Tensor) -> Tensor:
     return x
 
 
-def check_share(name: str, value: float) -> None:
-    """Raises unless ``value`` lies between 0 and 1; NaN does not."""
-    if not 0.0 <= value <= 1.0:
-        raise InputError(f"{name}={value}: lies between 0 and 1")
+def as_number(name: str, value: float) -> float:
+    """One number as a float: equal settings then have equal fingerprints. Raises on anything else, and on NaN."""
+    if isinstance(value, bool) or not hasattr(value, "__float__") or math.isnan(float(value)):
+        raise InputError(f"{name}={shown(value)}: a number is needed")
+    return float(value)
+
+
+def as_share(name: str, value: float) -> float:
+    """One number from 0 to 1 as a float; raises on anything else."""
+    number = as_number(name, value)
+    if not 0.0 <= number <= 1.0:
+        raise InputError(f"{name}={number}: lies between 0 and 1")
+    return number
 
 
 def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float], iterations: int) -> None:
@@ -67,11 +76,12 @@ def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float]
 
 
 def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
-    """One number or one per gate, as floats: equal settings then have equal fingerprints. Raises at NaN."""
-    numbers = tuple(float(number) for number in (value if isinstance(value, Sequence) else (value,)))
-    if any(math.isnan(number) for number in numbers):
-        raise InputError(f"{name}={value}: not a number")
-    return numbers if isinstance(value, Sequence) else numbers[0]
+    """One number or one per gate, each as :func:`as_number` makes it."""
+    if not isinstance(value, Sequence):
+        return as_number(name, value)
+    if isinstance(value, str):  # a sequence too, of letters
+        raise InputError(f"{name}={shown(value)}: a number is needed")
+    return tuple(as_number(name, number) for number in value)
 
 
 def set_fields(policy: Policy, **fields: object) -> None:

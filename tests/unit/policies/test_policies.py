@@ -27,11 +27,13 @@ from adaponder import (
     Ranked,
     Uniform,
 )
+from adaponder.errors import InputError
 from adaponder.policies import (
     Change,
     Confidence,
     Custom,
     Divergence,
+    RandomRates,
     RouterThreshold,
     SampledExit,
     Shares,
@@ -850,7 +852,13 @@ def test_the_fingerprints_of_equal_policies_are_equal_and_of_others_differ():
 
 @pytest.mark.parametrize(
     ("policy", "twin"),
-    [(LearnedGate(1), LearnedGate(1.0)), (Random(0), Random(0.0)), (Uniform(keep=1), Uniform(keep=1.0))],
+    [
+        (LearnedGate(1), LearnedGate(1.0)),
+        (Random(0), Random(0.0)),
+        (Uniform(keep=1), Uniform(keep=1.0)),
+        (ExitThreshold(1), ExitThreshold(1.0)),
+        (Shares(shares=[1, 0.5]), Shares(shares=(1.0, 0.5))),
+    ],
     ids=repr,
 )
 def test_the_fingerprint_does_not_tell_a_whole_number_from_the_same_float(policy, twin):
@@ -922,6 +930,33 @@ def test_the_line_loses_no_digit():
 def test_the_wrong_line_is_refused_with_the_cure(line, says):
     with pytest.raises(AdaPonderError, match=says):
         parse_policy(line)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (LearnedGate, "tau"),
+        (Entropy, "threshold"),
+        (ExitThreshold, "q"),
+        (Random, "keep"),
+        (RandomRates, "prior"),
+        (lambda value: Uniform(keep=value), "keep"),
+        (lambda value: Geometric(rate=value), "rate"),
+        (lambda value: Shares(shares=value), "shares"),
+        (lambda value: Shares((value,), shares=(1.0,)), "thresholds"),
+        (FixedDepth, "depth"),
+        (ForcedDepths, "depths"),
+    ],
+)
+@pytest.mark.parametrize("value", ["0.5", None, True, [None], math.nan])
+def test_what_is_no_number_is_refused_by_the_name_of_its_field(make, field, value):
+    with pytest.raises(InputError, match=f"{field}="):
+        make(value)
+
+
+def test_an_exit_threshold_is_a_probability():
+    with pytest.raises(InputError, match=r"q=2\.0: a probability above 0, at most 1"):
+        parse_policy("exit:2")
 
 
 def test_the_policy_that_no_line_can_say_is_refused():
