@@ -295,14 +295,14 @@ def test_a_second_thread_is_refused_while_one_steps(engine):
     thread = threading.Thread(target=work)
     thread.start()
     assert inside.wait(20)
-    for use in (lambda: engine.submit(GOOD), engine.step, lambda: engine.cancel(0)):
+    for use in (lambda: engine.submit(GOOD), engine.step, engine.warm_up, lambda: engine.cancel(0)):
         try:
             use()
         except EvaluationError as refused:
             found.append("another thread" in str(refused))
     leave.set()
     thread.join(20)
-    assert found == [True, True, True]
+    assert found == [True] * 4
     assert_empty(engine)
 
 
@@ -355,11 +355,23 @@ def test_models_that_an_engine_cannot_decode_are_refused_by_name():
         ("burst", 0),
         ("prefix_block", 0),
         ("max_iterations", 4),
+        ("max_iterations", 2.0),
+        ("max_iterations", True),
+        ("tokens", 10.0),
+        ("tokens", "10"),
+        ("lanes", True),
+        ("expectation_top_k", 2.0),
+        ("expectation_top_k", VOCABULARY + 1),
     ],
 )
 def test_options_that_cannot_be_are_refused(model, option, value):
     with pytest.raises(InputError, match=f"{option}="):
         Engine(model, **{option: value})
+
+
+def test_an_engine_with_hardly_any_rows_says_that_it_has_none_to_spare(model):
+    with pytest.raises(InputError, match="the engine has 0: shorten it, or open the engine with more rows"):
+        Engine(model, rows=1).submit(GOOD)
 
 
 def test_a_chunk_holds_at_least_one_token():

@@ -25,7 +25,6 @@ from adaponder.inference.opening import (
     eos_ids,
     longest,
     mean_depth,
-    most_iterations,
     refuse,
     rows_that_fit,
 )
@@ -89,10 +88,12 @@ class Engine:
     ):
         refuse(model)
         check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
-        self.model, self.config = model, model.config
-        self.iterations = most_iterations(model, max_iterations)
+        check_options(tokens=tokens, expectation_top_k=expectation_top_k)
+        self.model, self.config, self.eos_ids = model, model.config, eos_ids(model)
+        self.iterations = model.most_iterations(max_iterations)
         self.tokens = longest(model, tokens)
         on_gpu = model.device.type == "cuda"
+        burst = burst or (16 if on_gpu else 1)
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
         check_batching(batching)
         if drafts is None:
@@ -102,10 +103,9 @@ class Engine:
         built = body_of(model, body, rows=rows_alone, positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
         # Beyond what the lanes need: what a launch may use before its answer is known, as `_room` counts it.
-        most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * (burst or 16) * width
+        most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * burst * width
         rows = rows_that_fit(model, numbers, most) if rows is None else rows
         pages = Pages(rows // PAGE + 1, PAGE)
-        burst = burst or (16 if on_gpu else 1)
         self.runner = Runner(
             model,
             built,
@@ -114,7 +114,7 @@ class Engine:
             tokens=self.tokens,
             rows=pages.count * PAGE,
             page_size=PAGE,
-            eos_ids=frozenset(eos_ids(model)),
+            eos_ids=self.eos_ids,
             ahead=2 * burst * width,
             window=window,
         )
@@ -137,8 +137,7 @@ class Engine:
         self.scheduler.rounds = Rounds() if batching == "dropping" else None
         self.share_prefixes = share_prefixes
         if on_gpu:
-            self.runner.use_graphs(self.scheduler.burst)
-        self.eos_ids = frozenset(eos_ids(model))
+            self.runner.use_graphs(burst)
         self.receiver = Receiver(self.runner, self.scheduler, self.prefixes, self.eos_ids)
         self.late = on_gpu if late is None else late
         self._requests: dict[int, list[Sequence]] = {}
@@ -235,10 +234,10 @@ class Engine:
     @torch.no_grad()
     def warm_up(self) -> None:
         """Captures at once, on a GPU, what the sequences that decode now may come to need, fewer of them included."""
-        decoding = [one for one in self.scheduler.resident.values() if one.state == DECODING]
-        if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
-            longest = max(len(one.tokens) + one.left for one in decoding) * self.runner.width
-            with self._alone():
+        with self._alone():
+            decoding = [one for one in self.scheduler.resident.values() if one.state == DECODING]
+            if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
+                longest = max(len(one.tokens) + one.left for one in decoding) * self.runner.width
                 self.runner.graphs.warm(Needs.of(decoding), longest, len(decoding))
 
     def _tell(self, events: list[Event]) -> list[Event]:
@@ -377,7 +376,7 @@ class Engine:
     @property
     def _room(self) -> int:
         """Rows that one request may have, beside what a launch may use before its answer is known."""
-        return (self.pages.count - 1) * PAGE - 2 * PAGE - 2 * self.scheduler.burst * self.runner.width
+        return max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - 2 * self.scheduler.burst * self.runner.width)
 
     def _root(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
         """Whose decisions over equal tokens are equal to this request's; ``None``: nobody's."""

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from adaponder.backbones.families import READ_WHOLE
-from adaponder.errors import BackboneError, InputError
+from adaponder.errors import BackboneError, InputError, shown
 from adaponder.inference.request import Request, forced_depths
 from adaponder.modeling import AdaPonderForCausalLM
 
@@ -44,26 +44,22 @@ def _dynamic_rope(model: AdaPonderForCausalLM) -> bool:
 
 
 def check_options(**numbers: int | None) -> None:
+    """Raises at an option that is no whole number of at least 1; ``None`` leaves it open."""
     for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InputError(f"{name}={value!r}: a whole number of at least 1 is needed")
-
-
-def most_iterations(model: AdaPonderForCausalLM, asked: int | None) -> int:
-    most = model.config.iterations
-    if asked is not None and asked not in range(1, most + 1):
-        raise InputError(f"max_iterations={asked!r}: a whole number from 1 to K={most} is needed")
-    return most if asked is None else asked
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{name}={shown(value)}: a whole number of at least 1 is needed")
 
 
 def check_top_k(model: AdaPonderForCausalLM, top_k: int) -> None:
+    """Raises where the expected embedding cannot be that of the ``top_k`` likeliest tokens."""
     if not model.method.mixes_vocabulary:
         raise InputError(f"expectation_top_k={top_k}: {model.config.method} mixes no embeddings")
-    if not 1 <= top_k <= model.config.vocab_size:
+    if top_k > model.config.vocab_size:
         raise InputError(f"expectation_top_k={top_k}: from 1 to {model.config.vocab_size}, the vocabulary")
 
 
 def longest(model: AdaPonderForCausalLM, tokens: int | None) -> int:
+    """The longest sequence: ``tokens``, or where that is left open as far as positions reach."""
     limit = model.config.max_position_embeddings
     if tokens is None:
         return limit or 4096
@@ -90,6 +86,7 @@ def mean_depth(request: Request, iterations: int) -> float | None:
     return sum(min(depths[place], iterations) for place in range(total)) / total
 
 
-def eos_ids(model: AdaPonderForCausalLM) -> list[int]:
+def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
+    """The token ids at which the model's texts end."""
     end = model.generation_config.eos_token_id
-    return [] if end is None else [int(one) for one in (end if isinstance(end, (list, tuple)) else [end])]
+    return frozenset(() if end is None else (int(one) for one in (end if isinstance(end, (list, tuple)) else [end])))

@@ -178,7 +178,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
         grid = check_inputs(input_ids, inputs_embeds, **sizes)
         run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch), grid.shape[0])
-        iterations = self._iterations(run_time.max_iterations)
+        iterations = self.most_iterations(run_time.max_iterations)
         ledger = self._ledger(past_key_values, use_cache=use_cache, iterations=iterations)
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
         tokens = arrange_tokens(grid, **masks, ledger=ledger)
@@ -277,12 +277,13 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             raise InputError(f"objective={objective!r}: an Objective, or a callable(trajectory, score, execution)")
         return objective
 
-    def _iterations(self, max_iterations: int | None) -> int:
+    def most_iterations(self, max_iterations: int | None) -> int:
+        """How often a forward with this ``max_iterations`` reads a token at most; raises where that cannot be."""
         if max_iterations is None:
             return self.config.iterations
         most, whole = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
         if not whole or not 1 <= max_iterations <= most:
-            raise InputError(f"max_iterations={max_iterations}: from 1 to {most}, the model's iterations")
+            raise InputError(f"max_iterations={max_iterations!r}: from 1 to {most}, the model's iterations")
         return max_iterations
 
     def check_policy(self, policy: PolicyLike | None) -> None:
@@ -315,7 +316,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     def new_ledger(self, max_iterations: int | None = None) -> Ledger:
         """An empty cache for this model, to be filled by forwards with the same ``max_iterations``."""
-        iterations, backbone = self._iterations(max_iterations), self.config.backbone_config
+        iterations, backbone = self.most_iterations(max_iterations), self.config.backbone_config
         return Ledger(
             layers=self.wrapped.layers,
             iterations=self.method.passes(iterations),

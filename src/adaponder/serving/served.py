@@ -69,7 +69,7 @@ class Served:
             iterations=model.config.iterations,
             created=int(time.time()),
             shape=shape_of(model.config),
-            eos_ids=frozenset(eos_ids(model)),
+            eos_ids=eos_ids(model),
             spelling=Spelling(tokenizer),
             template=has_template(tokenizer),
             policies={name: parse_policy(profile["policy"]) for name, profile in profiles.items()},
