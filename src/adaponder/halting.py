@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from adaponder.errors import ConfigError
 from adaponder.ops.gelu import gelu
+from adaponder.ops.precision import wide_dtype, widened
 
 
 class Column(nn.Linear):
@@ -19,7 +20,7 @@ class Column(nn.Linear):
         super().__init__(width, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide = wide_dtype(hidden.dtype)
         hidden, weight, bias = hidden.to(wide), self.weight.to(wide), self.bias.to(wide)
         if is_compiling():
             # A compiler fuses a sum into what comes before it; a product would write and read all of that once more.
@@ -61,7 +62,7 @@ def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
 
 def gate_probability(logit: Tensor) -> Tensor:
     """Equals ``sigmoid(logit)`` (eq. 3), never in less than float32, so that rounding moves no token across tau."""
-    return torch.sigmoid(logit if logit.dtype == torch.float64 else logit.float())
+    return torch.sigmoid(widened(logit))
 
 
 def stays_active(probability: Tensor, tau: float | Tensor) -> Tensor:

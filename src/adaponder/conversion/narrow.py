@@ -14,6 +14,7 @@ from torch.nn import functional
 from adaponder.devices import WEIGHTS
 from adaponder.errors import InputError
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops.precision import widened
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -37,7 +38,7 @@ class NarrowLinear(nn.Module):
         weight = wide.weight.detach()
         most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
         # Counted in halves, the largest number of a row can lie past the last step, and then its sign would turn.
-        exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        exact = widened(weight)
         scale = (exact.abs().amax(1) / most).clamp(min=torch.finfo(exact.dtype).tiny)
         # Small scales are out of float16's range, not of bfloat16's.
         scale = scale.to(torch.bfloat16 if weight.element_size() == 2 else weight.dtype)
@@ -61,7 +62,7 @@ class NarrowLinear(nn.Module):
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Each number as one below 2 and a power of two, whose product it is; no power rounds a step in float16."""
-    exact = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    exact = widened(scale)
     power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
     return exact / power, power
 

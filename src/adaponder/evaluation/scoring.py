@@ -17,6 +17,7 @@ from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import WindowBatch, Windows
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
+from adaponder.ops.precision import widened
 from adaponder.policies import ForcedDepths
 
 # Bounds the float32 copy of logits: about 200 MB.
@@ -189,7 +190,7 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     flat_logits, flat_targets = logits.flatten(0, 1), targets.flatten()
     size = max(1, _CHUNK // flat_logits.shape[-1])
     parts = [
-        nn.functional.cross_entropy(_float(flat_logits[i : i + size]), flat_targets[i : i + size], reduction="none")
+        nn.functional.cross_entropy(widened(flat_logits[i : i + size]), flat_targets[i : i + size], reduction="none")
         for i in range(0, len(flat_logits), size)
     ]
     return torch.cat(parts).double().view(targets.shape)
@@ -201,13 +202,9 @@ def _entropy(logits: Tensor) -> Tensor:
     size = max(1, _CHUNK // flat.shape[-1])
     parts = []
     for i in range(0, len(flat), size):
-        log_p = torch.log_softmax(_float(flat[i : i + size]), dim=-1)
+        log_p = torch.log_softmax(widened(flat[i : i + size]), dim=-1)
         parts.append(-(log_p.exp() * log_p).sum(-1))
     return torch.cat(parts).view(logits.shape[:-1])
-
-
-def _float(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _watcher(model: AdaPonderForCausalLM, targets: Tensor, passes: list[dict[str, Tensor]]) -> Any:

@@ -20,6 +20,7 @@ from adaponder.execution.ledger import Ledger
 from adaponder.inference.lane_policies import shareable
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops.precision import widened
 from adaponder.policies import FixedDepth, Policy, PolicyInput
 
 # Bounds the float32 copy of logits: about 40 MB.
@@ -255,8 +256,7 @@ class TokenScorer:
         return replace(row, nll=(-log_p[:, token]).tolist())
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        logits = self.model.wrapped.logits(hidden)
-        return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+        return torch.log_softmax(widened(self.model.wrapped.logits(hidden)), -1)
 
     @torch.inference_mode()
     def _name_likeliest(self, rows: list[Row], top: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.halting import Column, Gate
+from adaponder.ops.precision import widened
 from adaponder.ops.row_gates import StackedGates, counter_for, stacked_gates
 
 
@@ -44,13 +45,12 @@ def stack_gates(gates: Sequence[nn.Module] | nn.ModuleList) -> StackedGates | No
     if len(plain) != len(gates) or len(shapes) != 1 or kinds not in ({nn.Linear}, {type(None)}):
         return None
     maps = [gate.inner for gate in plain if gate.inner is not None]
-    wide = torch.promote_types(plain[0].out.weight.dtype, torch.float32)
     with torch.no_grad():
         return StackedGates(
             torch.stack([x.weight for x in maps]) if maps else None,
             torch.stack([x.bias for x in maps]) if maps else None,
-            torch.stack([gate.out.weight[0] for gate in plain]).to(wide),
-            torch.stack([gate.out.bias[0] for gate in plain]).to(wide),
+            widened(torch.stack([gate.out.weight[0] for gate in plain])),
+            widened(torch.stack([gate.out.bias[0] for gate in plain])),
         )
 
 

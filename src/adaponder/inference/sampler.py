@@ -23,6 +23,7 @@ from torch import Tensor
 from adaponder.inference.penalties import LaneBiases, Occurrences
 from adaponder.inference.request import Request
 from adaponder.ops.next_token import least_kept, pick, stream_key
+from adaponder.ops.precision import widened
 
 # Rows of a prompt that are scored at a time.
 _ROWS = 64
@@ -151,10 +152,10 @@ class SamplerState:
         """
         adjusted = logits
         if features.biased and self._biases is not None:
-            adjusted = self._biases.add(_wide(adjusted), lanes, position)
+            adjusted = self._biases.add(widened(adjusted), lanes, position)
         if features.penalised and self._occurrences is not None:
             penalties = self._numbers[lanes, 3:].split(1, dim=1)
-            adjusted = self._occurrences.penalise(_wide(adjusted), lanes, *penalties)
+            adjusted = self._occurrences.penalise(widened(adjusted), lanes, *penalties)
         least = None
         if features.truncated:
             least = least_kept(adjusted, lanes, self._numbers[:, :3], self._integers[:, 1])
@@ -171,7 +172,7 @@ class SamplerState:
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scored:
     """Log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, in the distribution of ``logits [n, V]``."""
-    wide = _wide(logits)
+    wide = widened(logits)
     normaliser = wide.logsumexp(-1, keepdim=True)
     ids = likeliest(wide, top)
     return Scored((wide.gather(1, tokens[:, None]) - normaliser).squeeze(1), ids, wide.gather(1, ids) - normaliser)
@@ -197,7 +198,3 @@ def likeliest(logits: Tensor, n: int) -> Tensor:
     last = (1 << 32) - 1
     keys = order + (last - torch.arange(logits.shape[1], device=logits.device))
     return last - (keys.topk(n, dim=-1).values & last)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()

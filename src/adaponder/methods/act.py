@@ -13,6 +13,7 @@ from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.ponder_cost import PonderCostLoss
+from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, Policy
 
 
@@ -37,7 +38,7 @@ class AdaptiveComputationTime(Method):
         self.signals = nn.ParameterList(nn.Parameter(torch.zeros(config.hidden_size)) for _ in range(config.gates()))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
-        wide = torch.promote_types(embedded.dtype, torch.float32)
+        wide = wide_dtype(embedded.dtype)
         mean = torch.zeros_like(embedded, dtype=wide)
         spent = embedded.new_zeros(embedded.shape[:-1], dtype=wide)
         return State(self.scaled(embedded), carried=(torch.zeros_like(embedded), mean, spent, torch.zeros_like(spent)))

@@ -14,6 +14,7 @@ from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.router import RouterLoss
+from adaponder.ops.precision import wide_dtype
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
 
 
@@ -43,7 +44,7 @@ class MixtureOfRecursions(Method):
         self.routers = nn.ModuleList(Router(config.hidden_size) for _ in range(config.gates()))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
-        gate = embedded.new_zeros(embedded.shape[:-1], dtype=torch.promote_types(embedded.dtype, torch.float32))
+        gate = embedded.new_zeros(embedded.shape[:-1], dtype=wide_dtype(embedded.dtype))
         return State(self.scaled(embedded), carried=(gate,))
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:

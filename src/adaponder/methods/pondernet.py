@@ -13,6 +13,7 @@ from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.geometric import GeometricExitLoss, mean_exit
+from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, FixedDepth, Policy
 
 
@@ -38,7 +39,7 @@ class PonderNet(Method):
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         x = self.scaled(embedded)
-        staying = torch.ones(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        staying = torch.ones(x.shape[:-1], dtype=wide_dtype(x.dtype), device=x.device)
         return State(x, carried=(x, staying))
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:

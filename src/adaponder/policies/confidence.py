@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from adaponder.ops.precision import widened
 from adaponder.policies.base import PolicyInput
-from adaponder.policies.measures import MeasureThreshold, in_chunks, wide
+from adaponder.policies.measures import MeasureThreshold, in_chunks
 from adaponder.policies.values import at
 
 
@@ -57,7 +58,7 @@ def top_two_gap(rows: PolicyInput) -> Tensor:
     """Equals ``p(1st) - p(2nd)`` of the next-token distribution, 0 to 1; logits exist for a few rows at a time."""
 
     def of(hidden: Tensor) -> Tensor:
-        first, second = torch.softmax(wide(rows.head(hidden)), dim=-1).topk(2, dim=-1).values.unbind(-1)
+        first, second = torch.softmax(widened(rows.head(hidden)), dim=-1).topk(2, dim=-1).values.unbind(-1)
         return first - second
 
     return in_chunks(of, rows.hidden)
@@ -67,5 +68,5 @@ def similarity(rows: PolicyInput) -> Tensor:
     """Equals ``cos(h_i, h_{i-1})`` of the final-normed hidden states; minus infinity after iteration 0."""
     if rows.previous is None:
         return torch.full_like(rows.gate, -math.inf)
-    cosine = torch.cosine_similarity(wide(rows.hidden), wide(rows.previous), dim=-1)
+    cosine = torch.cosine_similarity(widened(rows.hidden), widened(rows.previous), dim=-1)
     return torch.where(rows.iteration == 0, -math.inf, cosine)

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from adaponder.ops.precision import widened
 from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.text import PolicyLine
 from adaponder.policies.values import as_floats, at, check_one_per_gate, set_fields
@@ -94,7 +95,7 @@ def entropy(rows: PolicyInput) -> Tensor:
     """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
 
     def of(hidden: Tensor) -> Tensor:
-        log_p = torch.log_softmax(wide(rows.head(hidden)), dim=-1)
+        log_p = torch.log_softmax(widened(rows.head(hidden)), dim=-1)
         return -(log_p.exp() * log_p).sum(-1)
 
     return in_chunks(of, rows.hidden)
@@ -106,7 +107,7 @@ def divergence(rows: PolicyInput) -> Tensor:
         return torch.full_like(rows.gate, math.inf)
 
     def of(hidden: Tensor, before: Tensor) -> Tensor:
-        log_p, log_q = (torch.log_softmax(wide(rows.head(states)), dim=-1) for states in (hidden, before))
+        log_p, log_q = (torch.log_softmax(widened(rows.head(states)), dim=-1) for states in (hidden, before))
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     return torch.where(rows.iteration == 0, math.inf, in_chunks(of, rows.hidden, rows.previous))
@@ -116,7 +117,7 @@ def change(rows: PolicyInput) -> Tensor:
     """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite after iteration 0."""
     if rows.previous is None:
         return torch.full_like(rows.gate, math.inf)
-    hidden, before = wide(rows.hidden), wide(rows.previous)
+    hidden, before = widened(rows.hidden), widened(rows.previous)
     moved = (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
     return torch.where(rows.iteration == 0, math.inf, moved)
 
@@ -125,8 +126,3 @@ def in_chunks(function: Callable[..., Tensor], *states: Tensor) -> Tensor:
     """``function`` of hidden states, a few rows at a time."""
     chunks = [state.flatten(0, -2).split(_ROWS) for state in states]
     return torch.cat([function(*chunk) for chunk in zip(*chunks, strict=True)]).view(states[0].shape[:-1])
-
-
-def wide(values: Tensor) -> Tensor:
-    """The values in float32, or as they are where they are float64."""
-    return values if values.dtype == torch.float64 else values.float()

@@ -29,6 +29,7 @@ from adaponder.evaluation.meter import Meter
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.stopping import GenerationSettings, Until, generation_settings
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops.precision import wide_dtype
 
 Answer = tuple[float, bool]
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -171,7 +172,7 @@ class HarnessLM(TemplateLM):
             )
         meter.add(output.depth, max_iterations=self.how.max_iterations, logits=sum(scored), policy=self.how.policy)
         logits = output.logits
-        log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        log_p = torch.log_softmax(logits, -1, dtype=wide_dtype(logits.dtype))
         target, real = _left_padded(continuations, 0, self.device)
         target, real = _widened(target, kept), _widened(real, kept).bool()
         row = torch.tensor(rows, device=self.device)

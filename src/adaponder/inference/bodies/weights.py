@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.backbones.wrapper import Backbone
+from adaponder.ops.precision import wide_dtype
 from adaponder.ops.row_linear import Linear, Norm
 
 # Names of activations in a decoder's config, and what the kernels call them.
@@ -74,6 +75,5 @@ def rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tens
     body: Any = backbone.body
     every = torch.arange(positions, device=like.device)[None]
     # In float32 at least: stock layers round the angles' cosines to the model's precision.
-    wide = torch.promote_types(like.dtype, torch.float32)
-    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide), every)
+    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide_dtype(like.dtype)), every)
     return cos[0].contiguous(), sin[0].contiguous()

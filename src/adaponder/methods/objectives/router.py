@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adaponder.execution.base import Execution
 from adaponder.methods.objectives.base import CrossEntropy, Losses, Scorer, Trajectory, with_term
+from adaponder.ops.precision import widened
 
 
 @dataclass
@@ -33,6 +34,6 @@ class RouterLoss:
 
 def agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
     """Binary cross-entropy of each logit against having been chosen, averaged over the eligible tokens."""
-    logit = logit.to(torch.promote_types(logit.dtype, torch.float32))
+    logit = widened(logit)
     bce = nn.functional.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
     return (bce * eligible).sum() / eligible.sum().clamp_min(1)

@@ -9,6 +9,7 @@ from adaponder.errors import InputError
 from adaponder.execution.tokens import check_ids
 from adaponder.methods.objectives.base import Scorer, Trajectory
 from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
+from adaponder.ops.precision import widened
 
 
 def as_targets(
@@ -67,8 +68,7 @@ def scorer(
     def nll(hidden: Tensor) -> Tensor:
         if logits is None or hidden is not trajectory.hidden:
             return linear_cross_entropy(hidden, head[0], targets, bias=head[1])
-        scores = logits if logits.dtype == torch.float64 else logits.float()
-        flat = nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+        flat = nn.functional.cross_entropy(widened(logits).flatten(0, 1), targets.flatten(), reduction="none")
         return flat.view(targets.shape)
 
     def mean(values: Tensor) -> Tensor:

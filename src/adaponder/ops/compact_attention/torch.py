@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from adaponder.ops.masks import Places, masked_attention, visible
+from adaponder.ops.precision import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def slopes(
     Weights and what they are made of are never held in half precision.
     """
     groups = query.shape[1] // keys.shape[1]
-    wide = query.dtype if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query.dtype)
     grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
     for (sequence, part), mask in zip(rows.parts, rows.masks(None), strict=True):

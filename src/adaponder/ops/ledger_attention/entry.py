@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adaponder.ops.ledger_attention.torch import LedgerRows, ledger_attention
+from adaponder.ops.precision import widened
 
 
 class Projection(NamedTuple):
@@ -55,10 +56,9 @@ def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Pr
 
     Computed in float32 at least, whatever the product's precision; stored in the pool's.
     """
-    wide = torch.promote_types(qkv.dtype, torch.float32)
     query, key, value = _apart(qkv, projection)
-    query = _turned(_normed(query.to(wide), projection.query_norm, projection), projection, turn)
-    key = _turned(_normed(key.to(wide), projection.key_norm, projection), projection, turn)
+    query = _turned(_normed(widened(query), projection.query_norm, projection), projection, turn)
+    key = _turned(_normed(widened(key), projection.key_norm, projection), projection, turn)
     keys[row], values[row] = key.to(keys.dtype), value.to(values.dtype)
     return query.to(keys.dtype)
 
@@ -85,7 +85,7 @@ def decode_attention(
 def _apart(qkv: Tensor, projection: Projection) -> tuple[Tensor, ...]:
     heads, key_heads, size = projection[:3]
     if projection.bias is not None:
-        qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32)) + projection.bias
+        qkv = widened(qkv) + projection.bias
     if projection.packed:
         return qkv.unflatten(-1, (heads, 3, size)).unbind(-2)
     return qkv.unflatten(-1, (heads + 2 * key_heads, size)).split((heads, key_heads, key_heads), -2)

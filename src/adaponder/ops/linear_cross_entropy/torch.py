@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from adaponder.ops.fused import add_product_, compute_dtype, rows_per_chunk
+from adaponder.ops.precision import wide_dtype, widened
 
 # Elements of tokens x vocabulary held at once: 2^25 float32 values are 128 MiB.
 CHUNK_ELEMENTS = 1 << 25
@@ -23,8 +24,7 @@ def plain_linear_cross_entropy(
 
     The logits are widened to float32 first; a target of -100 costs nothing.
     """
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = widened(torch.nn.functional.linear(hidden, weight, bias))
     flat = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
     return flat.view(targets.shape)
 
@@ -115,7 +115,7 @@ def chunked_cross_entropy_sum(
         return (losses * token_weights.to(losses.dtype)).sum()
     rows, chunk = _as_rows(hidden, weight, targets, chunk, pointwise.elements)
     with torch.autocast(hidden.device.type, enabled=False):
-        weights = token_weights.flatten().to(_wide_dtype(rows))
+        weights = token_weights.flatten().to(wide_dtype(rows.dtype))
         return _LinearCrossEntropySum.apply(rows, weight, bias, targets.flatten(), weights, chunk, pointwise)
 
 
@@ -131,21 +131,13 @@ def _as_rows(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None,
     return rows, chunk
 
 
-def _wide_dtype(like: Tensor) -> torch.dtype:
-    return torch.float64 if like.dtype == torch.float64 else torch.float32
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(_wide_dtype(logits))
-
-
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(_wide(logits), targets, ignore_index=IGNORE, reduction="none")
+    return torch.nn.functional.cross_entropy(widened(logits), targets, ignore_index=IGNORE, reduction="none")
 
 
 def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     """d loss / d logits = softmax - one-hot, and nothing where the target is ignored."""
-    slope = _wide(logits).softmax(-1)
+    slope = widened(logits).softmax(-1)
     hit = targets.clamp_min(0)[:, None]
     slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))
     return slope.mul_((grad * (targets != IGNORE))[:, None]).to(logits.dtype)
@@ -173,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias, targets)
         ctx.chunk, ctx.pointwise = chunk, pointwise
         weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
-        losses = torch.empty(rows.shape[0], dtype=_wide_dtype(rows), device=rows.device)
+        losses = torch.empty(rows.shape[0], dtype=wide_dtype(rows.dtype), device=rows.device)
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             losses[part] = pointwise.losses(torch.nn.functional.linear(rows[part], weight, bias), targets[part])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from adaponder.ops.precision import widened
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -66,7 +68,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
     """Equals the stock LayerNorm or RMSNorm of each row of ``x […, d]``, never computed in less than float32."""
     if norm.centred:
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return norm.weight * wide.to(x.dtype)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
+
+from adaponder.ops.precision import widened
 
 
 def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -29,7 +30,7 @@ def row_expectation(
         scale: of the result.
         top_k: the softmax runs over the k largest logits only.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = widened(logits)
     if top_k is None:
         mixed = wide.softmax(-1).to(table.dtype) @ table
     else:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from adaponder.ops.fused import add_product_, compute_dtype, rows_per_chunk
+from adaponder.ops.precision import wide_dtype, widened
 
 # Elements of tokens x vocabulary held at once: 2^25 float32 values are 128 MiB.
 CHUNK_ELEMENTS = 1 << 25
@@ -22,8 +23,7 @@ def plain_vocab_expectation(
 
     With ``top_k`` the softmax runs over the k largest logits only.
     """
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = widened(torch.nn.functional.linear(hidden, weight, bias))
     if top_k is None:
         return torch.softmax(wide, dim=-1).to(table.dtype) @ table
     best, index = wide.topk(min(top_k, wide.shape[-1]), dim=-1)
@@ -98,7 +98,7 @@ def chunked_expectation(
 
 def _probability(logits: Tensor, top_k: int | None) -> Tensor:
     """``[rows, vocabulary]`` in at least float32; with ``top_k`` zero outside the k largest."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = widened(logits)
     if top_k is None:
         return logits.softmax(-1)
     best, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
@@ -154,7 +154,7 @@ class _VocabExpectation(torch.autograd.Function):
         rows, weight, table, bias, *kept = ctx.saved_tensors
         need_rows, need_weight, need_table, need_bias = ctx.needs_input_grad[:4]
         # Sums over many chunks are kept wide: bf16 would lose the small ones.
-        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(rows.dtype)
         grad_rows = torch.empty_like(rows) if need_rows else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
         grad_table = torch.zeros_like(table, dtype=wide) if need_table else None
