@@ -36,10 +36,11 @@ from adaponder.recipes import Recipe
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
 from adaponder.training.checkpoint import newest_complete, step_folder, verify_checkpoint
+from adaponder.training.data import sampler_of
 from adaponder.training.distributed import World
 from adaponder.training.loop import Trainer
 from adaponder.training.ownership import owned
-from adaponder.training.resume import recipe_changes
+from adaponder.training.resume import find_start, recipe_changes
 from adaponder.training.run import train
 from adaponder.training.telemetry import Telemetry
 from training_support import corpus, small
@@ -1115,6 +1116,24 @@ def test_a_resumed_run_draws_the_same_dropout(shards, whole, tmp_path):
         torch.manual_seed(step)
         train(dropping, out=out, resume="auto", quiet=True)
         assert_as_if_nothing_had_been(out, tmp_path / "whole")
+
+
+def test_each_process_goes_on_from_its_own_random_state(recipe, whole, tmp_path, capsys):
+    folder = step_folder(stopped_after(whole, 4, tmp_path / "run"), 4)
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
+    saved = [{"cpu": state.numpy().tobytes().hex()} for state in states]
+    reseal(folder, lambda state: state.update(world=2, rng=saved))
+    how = {"weights_only": False, "allow_changes": False}
+    starts = [find_start(recipe, folder, str(folder), sampler_for(recipe), World(rank, 2), **how) for rank in (0, 1)]
+    assert all(torch.equal(start.random_state["cpu"], state) for start, state in zip(starts, states, strict=True))
+    reseal(folder, lambda state: state.update(rng=saved[0]))  # as checkpoints once had it
+    capsys.readouterr()
+    find_start(recipe, folder, str(folder), sampler_for(recipe), World(0, 2), **how)
+    assert "it holds random states of 1 of 2 processes" in capsys.readouterr().out
+
+
+def sampler_for(recipe: Recipe) -> Sampler:
+    return sampler_of(recipe, Shards.open(Path(recipe.data.source), "train"))
 
 
 # --- 13: one owner -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaponder import Objective
+from adaponder import FixedDepth, Objective
 from laws import assert_close, assert_one_function, make_case
 from support import HALTING, METHODS, tiny
 
@@ -116,6 +116,19 @@ def test_compact_gradients_equal_dense_gradients(method, drawn):
         } | {"loss": output.loss.detach()}
     for name, expected in gradients["dense"].items():
         assert_close(gradients["compact"][name], expected, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("method", HALTING)
+def test_the_same_parameters_have_gradients_though_every_token_halts_at_once(method):
+    """Several processes wait for each other's gradients, so one that is 0 must be there."""
+    model, ids = cached_tiny(method, "gpt_neox", iterations=3), torch.arange(12).view(2, 6)
+    learn = {}
+    for how in ({"execution": "dense"}, {"execution": "compact"}, {"use_cache": True}):
+        model.zero_grad(set_to_none=True)
+        model(ids, labels=ids, policy=FixedDepth(1), objective=Objective(), **how).loss.backward()
+        learn[str(how)] = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    dense, *others = learn.values()
+    assert others == [dense, dense], learn
 
 
 @pytest.mark.parametrize("method", HALTING)

@@ -115,7 +115,7 @@ class Packed(Sparse):
         tokens, time = self.tokens, x.shape[1]
         index = self.index_of(self.computed())
         if not index.numel():
-            return Pass(torch.zeros_like(x), torch.zeros_like(x))
+            return Pass(x, x)  # no entry has a meaning; gates whose tokens all halt have gradients of 0, as if dense
         kept = None
         if self.reuse == "kv":
             kept = self.stored().flatten()[index].nonzero().squeeze(1)

@@ -44,6 +44,15 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The values of every process, which must have the same shape, on each, and on the device they came from."""
+        if self.size == 1:
+            return [values]
+        mine = values.to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine)
+        return [each.to(values.device) for each in everyone]
+
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true in any process; the same answer in all."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)

@@ -1,25 +1,38 @@
-"""Random generators of a run, by kind of device: dropout draws from the one of the device that computes."""
+"""Random generators of a run, by process and kind of device: dropout draws from that of the device that computes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from adaponder.training.distributed import World
+
 CPU = "cpu"
 
 
-def random_state(device: torch.device) -> dict[str, str]:
-    """The state of the CPU's generator and of the device's, in hexadecimal."""
+def random_states(world: World) -> list[dict[str, str]]:
+    """Each process's states of the CPU's generator and of its device's, in hexadecimal; all processes must call."""
     states = {CPU: torch.get_rng_state()}
-    if device.type != CPU:
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return {kind: state.numpy().tobytes().hex() for kind, state in states.items()}
+    if world.device.type != CPU:
+        states[world.device.type] = torch.get_device_module(world.device).get_rng_state(world.device)
+    gathered = {kind: world.gather(state) for kind, state in states.items()}
+    return [
+        {kind: by_rank[rank].numpy().tobytes().hex() for kind, by_rank in gathered.items()}
+        for rank in range(world.size)
+    ]
 
 
-def parse_random_state(saved: str | dict[str, str]) -> dict[str, Tensor]:
-    """What :func:`random_state` returned, as tensors; checkpoints of 0.1.0 and before hold the CPU's alone, bare."""
-    by_kind = {CPU: saved} if isinstance(saved, str) else saved
-    return {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in by_kind.items()}
+def parse_random_states(saved: str | dict[str, str] | list[dict[str, str]]) -> list[dict[str, Tensor]]:
+    """What :func:`random_states` returned, as tensors.
+
+    Older checkpoints hold the leading process's alone, without the list; the oldest its CPU's alone, bare.
+    """
+    if not isinstance(saved, list):
+        saved = [{CPU: saved} if isinstance(saved, str) else saved]
+    return [
+        {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in by_kind.items()}
+        for by_kind in saved
+    ]
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:

@@ -17,7 +17,7 @@ from adaponder.terminal import console, line
 from adaponder.training.build import config_of
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
-from adaponder.training.randomness import parse_random_state
+from adaponder.training.randomness import parse_random_states
 
 
 class Start(NamedTuple):
@@ -88,7 +88,8 @@ def find_start(
             f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
             "start a new run, with model.backbone naming the checkpoint to start from"
         )
-    random_state, kind = parse_random_state(state["rng"]), world.device.type
+    random_states, kind = parse_random_states(state["rng"]), world.device.type
+    random_state = random_states[world.rank % len(random_states)]
     if world.leads:
         console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
         if changes:
@@ -97,6 +98,12 @@ def find_start(
             )
         if kind not in random_state:
             console.print(f"it holds no random state of {kind}: dropout, if there is any, draws anew", soft_wrap=True)
+        if len(random_states) < world.size:
+            console.print(
+                f"it holds random states of {len(random_states)} of {world.size} processes, and the others go on "
+                "from these: dropout, if there is any, may draw otherwise",
+                soft_wrap=True,
+            )
     return Start(folder, int(state["step"]), state.get("controller"), random_state)
 
 

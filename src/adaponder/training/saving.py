@@ -18,7 +18,7 @@ from adaponder.training.checkpoint import optimizer_state, prune, save_checkpoin
 from adaponder.training.controller import DepthController
 from adaponder.training.distributed import World
 from adaponder.training.lora import adapters_of, merged
-from adaponder.training.randomness import random_state
+from adaponder.training.randomness import random_states
 
 
 class Saver:
@@ -61,7 +61,7 @@ class Saver:
             "data": self.shards.content_hash(),
             "tokenizer": self.shards.tokenizer_hash,
             "world": self.world.size,
-            "rng": random_state(self.world.device),
+            "rng": random_states(self.world),
             "torch": torch.__version__,
         }
         if controller:

@@ -6,17 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaponder.training.randomness import parse_random_state, random_state, restore_random_state
+from adaponder.training.distributed import World
+from adaponder.training.randomness import parse_random_states, random_states, restore_random_state
 
 CPU = torch.device("cpu")
 
 
 def draws_again(device: torch.device, draw) -> None:
     """Asserts that what is drawn after a state was taken is drawn again after it was restored from JSON."""
-    kept = json.loads(json.dumps(random_state(device)))
+    kept = json.loads(json.dumps(random_states(World(device=device))))
     first = (torch.rand(3).tolist(), draw().tolist())
     assert (torch.rand(3).tolist(), draw().tolist()) != first
-    restore_random_state(parse_random_state(kept), device)
+    (state,) = parse_random_states(kept)
+    restore_random_state(state, device)
     assert (torch.rand(3).tolist(), draw().tolist()) == first
 
 
@@ -42,7 +44,22 @@ def test_a_gpu_draws_again_what_it_drew():
 
 
 def test_a_state_without_the_device_restores_the_cpu_alone():
-    bare = random_state(CPU)["cpu"]  # as checkpoints of 0.1.0 and before have it
+    (by_kind,) = random_states(World())
     first = torch.rand(3).tolist()
-    restore_random_state(parse_random_state(bare), torch.device("cuda"))
-    assert torch.rand(3).tolist() == first
+    for older in (by_kind["cpu"], by_kind):  # as checkpoints once had it
+        (state,) = parse_random_states(older)
+        restore_random_state(state, torch.device("cuda"))
+        assert torch.rand(3).tolist() == first
+
+
+def test_each_process_has_a_state_of_its_own(monkeypatch):
+    """The states of two processes, told one after the other, come back to each by its rank."""
+    states = {"leading": torch.Generator().manual_seed(1), "other": torch.Generator().manual_seed(2)}
+    told = [generator.get_state() for generator in states.values()]
+    monkeypatch.setattr(
+        torch.distributed, "all_gather", lambda places, mine: [a.copy_(b) for a, b in zip(places, told, strict=True)]
+    )
+    kept = random_states(World(rank=1, size=2))
+    for state, generator in zip(parse_random_states(kept), states.values(), strict=True):
+        restore_random_state(state, CPU)
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))

@@ -269,15 +269,18 @@ from adaponder.training.distributed import join
 with join("cpu") as world:
     run.join = lambda device: nullcontext(world)  # processes find each other once, for all runs
     for name, overrides in {runs!r}.items():
-        run.train(small(Path({shards!r}), *overrides), out=Path({out!r}) / name, quiet=True)
+        recipe, resume = small(Path({shards!r}), *overrides), {resume!r}.get(name)
+        run.train(recipe, out=Path({out!r}) / name, resume=resume, quiet=True)
 """
 
 
-def launch(processes: int, shards: Path, out: Path, runs: dict[str, list[str]]) -> None:
-    """Trains each of the runs, one after another, in so many processes."""
+def launch(
+    processes: int, shards: Path, out: Path, runs: dict[str, list[str]], resume: dict[str, str] | None = None
+) -> None:
+    """Trains each of the runs, one after another, in so many processes; some resume from a checkpoint."""
     paths = [str(Path(__file__).parents[2]), str(Path(adaponder.__file__).parents[1])]
     script = out / "launch.py"
-    script.write_text(LAUNCH.format(paths=paths, shards=str(shards), runs=runs, out=str(out)))
+    script.write_text(LAUNCH.format(paths=paths, shards=str(shards), runs=runs, resume=resume or {}, out=str(out)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([*command, str(script)], capture_output=True, text=True, env=environment, check=False)
@@ -317,6 +320,20 @@ def test_two_processes_train_like_one_that_takes_their_rows_together(apart, tmp_
         theirs = weights(tmp_path / "two" / name / "final")
         for parameter, value in weights(tmp_path / "one" / name / "final").items():
             torch.testing.assert_close(theirs[parameter], value, rtol=1e-9, atol=1e-9, msg=f"{name}: {parameter}")
+
+
+@pytest.mark.every
+def test_two_processes_that_resume_draw_the_same_dropout_each(shards, tmp_path):
+    """Compact execution draws for the rows that are left, so that each process has a random state of its own."""
+    how = ["train.execution=compact", "train.halt_before_ponder=true", "train.gate_start=0", "model.gate_bias=0"]
+    how += ["model.tau=0.5", "model.backbone.hidden_dropout=0.2", "train.save_every=4"]
+    middle = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    launch(2, shards, tmp_path, {"whole": how, "resumed": how}, {"resumed": str(middle)})
+    leading, other = json.loads((middle / "state.json").read_text())["rng"]
+    assert leading != other, "each process must have drawn as many numbers as its rows need"
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[4:]
+    resumed = weights(tmp_path / "resumed" / "final")
+    assert all(torch.equal(value, resumed[name]) for name, value in weights(tmp_path / "whole" / "final").items())
 
 
 def assert_targets_differ(recipe: Recipe, shards: Path) -> None:
