@@ -1,9 +1,10 @@
-"""adaponder puzzle: fresh puzzles read by a checkpoint that was trained on such, every word coloured by its depth."""
+"""adaponder puzzle: fresh puzzles of hops, read by a checkpoint that was trained on such, words coloured by depth."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +14,17 @@ from rich.text import Text
 from adaponder.analysis.demand import at_depth
 from adaponder.commands.options import PuzzleOptions
 from adaponder.conversion.open import load
-from adaponder.data.generated import documents, questions
+from adaponder.data.generated import documents, is_generated, questions, settings_of
 from adaponder.data.hops import BAR, STOP, Hops
+from adaponder.data.manifest import MANIFEST, Manifest
 from adaponder.data.symbols import END_ID, SYMBOLS, ids_of, words_of
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_vocabulary
+from adaponder.files import read_json
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import by_depth, console, depth_style, legend, line, table, write_json
+from adaponder.training.checkpoint import STATE
 
 # Puzzles that are read at once, and steps of one that are shown in a line.
 _AT_ONCE, _IN_A_LINE = 64, 7
@@ -32,12 +36,33 @@ def run(options: PuzzleOptions) -> dict[str, Any]:
     if open_vocabulary(str(folder)).hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
         raise InputError(f"{options.checkpoint}: not trained on puzzles: its tokens are not {SYMBOLS}")
     seed = random.SystemRandom().randrange(1, 2**31) if options.seed is None else options.seed
-    read = read_puzzles(model.eval(), seed=seed, puzzles=options.puzzles)
+    settings = replace(hops_of(folder), seed=seed, documents=options.puzzles)
+    read = read_puzzles(model.eval(), settings)
     result = {"checkpoint": options.checkpoint, "seed": seed, "by_need": by_need(read)}
     show(read, result["by_need"], deepest=model.config.iterations)
     console.print(f"seed {seed}")
     write_json(options.json, result)
     return result
+
+
+def hops_of(folder: Path) -> Hops:
+    """The hops that a checkpoint was trained on, by its record or that of its data; the usual ones where none tells.
+
+    Raises where they name another puzzle, whose tokens are the same.
+    """
+    if not (folder / STATE).is_file():
+        return Hops()
+    source = read_json(folder / STATE)["recipe"]["data"]["source"]
+    inputs = [source]
+    if (Path(source) / MANIFEST).is_file():
+        inputs = [each["input"] for each in Manifest.load(Path(source)).fingerprint["inputs"]]
+    puzzles = [settings_of(each) for each in inputs if is_generated(each)]
+    if not puzzles:
+        return Hops()
+    for puzzle in puzzles:
+        if isinstance(puzzle, Hops):
+            return puzzle
+    raise InputError(f"{folder}: trained on {', '.join(inputs)}: adaponder puzzle shows hops alone")
 
 
 class Readings(NamedTuple):
@@ -57,9 +82,9 @@ class Readings(NamedTuple):
 
 
 @torch.inference_mode()
-def read_puzzles(model: AdaPonderForCausalLM, *, seed: int, puzzles: int) -> Readings:
-    """Reads so many puzzles of a seed, side by side; right answers are worked out from their words."""
-    words = list(documents(replace(Hops(), seed=seed, documents=puzzles)))
+def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
+    """Reads the puzzles side by side; right answers are worked out from their words."""
+    words = list(documents(settings))
     ids = torch.from_numpy(np.stack([ids_of(each) for each in words])).to(model.device)
     need, right, forced = np.zeros((3, *ids.shape), np.int64)
     for row, each in enumerate(words):

@@ -12,8 +12,11 @@ from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.cli import app
 from adaponder.commands import puzzle
 from adaponder.data.generated import documents, questions, settings_of
+from adaponder.data.hops import Hops
+from adaponder.data.prepare import prepare
 from adaponder.data.symbols import END_ID, WORDS, ids_of
 from adaponder.data.tokenizers import SYMBOLS, load_tokenizer
+from adaponder.errors import InputError
 from support import stir
 
 
@@ -36,7 +39,7 @@ def model(request) -> AdaPonderForCausalLM:
 
 def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
     monkeypatch.setattr(puzzle, "_AT_ONCE", 3)  # the last part is smaller
-    read = puzzle.read_puzzles(model, seed=9, puzzles=7)
+    read = puzzle.read_puzzles(model, Hops(seed=9, documents=7))
     once = {"policy": FixedDepth(1)} if model.method.halts else {"max_iterations": 1}
     asked = 0
     for row, words in enumerate(documents(settings_of("hops:seed=9,documents=7"))):
@@ -90,7 +93,7 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
     text = outputs[0]
     words = next(iter(documents(settings_of("hops:seed=3,documents=5"))))
     assert " ".join(words[:3]) in text
-    read = puzzle.read_puzzles(model, seed=3, puzzles=5)
+    read = puzzle.read_puzzles(model, Hops(seed=3, documents=5))
     lines = [line.split() for line in text.splitlines() if " says " in line]
     expected = []
     for question in sorted(questions(words), key=lambda question: question.needed):
@@ -121,6 +124,22 @@ def test_without_a_seed_puzzles_differ_from_call_to_call(model, tmp_path):
         assert done.exit_code == 0, done.output
         seeds.append(json.loads((tmp_path / "x").read_text())["seed"])
     assert seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["named", "prepared"])
+def test_the_puzzles_are_those_it_was_trained_on_and_others_than_hops_are_refused(tmp_path, prepared):
+    def trained_on(source: str) -> Hops:
+        if prepared:
+            folder = tmp_path / source.partition(":")[0]
+            prepare([source], out=folder, tokenizer=SYMBOLS, validation=0.0, workers=1)
+            source = str(folder)
+        (tmp_path / "state.json").write_text(json.dumps({"recipe": {"data": {"source": source}}}))
+        return puzzle.hops_of(tmp_path)
+
+    assert puzzle.hops_of(tmp_path) == Hops()
+    assert trained_on("hops:documents=2,most=3,capitals=1") == Hops(documents=2, most=3, capitals=1)
+    with pytest.raises(InputError, match=r"trained on mano:documents=2.*hops alone"):
+        trained_on("mano:documents=2")
 
 
 def test_a_checkpoint_of_other_tokens_is_refused():
