@@ -39,6 +39,11 @@ COMMANDS = {
 }
 
 
+# Options that a command sets, where its name is another.
+_OPTIONS = {"iterations": "max-iterations", "max": "max-new-tokens"}
+_MOST = 10**18 - 1  # of whole numbers
+
+
 class Interruption:
     """Within it Ctrl-C is noted and interrupts nothing: a step of the engine is done or not begun."""
 
@@ -130,9 +135,10 @@ class Conversation:
         try:
             return self.engine.submit(given, stops=self.options.stop, **settings)
         except InputError as error:
+            message = _by_command("max", str(error))
             if not self.said:
-                raise
-            raise InputError(f"{error}; /new begins another conversation, /max asks for fewer tokens") from None
+                raise InputError(message) from None
+            raise InputError(f"{message}; /new begins another conversation, /max asks for fewer tokens") from None
 
     def obey(self, command: str = "", value: str = "") -> None:
         """Sets what a command names; raises, with nothing changed, if it cannot be."""
@@ -145,12 +151,19 @@ class Conversation:
         if command == "new":
             self.begin_anew()
             return
-        changes = self._changes(command, value.strip())
+        try:
+            self._set(self._changes(command, value.strip()))
+        except InputError as error:
+            message = _by_command(command, str(error))
+            named = message.startswith(f"/{command}")
+            raise InputError(message if named else f"/{command} {value.strip()}: {message}") from None
+        self.show_settings()
+
+    def _set(self, changes: dict[str, object]) -> None:
         options = replace(self.options, **changes)
         policy = choose_policy(self.model, self.folder, options)
         self._check(Request(prompt=[0], **request_settings(options, policy)))
         self.options, self.policy = options, policy
-        self.show_settings()
 
     def begin_anew(self) -> None:
         """Forgets what was said."""
@@ -206,17 +219,26 @@ def _user(said: str) -> dict[str, str]:
     return {"role": "user", "content": said}
 
 
+def _by_command(command: str, message: str) -> str:
+    """``message``, which may begin with an option or a field, beginning with the command that sets it."""
+    option = _OPTIONS.get(command, command)
+    for name in (f"--{option} ", f"{option.replace('-', '_')}="):
+        if message.startswith(name):
+            return f"/{command} {message.removeprefix(name)}"
+    return message
+
+
 def _number(command: str, text: str, least: float, most: float) -> float:
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
     if not least <= value <= most:
-        raise InputError(f"{command} {text}: a number from {least:g} to {most:g} is needed")
+        raise InputError(f"{f'{command} {text}'.strip()}: a number from {least:g} to {most:g} is needed")
     return value
 
 
 def _whole(command: str, text: str, least: int) -> int:
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise InputError(f"{command} {text}: a whole number, at least {least}, is needed")
+    if not text.isdecimal() or len(text) > 18 or not least <= int(text) <= _MOST:
+        raise InputError(f"{f'{command} {text}'.strip()}: a whole number from {least} to {_MOST:,} is needed")
     return int(text)
