@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import replace
 from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from adaponder.errors import ConfigError, InputError
 from adaponder.recipes import TrainRecipe
@@ -25,10 +27,9 @@ class PonderCallback(TrainerCallback):
 
     Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted_1 … halted_{K-1}``, the shares
     of them that were read at most so often; evaluation's logs, and what ``evaluate`` and ``predict`` return, gain
-    ``eval_depth`` and so on, by the prefix of their figures. Callbacks that come after this one are told them; those
-    of ``report_to`` come before it, except in :class:`PonderSFTTrainer`: for W&B or TensorBoard set
-    ``report_to="none"`` and list theirs after this one. A warning says when gates have collapsed. Padding does not
-    count; each process counts its own tokens, by a hook that stays on the model.
+    ``eval_depth`` and so on, by the prefix of their figures. It moves itself before the Trainer's other callbacks, so
+    that reporters are told them too. A warning says when gates have collapsed. Padding does not count; each process
+    counts its own tokens, by a hook that stays on the model.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -41,8 +42,6 @@ class PonderCallback(TrainerCallback):
         capacity_warmup: mor, steps over which capacity shrinks from 1.
         exit_stage: ouro's stage.
     """
-
-    adds_to_logs = True  # so that PonderSFTTrainer calls it before reporters
 
     def __init__(
         self,
@@ -78,6 +77,19 @@ class PonderCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.depths.watch(member_of(kwargs["model"], "PonderCallback"))
+        self._come_first()
+
+    def _come_first(self) -> None:
+        """Moves itself before reporters, which a Trainer lists first.
+
+        A Trainer hands its callbacks everything but the list they are in, so it is taken from whoever called.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            if isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
+                handler.callbacks.sort(key=lambda one: one is not self)
+                return
+            frame = frame.f_back
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -85,6 +97,7 @@ class PonderCallback(TrainerCallback):
         model = member_of(kwargs["model"], "PonderCallback")
         if not model.method.halts:
             raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
+        self._come_first()  # it may have been added since the Trainer was made
         self.depths.watch(model)
         self.depths.sums.clear()
         model.training_objective = model.training_policy = model.training_seed = None

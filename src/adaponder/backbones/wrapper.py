@@ -147,8 +147,8 @@ class Backbone:
         scale = getattr(embedding, "embed_scale", None)
         if type(embedding) is not nn.Embedding and scale is None:
             raise BackboneError(
-                f"the embedding is a {type(embedding).__name__} now: an adapter there is no part of the table that is "
-                "mixed; adapt other modules, or merge it first"
+                f"{_class_of(embedding)} has taken the embedding's place: an adapter there is no part of the table "
+                "that is mixed; adapt other modules, or merge it first"
             )
         weight = _present(embedding.weight)
         return weight if scale is None else weight * scale.to(weight.dtype)
@@ -173,8 +173,8 @@ class Backbone:
         head = self.stock.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise BackboneError(
-                f"the head is a {type(head).__name__} now: an adapter there is no part of the expectation over the "
-                "vocabulary; adapt other modules, or merge it first"
+                f"{_class_of(head)} has taken the head's place: an adapter there is no part of the expectation over "
+                "the vocabulary; adapt other modules, or merge it first"
             )
         return head
 
@@ -344,6 +344,11 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 def rounding_bound(dtype: torch.dtype) -> float:
     """How far the same forward may differ by rounding alone: far below any scale or cap that one could forget."""
     return min(200 * torch.finfo(dtype).eps, 0.02)
+
+
+def _class_of(module: Any) -> str:
+    """Its whole name: adapters are called as what they adapt."""
+    return f"{type(module).__module__}.{type(module).__name__}"
 
 
 def _present(weight: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
 # Hugging Face callers hand these to every model; none asks for anything this model has.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
+# What kernels are told of packed sequences beside positions that restart, which say as much as all of these.
+OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ def refuse_foreign(kwargs: dict[str, Any]) -> None:
     wished = {key for key, value in kwargs.items() if value is not None and value is not False}
     if "output_attentions" in wished:
         raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
+    if packing := wished & {*OF_PACKING}:
+        raise InputError(
+            f"{', '.join(sorted(packing))}: forward has no such argument, and position_ids that restart say as much; "
+            "of TRL's trainers use adaponder.integrations.PonderSFTTrainer, which leaves it out"
+        )
     if foreign := wished - _HARMLESS:
         raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
 

@@ -9,10 +9,8 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from adaponder.errors import InputError
+from adaponder.modeling.arguments import OF_PACKING
 from adaponder.training.member import member_of
-
-# What TRL tells kernels of packed sequences beside positions that restart, which say as much as all of these.
-_OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class PonderSFTTrainer(SFTTrainer):
@@ -35,11 +33,6 @@ class PonderSFTTrainer(SFTTrainer):
         assert self.model is not None
         vars(member_of(self.model, "PonderSFTTrainer")).pop("forward", None)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Reporters are told what PonderCallback adds.
-        self.callback_handler.callbacks.sort(key=lambda one: not getattr(one, "adds_to_logs", False))
-        super().log(logs, start_time)
-
     def compute_loss(
         self,
         model: Any,
@@ -52,5 +45,5 @@ class PonderSFTTrainer(SFTTrainer):
         if training:
             self._total_train_tokens += int(tokens) * self.accelerator.num_processes
         self._metrics["train" if training else "eval"]["num_tokens"] = [self._total_train_tokens]
-        inputs = {name: value for name, value in inputs.items() if name not in _OF_KERNELS}
+        inputs = {name: value for name, value in inputs.items() if name not in OF_PACKING}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)

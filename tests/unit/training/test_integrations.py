@@ -179,15 +179,22 @@ def test_what_cannot_be_scheduled_is_refused_before_the_first_step(tmp_path):
             PonderCallback(**SCHEDULE | wrong)
 
 
-def test_what_comes_after_it_is_told_the_depth_in_training_and_evaluation(tmp_path):
+@pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
+def test_what_was_listed_before_it_is_told_the_depth_in_training_and_evaluation(tmp_path, added):
     told = []
 
     class Reporter(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             told.append(dict(logs))
 
-    run = trainer(tiny(dtype=torch.float32), tmp_path, steps=1, callbacks=[PonderCallback(**SCHEDULE), Reporter()])
+    ours = PonderCallback(**SCHEDULE)
+    listed = [Reporter()] if added else [Reporter(), ours]
+    run = trainer(tiny(dtype=torch.float32), tmp_path, steps=1, callbacks=listed)
+    if added:
+        run.add_callback(ours)
+    others = [one for one in run.callback_handler.callbacks if one is not ours]
     run.train()
+    assert run.callback_handler.callbacks == [ours, *others]
     step, summary = told
     assert (step["depth"], step["halted_1"], step["halted_2"]) == (3.0, 0.0, 0.0)
     assert all(isinstance(value, (int, float)) for value in step.values()), "reporters drop everything else"

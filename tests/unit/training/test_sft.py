@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 from adaponder import Engine, FixedDepth, Objective, Request
 from adaponder.conversion.open import load
-from adaponder.errors import CheckpointError, InputError
+from adaponder.errors import BackboneError, CheckpointError, InputError
 from adaponder.halting import bottom_k_mean, ponder_fraction
 from adaponder.integrations import PonderCallback, PonderSFTTrainer
 from support import VOCABULARY, ids, tiny
@@ -132,6 +132,8 @@ def test_trl_s_own_trainer_would_drop_the_ponder_term_and_is_refused(words, tmp_
     for callbacks in (None, []):
         with pytest.raises(AttributeError, match=r"use adaponder\.integrations\.PonderSFTTrainer"):
             trainer(tiny(dtype=torch.float32), words, tmp_path, kind=SFTTrainer, callbacks=callbacks).train()
+    with pytest.raises(InputError, match=r"use adaponder\.integrations\.PonderSFTTrainer"):
+        trainer(tiny(dtype=torch.float32), words, tmp_path, kind=SFTTrainer, data=chats(), packing=True).train()
     for how in ({"loss_type": "dft"}, {"label_smoothing_factor": 0.1}):
         with pytest.raises(InputError, match="the model's own"):
             trainer(tiny(dtype=torch.float32), words, tmp_path, **how)
@@ -221,3 +223,11 @@ def test_adapters_get_the_gradient_of_the_ponder_term():
         model(input_ids=ids(), labels=ids(), objective=objective).loss.backward()
         losses.append({name: value.grad.clone() for name, value in model.named_parameters() if value.requires_grad})
     assert all(not torch.equal(losses[0][name], value) for name, value in losses[1].items() if "lora" in name)
+
+
+@pytest.mark.parametrize(("module", "place"), [("embed_in", "embedding"), ("lm_head", "head")])
+def test_adapters_on_what_is_mixed_are_refused_by_their_whole_name(module, place):
+    """peft calls them Embedding and Linear, as what they adapt."""
+    adapted = get_peft_model(tiny(), LoraConfig(r=4, target_modules=[module]))
+    with pytest.raises(BackboneError, match=rf"^peft\.tuners\.lora\.layer\.\w+ has taken the {place}'s place"):
+        adapted(input_ids=ids())
