@@ -188,6 +188,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return Titled(title, columns, [[str(cell) for cell in row] for row in rows])
 
 
+def counted(number: int, what: str) -> str:
+    """``1 token``, ``2,000 tokens``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def progress_bars() -> Progress:
     """Progress bars with the time left, which vanish when done; none are shown outside a terminal."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn())

@@ -21,6 +21,7 @@ from adaponder.analysis.style import house, save
 from adaponder.analysis.tables import FEW, Numbers, numbers
 from adaponder.analysis.trace import Trace
 from adaponder.files import replace_file
+from adaponder.terminal import counted
 
 REPORT = "report.html"
 FIGURES, TABLES = "figures", "tables"
@@ -121,7 +122,7 @@ def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
 
 
 def _documents(overall: Numbers) -> str:
-    return "1 document" if overall.documents == 1 else f"{overall.documents:,} documents"
+    return counted(overall.documents, "document")
 
 
 def _learned(overall: Numbers) -> str:

@@ -18,7 +18,7 @@ from adaponder.evaluation.summary import FEW, Difference, Summary, by_source, pa
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.policies import FixedDepth
-from adaponder.terminal import console, counting, table, write_json
+from adaponder.terminal import console, counted, counting, table, write_json
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ class Narrowed:
 
 def described(data: str, text: Text, windows: Windows) -> str:
     """The sentence above the tables: numbers of tokens and documents, and the windows."""
-    documents = f"{len(text.starts):,} documents" if len(text.starts) > 1 else "one document"
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
     learned = "" if text.learned is None else f", {int(text.learned.sum()):,} of these tokens learned and scored"
-    return f"{data}: {text.predictions:,} tokens of {documents}{few}{learned}, {windows}"
+    tokens, documents = counted(text.predictions, "token"), counted(len(text.starts), "document")
+    return f"{data}: {tokens} of {documents}{few}{learned}, {windows}"
 
 
 def own_label(subject: Subject, how: ScoringOptions) -> str:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from adaponder.inference.outputs import Token
-from adaponder.terminal import console, depth_style
+from adaponder.terminal import console, counted, depth_style
 from adaponder.text.engine import TextEvent, Writing
 
 # Seconds between two pictures.
@@ -64,7 +64,7 @@ class LiveText:
         tokens = [] if self._writing is None else self._writing.tokens
         seconds = time.perf_counter() - self._began
         depth = sum(token.depth for token in tokens) / max(1, len(tokens))
-        return f"{len(tokens):,} tokens, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
+        return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
     def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
         """Moves text from the waiting to the line: that of tokens whose depth is known, or all."""

@@ -18,7 +18,7 @@ from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab.lab import RATES, Lab, Measurement, check_budget, require_halting
 from adaponder.evaluation.summary import FEW
 from adaponder.files import read_json
-from adaponder.terminal import console, line, progress_bars, table, write_json
+from adaponder.terminal import console, counted, line, progress_bars, table, write_json
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
 TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
@@ -130,7 +130,7 @@ def described(result: dict[str, Any]) -> str:
 
 def _tokens(counts: dict[str, int]) -> str:
     tokens, learned = counts["tokens"], counts["learned"]
-    return f"{tokens:,} tokens" + ("" if learned == tokens else f" ({learned:,} learned)")
+    return counted(tokens, "token") + ("" if learned == tokens else f" ({learned:,} learned)")
 
 
 FOOTNOTES = (

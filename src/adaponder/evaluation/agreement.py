@@ -17,6 +17,7 @@ from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
+from adaponder.terminal import counted
 
 # Allowed difference of mean losses by precision; in lower precisions flips decide.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -53,9 +54,10 @@ class Agreement:
 
     def __str__(self) -> str:
         verdict = "agree" if self.holds else "DISAGREE"
-        words = f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {self.tokens:,} tokens"
+        tokens = counted(self.tokens, "token")
+        words = f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {tokens}"
         if self.flips:
-            words += f", {self.flips} depths flipped"
+            words += f", {counted(self.flips, 'depth')} flipped"
             words += "" if self.unexplained is None else f" ({self.unexplained} not at a near tie)"
         else:
             words += ", every depth the same"

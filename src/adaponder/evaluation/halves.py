@@ -20,6 +20,7 @@ from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_
 from adaponder.evaluation.text import Text
 from adaponder.evaluation.windows import Windows
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.terminal import counted
 
 _ENOUGH_DOCUMENTS = 2 * FEW
 _UNEQUAL = 0.1
@@ -121,7 +122,7 @@ def halve(text: Text, windows: Windows) -> Halves:
             "give more text or a shorter --window"
         )
     halves = [_with_targets(_every_other(text, windows, offset)) for offset in (0, 1)]
-    few = f"{len(text.starts)} document{'s' if len(text.starts) > 1 else ''}"
+    few = counted(len(text.starts), "document")
     return Halves(*halves, f"windows dealt out in turn ({few}: too few or too unequal to deal out whole)", "windows")
 
 

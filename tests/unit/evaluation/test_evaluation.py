@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from adaponder import Divergence, Entropy, FixedDepth, LearnedGate, cli
+from adaponder.commands.evaluate import described
 from adaponder.conversion.convert import convert
 from adaponder.data import DataError
 from adaponder.data.prepare import prepare
@@ -386,6 +388,13 @@ def test_dense_and_skipping_agree(method):
     assert found.loss_difference < 1e-5
     assert found.flips == 0
     assert "every depth the same" in str(found)
+
+
+def test_one_of_a_kind_is_counted_in_the_singular():
+    found = agreement(tiny(dtype=torch.float32), made_up().first(1), Windows(16))
+    assert "on 1 token, every depth the same" in str(found)
+    assert "on 2,000 tokens, 1 depth flipped" in str(replace(found, tokens=2000, flips=1))
+    assert "made up: 1 token of 1 document (" in described("made up", made_up().first(1), Windows(16))
 
 
 def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
