@@ -215,19 +215,26 @@ def _saved(judge: Judge, test: Test) -> Finding:
 
 def _below_curve(judge: Judge, test: Test) -> Finding:
     alias, of = test["below_curve"], test.get("of", "depth")
-    curve = [judge.claims.runs[each] for each in judge.claims.rows["curve"]]
+    curve, name = _curve(judge, test)
     over = estimate(judge.evidence.over_curve(judge.claims.runs[alias], curve, of))
-    words = f"{judge.title(alias)} minus the curve at equal {_NAMES[of]}: {shown(over)}"
+    words = f"{judge.title(alias)} minus {name} at equal {_NAMES[of]}: {shown(over)}"
     return Finding(statistics.lower(over), words)
 
 
 def _dial_below_curve(judge: Judge, test: Test) -> Finding:
     alias, of, depth, by = test["dial_below_curve"], test.get("of", "depth"), test["depth"], test.get("by", 0.0)
-    curve = [judge.claims.runs[each] for each in judge.claims.rows["curve"]]
+    curve, name = _curve(judge, test)
     over = estimate(judge.evidence.dial_over_curve(judge.claims.runs[alias], curve, depth, of))
     aimed = None if over is None else estimate({seed: value + by for seed, value in over.values.items()})
-    words = f"{judge.title(alias)} at {depth:g} minus the curve at equal {_NAMES[of]}: {shown(over)}"
+    words = f"{judge.title(alias)} at {depth:g} minus {name} at equal {_NAMES[of]}: {shown(over)}"
     return Finding(statistics.lower(aimed), words)
+
+
+def _curve(judge: Judge, test: Test) -> tuple[list[str], str]:
+    """The settings that lines are drawn between (``against``, else the curve), and what these lines are called."""
+    aliases = test.get("against", judge.claims.rows["curve"])
+    name = f"the lines between {'; '.join(map(judge.title, aliases))}," if "against" in test else "the curve"
+    return [judge.claims.runs[each] for each in aliases], name
 
 
 def _collapse(judge: Judge, test: Test) -> Finding:

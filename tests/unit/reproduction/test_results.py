@@ -210,6 +210,16 @@ def test_a_dialled_checkpoint_is_moved_to_its_validation_loss_and_held_against_i
     assert len(results.figure_points(found)[results.FRONTIER][2]) == 1
 
 
+def test_lines_can_be_drawn_between_other_runs_than_the_curve(judge):
+    plain, second, own = (judge.values(alias) for alias in ("vanilla", "recall-k2", "pondernet-k2"))
+    depth = judge.values("pondernet-k2", "depth")[0]
+    expected = own[0] - (plain[0] + (depth - 1) * (second[0] - plain[0]))
+    finding = judge.find({"below_curve": "pondernet-k2", "against": ["vanilla", "recall-k2"]})
+    words = "minus the lines between vanilla; PonderNet, no exits, K = 2, at equal iterations"
+    assert f"{words}: {expected:+.4f}" in finding.words
+    assert finding.words != judge.find({"below_curve": "pondernet-k2"}).words
+
+
 def test_a_dial_goes_with_the_loss_of_the_run_that_it_was_turned_on(judge):
     second = {"trained-again.json": ("mini-adaponder-lr-0.004-seed-0", 0)}
     made = {"again": 1, "validation_loss": 2.5, "measured": {"dial": dial(own=3.0, losses={1.0: 3.2})}}
