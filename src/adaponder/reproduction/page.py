@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from adaponder.reproduction import demand
 from adaponder.reproduction.answers import answers
 from adaponder.reproduction.claims import Finding, Judge
-from adaponder.reproduction.statistics import MARGIN, NOT_RUN, VERDICTS, paired
+from adaponder.reproduction.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
 from adaponder.reproduction.tables import (
     NONE,
     apart,
@@ -86,7 +86,19 @@ def _opening(judge: Judge) -> list[str]:
             f"{len(judge.claims.statements)} statements: {counted}.",
             f"{len(judge.evidence.used)} records of {runs} runs in the queue.",
         ),
+        *_in_short(judge),
     ]
+
+
+def _in_short(judge: Judge) -> list[str]:
+    """The statements that hold and those that do not, without their numbers."""
+    lines: list[str] = []
+    for verdict in (HOLDS, FAILS):
+        found = [each for each in judge.claims.statements if judge.verdict(each.tests)[0] == verdict]
+        if found:
+            lines += ["", f"**{verdict[0].upper()}{verdict[1:]}:**", ""]
+            lines += [f"- {each.says.rstrip('.')} ({each.where})." for each in found]
+    return lines
 
 
 def _statements(judge: Judge) -> list[str]:
