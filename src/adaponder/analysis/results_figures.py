@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, house, new_figure, series
@@ -90,11 +91,11 @@ def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Gr
     """Loss, less the plain model's of the same seed, against mean iterations and against true FLOPs.
 
     Separately trained depths are joined by a line of their means; ``others`` are points, one per seed. ``dials`` are
-    checkpoints turned to the same depths, one group per seed: a dotted line of their means in the colour of the points
-    of the same name, which may leave the figure at the top: what is trained for a depth decides its range.
+    checkpoints turned to the same depths, one group per seed: a dotted line of their means with the colour and marker
+    of the points of the same name, which may leave the figure at the top: what is trained decides its range.
     """
     with house(dark=dark) as theme:
-        figure = new_figure(width=PAGE, height=3.4 + 0.08 * (len(others) + len({group.name for group in dials})))
+        figure = new_figure(width=PAGE, height=3.4 + 0.08 * len(others))
         panels = figure.subplots(1, 2, sharey=True)
         labels = ("mean iterations per token", "FLOPs per token, x the plain model")
         for axes, field, label in zip(panels, ("depth", "ratio"), labels, strict=True):
@@ -110,6 +111,9 @@ def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Gr
         panels[0].set_ylim(min(gains) - spare, max(gains) + spare)
         panels[0].set_ylabel("loss minus the plain model's, same seed (nats)")
         handles, names = panels[0].get_legend_handles_labels()
+        if dials:
+            handles.append(Line2D([], [], color=theme.ink, linestyle=":", linewidth=1.1))
+            names.append("one checkpoint turned by the dial")
         figure.legend(handles, names, loc="outside lower center", ncols=3)
     return figure
 
@@ -138,15 +142,20 @@ def _draw_dials(axes: Axes, dials: Sequence[Group], field: str, names: Sequence[
         seeds = [sorted(group.spots, key=lambda spot: spot.depth) for group in dials if group.name == name]
         steps = [each for each in zip(*seeds, strict=False) if each]
         means = [[sum(getattr(spot, of) for spot in step) / len(step) for step in steps] for of in (field, "gain")]
-        colour = PALETTE[names.index(name) % len(PALETTE)] if name in names else None
-        axes.plot(*means, linewidth=1.1, linestyle=":", color=colour, label=f"{name}, dial", zorder=2)
+        look = _look(names.index(name)) | {"linestyle": ":", "linewidth": 1.1, "markersize": 2.5}
+        axes.plot(*means, **look, zorder=2)
 
 
 def _draw_spots(axes: Axes, group: Group, field: str, index: int, theme: Theme) -> None:
-    marker = MARKERS[(index + 1) % len(MARKERS)]
-    look: dict[str, Any] = {"marker": marker, "color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
     xs, ys = [getattr(spot, field) for spot in group.spots], [spot.gain for spot in group.spots]
-    axes.plot(xs, ys, **look, markeredgecolor=theme.ink, markeredgewidth=0.4, label=group.name, zorder=4)
+    look = _look(index) | {"markeredgecolor": theme.ink, "markeredgewidth": 0.4}
+    axes.plot(xs, ys, **look, label=group.name, zorder=4)
+
+
+def _look(index: int) -> dict[str, Any]:
+    """Colour and marker of a model: no two have both, though colours come again."""
+    marker = MARKERS[(index + 1) % len(MARKERS)]
+    return {"marker": marker, "color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
 
 
 def steps(lines: Sequence[Curve], shares: Mapping[int, float], *, dark: bool = False) -> Figure:

@@ -179,11 +179,15 @@ def _steps(made: Mapping[str, Any]) -> Cells:
 
 
 def _policies(made: Mapping[str, Any]) -> Cells:
+    """A row for all policies of one loss: with two iterations there is one gate, and several come to the same."""
     learned = made["compared"]["learned gate"]["loss"]
-    rows = []
-    for name, each in sorted(made["compared"].items(), key=lambda pair: pair[1]["loss"] or math.inf):
-        gap = None if each["loss"] is None or learned is None else each["loss"] - learned
-        rows.append([name, "yes" if each["causal"] else "no", f"{made['depth']:.3f}", _number(each["loss"])])
+    rows: list[list[str]] = []
+    alike: dict[tuple[float | None, bool], list[str]] = {}
+    for name, each in made["compared"].items():
+        alike.setdefault((each["loss"], each["causal"]), []).append(name)
+    for (loss, causal), names in sorted(alike.items(), key=lambda pair: pair[0][0] or math.inf):
+        gap = None if loss is None or learned is None else loss - learned
+        rows.append(["; ".join(names), "yes" if causal else "no", f"{made['depth']:.3f}", _number(loss)])
         rows[-1].append(NONE if gap is None else f"{gap:+.4f}")
     return ["policy", "causal", "iterations", "loss", "minus learned gate"], rows
 

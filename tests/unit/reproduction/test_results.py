@@ -242,6 +242,22 @@ def test_an_aim_is_reached_if_the_whole_interval_lies_beyond_it(judge):
     assert verdicts == [HOLDS, HOLDS, FAILS]
 
 
+def test_policies_that_come_to_the_same_share_a_row(judge):
+    losses = {"learned gate": 3.0, "oracle": 2.9, "uniform": 3.0, "geometric": 3.0, "kl": None, "change": None}
+    made = {name: {"loss": loss, "causal": name != "geometric"} for name, loss in losses.items()}
+    changes = {"mini-adaponder-lr-0.004-seed-1": {"measured": {"policies": {"depth": 1.5, "compared": made}}}}
+    lines = results.page_of(edited(judge, changes), EXPERIMENTS).splitlines()
+    rows = [
+        line.split(" | ", 2)[2] for line in lines if line.startswith("| AdaPonder, K = 4 | 1 | ") and "1.500" in line
+    ]
+    assert rows == [
+        "oracle | yes | 1.500 | 2.9000 | -0.1000 |",
+        "learned gate; uniform | yes | 1.500 | 3.0000 | +0.0000 |",
+        "geometric | no | 1.500 | 3.0000 | +0.0000 |",
+        "kl; change | yes | 1.500 | – | – |",
+    ]
+
+
 def test_measurements_are_shown_where_their_claim_is(judge):
     compared = {
         name: {"loss": loss, "causal": True} for name, loss in (("learned gate", 3.0), ("random", 3.1), ("kl", None))
