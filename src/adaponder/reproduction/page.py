@@ -53,7 +53,7 @@ def results_page(judge: Judge, *, figures: Mapping[str, str], others: Mapping[st
 def _opening(judge: Judge) -> list[str]:
     queue = judge.evidence.queue
     verdicts = Counter(judge.verdict(each.tests)[0] for each in judge.claims.statements)
-    counted = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict])
+    counted = ", ".join(f"{verdict} {verdicts[verdict]}" for verdict in VERDICTS if verdicts[verdict])
     runs = len({each.label for each in queue.experiments})
     return [
         "# Results",
