@@ -31,15 +31,38 @@ def commands_of(text: str) -> list[str]:
 def test_the_python_of_the_documents_runs(monkeypatch, tmp_path):
     blocks = re.findall(r"```python\n(.+?)```", README + USAGE, flags=re.DOTALL)
     assert len(blocks) == 2
-    encoded = transformers.BatchEncoding({"input_ids": ids(1, 6)})
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name: stock())
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, **how: encoded)
+    code = "".join(blocks).replace("max_new_tokens=50", "max_new_tokens=2")
+    open_model = transformers.AutoModelForCausalLM.from_pretrained
+    hub = {"EleutherAI/pythia-70m": stock()}
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda name: hub.get(name) or open_model(name)
+    )
     begun = []
     monkeypatch.setattr(transformers.Trainer, "train", lambda trainer: begun.append(trainer))
     monkeypatch.chdir(tmp_path)
     rows = [{"input_ids": row, "labels": row} for row in ids(2, 6)]
-    exec("".join(blocks), {"dataset": rows})
+    names = {"dataset": rows}
+    exec(code, names)
+    depths = ", ".join(str(depth) for depth in names["output"].depth[0].tolist())
+    assert f"[batch, time]: {depths}\n" in README
     assert any(isinstance(one, PonderCallback) for one in begun[0].callback_handler.callbacks)
+
+
+def test_the_first_screen_quotes_the_results():
+    sentence = " ".join(README[README.index("**Does it work?**") :].split("\n\n")[0].split())
+    results = (ROOT / "docs" / "results.md").read_text()
+    (row,) = re.findall(r"^\| AdaPonder, K = 4 \|.+$", README, flags=re.MULTILINE)
+    cost, gain = re.findall(r"([\d.]+)x .+ -([\d.]+) \[", row)[0]
+    assert f"{gain} nats below" in sentence
+    assert f"{cost} times its FLOPs" in sentence
+    quoted = [
+        r"AdaPonder, K = 4 minus PonderLM, K = 4: (\S+ \[.+?\])",
+        r"iterations saved: \+(\S+ %)",
+        r"FLOPs saved: \+(\S+ %)",
+    ]
+    for pattern in quoted:
+        number = re.findall(pattern, results)[0]
+        assert number in sentence, pattern
 
 
 def test_what_the_first_commands_read_is_there_in_a_fresh_clone():
