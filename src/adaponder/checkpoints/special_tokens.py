@@ -133,8 +133,9 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
         if from_scratch:
             settings.bos_token_id = end
         after = (settings.eos_token_id, getattr(settings, "pad_token_id", None))
-        if after != before:
-            changes.append(f"{name}: eos_token_id {before[0]} → {after[0]}, pad_token_id {before[1]} → {after[1]}")
+        for key, old, new in zip(("eos_token_id", "pad_token_id"), before, after, strict=True):
+            if new != old:
+                changes.append(f"{name}: {key} {old} → {new}")
     return changes
 
 

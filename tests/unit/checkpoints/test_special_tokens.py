@@ -53,6 +53,13 @@ def test_a_model_trained_from_scratch_agrees_with_its_tokenizer(trained):
     assert disagreements(trained) == []
 
 
+def test_only_what_changed_is_told():
+    model = tiny()
+    model.config.backbone_config.eos_token_id = model.generation_config.eos_token_id = 0
+    model.config.backbone_config.pad_token_id = model.generation_config.pad_token_id = None
+    assert align(model, 0) == ["generation config: pad_token_id None → 0"]
+
+
 def test_a_batch_of_prompts_works_as_it_comes_and_equals_its_singles(trained):
     model, words = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
     prompts = ["the cat sat", "rain fell and nobody read it again", "a"]
