@@ -13,6 +13,8 @@ from torch import Tensor
 @pytest.fixture(scope="module")
 def poisoned() -> Iterator[None]:
     """``empty`` in all its forms returns NaN (the largest integer, where there is no NaN) for the tests of a module."""
+    with torch.device("cpu"):
+        torch.empty(0)  # torch lists once which functions a device context turns: the true ones, for later modules
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
             patch.setattr(owner, name, _filled(getattr(owner, name)))
