@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Pass, Rows
+from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.exits import ExitImprovementLoss, ExpectedExitLoss
+from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, FixedDepth, Policy
 
 
@@ -30,13 +31,13 @@ class Ouro(Method):
         self.every_loop = FixedDepth(config.iterations)
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
-        staying = torch.ones(embedded.shape[:-1], device=embedded.device)
+        staying = embedded.new_ones(embedded.shape[:-1], dtype=wide_dtype(embedded.dtype))
         return State(self.scaled(embedded), carried=(staying,))
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         hidden, (staying,) = rows.freeze(output.hidden, state.hidden), state.carried
         logit = rows.gate((self.exit,), hidden)
-        staying = staying * torch.sigmoid(-logit.float())  # prod (1 - lambda_j)
+        staying = staying * gate_probability(-logit)  # prod (1 - lambda_j)
         return State(hidden, hidden, (staying,))
 
     def advance(self, rows: Rows, state: State) -> State:

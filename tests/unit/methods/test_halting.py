@@ -241,3 +241,16 @@ def test_the_gates_of_a_new_model_all_start_at_the_sigmoid_of_the_configured_bia
     assert gates.shape == (2, 9, 2)
     assert torch.equal(gates, torch.sigmoid(torch.full_like(gates, 1.5)))
     assert len(model.method.gates) == (1 if shared else 2)
+
+
+@pytest.mark.parametrize("method", support.HALTING)
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
+def test_a_policy_is_given_the_signal_in_the_models_precision_and_at_least_float32(method, dtype, wide):
+    model, seen = support.tiny(method, dtype=dtype).eval(), []
+
+    def watch(rows):
+        seen.append(rows.gate.dtype)
+        return torch.ones_like(rows.active)
+
+    model(support.ids(1, 4), policy=watch)
+    assert set(seen) == {wide}
