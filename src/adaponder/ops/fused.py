@@ -14,13 +14,17 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
+def has_kernels(like: Tensor) -> bool:
+    """Whether Triton kernels may run where ``like`` lies: on CUDA, unless ``ADAPONDER_KERNELS=0`` says otherwise."""
+    return HAS_TRITON and like.is_cuda and os.environ.get("ADAPONDER_KERNELS") != "0"
+
+
 def runs_fused(like: Tensor) -> bool:
-    """Kernels run on CUDA where products are computed in bf16 or fp16, unless ``ADAPONDER_KERNELS=0`` says otherwise.
+    """Whether an operation on products runs its kernels: where products are computed in bf16 or fp16.
 
     Under ``torch.compile`` the torch version is traced, and the compiler fuses it.
     """
-    wanted = HAS_TRITON and not torch.compiler.is_compiling() and os.environ.get("ADAPONDER_KERNELS") != "0"
-    return wanted and like.is_cuda and compute_dtype(like) in _FUSED_DTYPES
+    return not torch.compiler.is_compiling() and has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:

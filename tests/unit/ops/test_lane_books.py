@@ -1,6 +1,7 @@
 """The kernels of the books against the plain version, in Triton's interpreter."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="no Triton on this platform")
 
 from adaponder.halting import pondered
+from adaponder.ops import fused, lane_books, lane_windows
 from adaponder.ops.lane_books import torch as plain
 from adaponder.ops.lane_books import triton as kernels
 from adaponder.ops.lane_books.torch import Books
@@ -77,3 +79,15 @@ def test_kernels_force_alike():
     wanted = plain.force_rows(keep, forced, lane, place, iteration, last[:, 2])
     assert torch.equal(ours, wanted)
     assert 0 < int(wanted.sum()) < 40
+
+
+@pytest.mark.parametrize("runs", [fused.has_kernels, lane_books._by_kernels, lane_windows._by_kernels])
+def test_one_switch_turns_the_kernels_of_the_books_off_too(runs, monkeypatch):
+    class Lanes(types.SimpleNamespace):
+        def __len__(self) -> int:
+            return 3
+
+    lane = Lanes(is_cuda=True)
+    assert runs(lane)
+    monkeypatch.setenv("ADAPONDER_KERNELS", "0")
+    assert not runs(lane)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaponder.ops.fused import HAS_TRITON, runs_fused
+from adaponder.ops.fused import has_kernels, runs_fused
 from adaponder.ops.lane_books import torch as plain
 from adaponder.ops.lane_books.torch import GOES_ON, NOT_A_NUMBER, Begun, Books, book_rows
 
@@ -16,12 +16,14 @@ __all__ = [
     "begin_rows",
     "book_rows",
     "end_rows",
+    "force_rows",
     "ponder_rows",
     "resume_rows",
 ]
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
+    """See :func:`adaponder.ops.lane_books.torch.begin_rows`."""
     if _by_kernels(lane) and width == 1:
         from adaponder.ops.lane_books import triton as kernels
 
@@ -67,5 +69,5 @@ def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iterat
 
 
 def _by_kernels(lane: Tensor) -> bool:
-    """On a GPU, where there is a row at all."""
-    return lane.is_cuda and HAS_TRITON and len(lane) > 0
+    """Where kernels may run and there is a row at all."""
+    return has_kernels(lane) and len(lane) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adaponder.ops.fused import HAS_TRITON
+from adaponder.ops.fused import has_kernels
 from adaponder.ops.lane_books import Books
 from adaponder.ops.lane_windows import torch as plain
 from adaponder.ops.lane_windows.torch import DraftWindows, WindowRows
@@ -33,5 +33,5 @@ def end_windows(books: Books, windows: DraftWindows, lane: Tensor, *said: Tensor
 
 
 def _by_kernels(lane: Tensor) -> bool:
-    """On a GPU, where there is a row at all."""
-    return lane.is_cuda and HAS_TRITON and len(lane) > 0
+    """Where kernels may run and there is a row at all."""
+    return has_kernels(lane) and len(lane) > 0
