@@ -78,9 +78,8 @@ class Cached(Sparse):
         sequence, slot = index[kept] // time, self.past + index[kept] % time
         read = ledger.write(sequence, slot, sequences, self.passes)
         plan = RowPlan(read=read, stored=kept, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot)
-        key = Places(
-            *ledger.places(sequences), present=read >= 0
-        )  # packed rows meet only a caller's ledger, for which documents are refused
+        # Without documents: packed rows meet only a caller's ledger, for which packed documents are refused.
+        key = Places(*ledger.places(sequences), present=read >= 0)
         holding = {"stores": ledger.snapshot(), "plan": plan}
         own = torch.searchsorted(sequences, index // time)
         output = self._read_lane(x, index, sequence=own, key=key, view=RowView, holding=holding)

@@ -28,14 +28,15 @@ class Sparse(Execution):
         self._active_index: Tensor | None = None
 
     def index_of(self, chosen: Tensor) -> Tensor:
-        """The row indices of all real or of all active tokens, whichever mask is given.
+        """The row indices of the tokens of a mask, which must be ``tokens.real`` or ``active`` itself.
 
-        How many they are is something that the host must wait for, so it is asked once for each mask.
+        How many they are is something that the host must wait for, so it is asked once for each of the two.
         """
         if chosen is self.tokens.real:
             if self._real_index is None:
                 self._real_index = chosen.flatten().nonzero().squeeze(1)
             return self._real_index
+        assert chosen is self.active
         if self._active_index is None:
             self._active_index = self.active.flatten().nonzero().squeeze(1)
         return self._active_index

@@ -25,9 +25,8 @@ class AdaPonder(Ponder):
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
-        count = min(1, config.gates()) if config.shared_gate else config.gates()
         self.gates = nn.ModuleList(
-            Gate(config.hidden_size, width=config.gate_width, bias=config.gate_bias) for _ in range(count)
+            Gate(config.hidden_size, width=config.gate_width, bias=config.gate_bias) for _ in range(_gates(config))
         )
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
@@ -78,8 +77,7 @@ class AdaPonder(Ponder):
     @classmethod
     def own_parameters(cls, config: AdaPonderConfig) -> int:
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
-        gates = min(1, config.gates()) if config.shared_gate else config.gates()
-        return gates * (inner * d + inner + inner + 1 if inner else d + 1)
+        return _gates(config) * (inner * d + inner + inner + 1 if inner else d + 1)
 
     @classmethod
     def gate_flops(cls, config: AdaPonderConfig) -> int:
@@ -95,3 +93,8 @@ class AdaPonder(Ponder):
     @classmethod
     def described(cls, config: AdaPonderConfig) -> dict[str, Any]:
         return {"tau": config.tau, "gate width": config.gate_width, "gate bias at start": config.gate_bias}
+
+
+def _gates(config: AdaPonderConfig) -> int:
+    """How many gates there are: one for all iterations where it is shared."""
+    return min(1, config.gates()) if config.shared_gate else config.gates()

@@ -145,7 +145,7 @@ def cost_of(
         body=2 * shape.body * rows,
         attention=attended,
         head=head,
-        expectation=mixed * expectation_flops(config, shape),
+        expectation=mixed * expectation_flops(shape),
         gates=gates * method.gate_flops(config),
         kv_bytes=(iterations * tokens if layout.stores_all else reads) * shape.kv * dtype.itemsize,
         vanilla=2 * shape.body * once.rows + once.attention + head,
@@ -191,7 +191,7 @@ def training_flops(config: AdaPonderConfig, *, sequence: int, shape: Shape | Non
     return 3 * (cost.flops + again * cost.head) / sequence
 
 
-def expectation_flops(config: AdaPonderConfig, shape: Shape) -> int:
+def expectation_flops(shape: Shape) -> int:
     """One expected embedding: logits over V, then a mixture of V embeddings.
 
     ``expectation_top_k`` changes which of them count, not what is multiplied: the others get probability 0.

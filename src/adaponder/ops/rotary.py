@@ -47,7 +47,7 @@ def use(stock: PreTrainedModel) -> None:
     own = getattr(family, NAME, None)
     if own is None or hasattr(own, "parts"):
         return
-    # In how many parts a head may lie of which the first is turned.
+    # Numbers of equal parts that a head may be split into, of which rotary embedding turns the first.
     parts = {count for count in (1, 2, 4) if _same(own, count)}
 
     @wraps(own)

@@ -314,7 +314,7 @@ def test_the_true_cost_of_four_iterations_is_the_published_one(name):
         cost = cost_of(depth, config, shape=shape)
         # The table lets a token that halts pay for one more mixture; here the mask comes before the expectation.
         halted = int((depth < 4).sum())
-        unmasked = cost.flops + halted * expectation_flops(config, shape)
+        unmasked = cost.flops + halted * expectation_flops(shape)
         assert round(unmasked / cost.vanilla, 1) == published
 
 

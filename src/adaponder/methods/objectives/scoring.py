@@ -50,8 +50,6 @@ def scorer(
 ) -> Scorer:
     """How a method's loss sees the targets; ``items`` is the count to average over, if it is more than this batch.
 
-    ``items`` is rounded once, to the precision of what it divides.
-
     ``logits`` are those of the last hidden state where they exist anyway; any others are never held whole.
     """
     # What a padding token predicts does not count, so the first real token of a left-padded row is no target.
@@ -63,6 +61,7 @@ def scorer(
         share = _finely(counted.sum()) / items
 
     def per_item(total: Tensor) -> Tensor:
+        # A count is rounded once, to the precision of what it divides.
         return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)
 
     def nll(hidden: Tensor) -> Tensor:
