@@ -134,16 +134,7 @@ def deploy(
     if cluster.address is None:
         _secure()
     ray, serve = _import_ray()
-    if cluster.address is None:
-        ray.init(
-            include_dashboard=False,
-            num_cpus=_cores(cluster),
-            _node_ip_address="127.0.0.1",
-            log_to_driver=False,
-            logging_level="error",
-        )
-    else:
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    _connect(ray, cluster)
     connected()
     port = cluster.port or _free_port(cluster.host)
     http = {"host": cluster.host, "port": port}
@@ -154,6 +145,21 @@ def deploy(
     serve.run(_application(make, cluster, quiet), name=APPLICATION, route_prefix="/")
     name = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
     return f"http://{name}:{port}"
+
+
+def _connect(ray: Any, cluster: Cluster) -> None:
+    """Starts Ray, or connects to the cluster that is named; says in one line what Ray says where that fails."""
+    how: dict[str, Any] = {"address": cluster.address}
+    failed = f"--ray-address {cluster.address}: no connection to Ray there"
+    if cluster.address is None:
+        how = {"include_dashboard": False, "num_cpus": _cores(cluster), "_node_ip_address": "127.0.0.1"}
+        failed = "Ray did not start"
+    try:
+        ray.init(**how, log_to_driver=False, logging_level="error")
+    except _EndedError:
+        raise
+    except Exception as error:  # Ray raises the bare class too
+        raise InputError(f"{failed}: {' '.join(str(error).split())}") from error
 
 
 def stop(*, started: bool) -> None:

@@ -187,3 +187,29 @@ def test_ray_is_imported_inside_functions_of_one_file_alone():
 
 def _imported(node: ast.Import | ast.ImportFrom) -> str:
     return node.names[0].name if isinstance(node, ast.Import) else node.module or ""
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "said"),
+    [
+        (None, Exception("timed out\nduring startup"), "^Ray did not start: timed out during startup$"),
+        ("nonsense", ValueError("Invalid address"), "^--ray-address nonsense: no connection to Ray there: Invalid"),
+    ],
+)
+def test_where_ray_does_not_run_one_line_says_so(monkeypatch, address, error, said):
+    def init(**how: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(ours, "_import_ray", lambda: (SimpleNamespace(init=init), None))
+    monkeypatch.setattr(ours, "_secure", lambda: None)
+    with pytest.raises(InputError, match=said):
+        ours.deploy(lambda: Seen(), ours.Cluster(port=1, address=address, lanes=1))
+
+
+def test_an_end_while_ray_starts_stays_one():
+    def init(**how: Any) -> None:
+        raise ours._EndedError
+
+    with pytest.raises(ours._EndedError):
+        ours._connect(SimpleNamespace(init=init), ours.Cluster(port=1, lanes=1))
