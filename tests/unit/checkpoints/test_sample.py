@@ -19,7 +19,7 @@ from adaponder.checkpoints.manifest import read_manifest, verify_files
 from adaponder.checkpoints.shipped import TEXT, data_of, shipped
 from adaponder.cli import app
 from adaponder.commands.puzzle import by_need, read_puzzles
-from adaponder.data.hops import BAR, STOP
+from adaponder.data.hops import BAR, STOP, Hops
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe
@@ -154,7 +154,7 @@ def test_the_puzzler_is_whole_and_small_and_opens_by_its_name(tmp_path, monkeypa
 
 
 def test_its_depth_follows_the_hops_and_its_answers_are_right():
-    read = read_puzzles(AutoModelForCausalLM.from_pretrained(HOPS).eval(), seed=123, puzzles=100)
+    read = read_puzzles(AutoModelForCausalLM.from_pretrained(HOPS).eval(), Hops(seed=123, documents=100))
     rows = by_need(read)
     assert all(row["right"] > 0.95 for row in rows)
     assert [round(row["depth"]) for row in rows[:2]] == [1, 2]
