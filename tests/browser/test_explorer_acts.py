@@ -34,6 +34,7 @@ def test_the_dial_moves_depth(explorer):
     assert set(explorer.columns()) == {3}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("word", ["entropy", "kl", "change", "random"])
 def test_every_rule_on_offer_is_taken(explorer, word):
     explorer.fill(TEXT)

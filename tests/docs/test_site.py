@@ -64,6 +64,7 @@ def broken(pages: dict[Path, Page]) -> Iterator[str]:
                 yield f"{path.name}: {target} has no such anchor"
 
 
+@pytest.mark.every
 def test_every_link_of_the_site_leads_somewhere(site, pages):
     assert len(pages) > 15
     assert not list(broken(pages))

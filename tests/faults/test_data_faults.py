@@ -350,6 +350,7 @@ def test_18_odd_documents_are_defined(tmp_path):
     ]
 
 
+@pytest.mark.every
 def test_18_a_line_of_ten_megabytes_is_a_document_like_any_other(tmp_path):
     (tmp_path / "long.jsonl").write_text('{"text": "short"}\n{"text": "' + "ab" * 5_000_000 + '"}\n')
     load_tokenizer("train-bpe:300", ["ab" * 400, "short text"])[0].save(str(tmp_path / "t.json"))

@@ -343,6 +343,7 @@ def test_code_and_foreign_weights_are_refused_before_any_of_it_is_loaded(good, t
         refuse_unsafe(folder)
 
 
+@pytest.mark.every
 def test_yes_on_standard_input_runs_nothing(good, tmp_path):
     """The attack that once worked, as a process of its own."""
     folder, canary = Path(shutil.copytree(good / "stock", tmp_path / "ckpt")), tmp_path / "canary"

@@ -36,6 +36,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.every
 def test_the_commands_run_one_after_the_other(folder, monkeypatch):
     monkeypatch.chdir(folder)
     blocks = re.findall(r"```bash\n(.+?)```", PAGE, flags=re.DOTALL)
@@ -58,6 +59,7 @@ def test_the_commands_run_one_after_the_other(folder, monkeypatch):
     assert all("mean depth" in output for name, output in run if name == "train")
 
 
+@pytest.mark.every  # what the commands before it left is read
 def test_the_python_runs_and_leaves_a_checkpoint(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (code,) = re.findall(r"```python\n(.+?)```", PAGE, flags=re.DOTALL)

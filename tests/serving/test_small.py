@@ -45,6 +45,7 @@ def test_cases_made_from_the_document_are_answered_without_an_error_of_the_serve
     wait_for(lambda: not server.worker.sequences and not server.worker.jobs, "nothing is under way")
 
 
+@pytest.mark.every
 def test_lm_eval_s_client_gets_the_scores_of_eval(server: Running, tmp_path: Path):
     folder = write_checkpoint(tmp_path / "model")
     data = write_records(tmp_path / "records", {"arc_easy": records()["arc_easy"]})

@@ -41,6 +41,7 @@ def forced(model, depth: int, windows: Windows = WINDOWS) -> np.ndarray:
     return score(model, text(), windows, how=how).nll
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_says_what_scoring_says_at_every_depth(method):
     model = tiny(method)

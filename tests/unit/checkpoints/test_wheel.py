@@ -69,6 +69,7 @@ def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
     assert "Language models that think longer on hard tokens" in about  # the README
 
 
+@pytest.mark.every
 def test_what_is_installed_from_the_wheel_opens_the_sample_without_a_network(wheel, tmp_path):
     """In an environment of its own, with the libraries of this one and without this checkout."""
     venv.create(tmp_path / "env")

@@ -102,6 +102,7 @@ ASKED = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", ASKED)
 @pytest.mark.parametrize(
     ("method", "policy"),

@@ -141,6 +141,7 @@ def test_budgets_are_profiles_or_depths_between_them(server):
         budget_policy(tiny_served(), 2.0)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_served(method):
     with serving(tiny_served(tiny(method)), Settings(lanes=2)) as server:

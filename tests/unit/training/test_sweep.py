@@ -257,6 +257,7 @@ def stop_at(monkeypatch, name: str, step: int) -> None:
     monkeypatch.setattr(Telemetry, "advance", advancing)
 
 
+@pytest.mark.every
 def test_stopped_and_gone_on_with_is_never_having_stopped(recipe, swept, tmp_path, monkeypatch):
     out, grid = tmp_path / "out", ["train.ponder_weight=1", "train.k_max=0.5,0.9"]
     with monkeypatch.context() as patch:
@@ -284,6 +285,7 @@ def test_a_signal_in_a_runs_last_step_stops_the_sweep_all_the_same(recipe, tmp_p
         command.run(SweepOptions(recipe=recipe, grid=["train.k_max=0.5"], out=out), quiet=True)
 
 
+@pytest.mark.every
 def test_a_run_that_fails_is_a_line_of_the_table_and_the_others_go_on(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     short = ["train.eval_tokens=64"]
@@ -311,6 +313,7 @@ def test_where_every_run_fails_there_is_no_figure_and_it_is_said(recipe, tmp_pat
     assert not (tmp_path / "out" / "sensitivity.png").exists()
 
 
+@pytest.mark.every
 def test_the_data_is_prepared_once_for_all_runs(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("adaponder.training.data.os.cpu_count", lambda: 1)

@@ -117,6 +117,7 @@ def plain_loop(recipe: Recipe, shards: Path) -> tuple[list[float], dict[str, tor
 APART = ("data.attend_across_documents=false", "train.micro_batch=1", "train.steps=12")
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("data", "how"),
     [("shards", ["train.steps=50"]), ("apart", APART), ("apart", [*APART, "data.sequence=1"])],
@@ -238,6 +239,7 @@ def test_gates_alone_train_first_and_the_backbone_waits(shards, tmp_path):
         train(small(shards, "train.freeze_backbone_steps=4", method="ponder"), out=tmp_path / "no", quiet=True)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 7])
 def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkeypatch, stop_at):
     recipe = small(shards, "train.freeze_backbone_steps=2", "train.save_every=1")
