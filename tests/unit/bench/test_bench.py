@@ -330,6 +330,7 @@ def test_what_skipping_promises_in_training_is_counted_by_hand():
     assert flops == pytest.approx([3 * dense, 3 * dense, 3 * compact], rel=1e-12)
 
 
+@pytest.mark.compiler
 def test_compiled_training_that_skips_tokens_stays_compiled(monkeypatch, tmp_path):
     compile_passes = models.AdaPonderForCausalLM.compile_passes
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))

@@ -181,6 +181,7 @@ def test_what_a_launch_took_beyond_its_own_work_is_idle_time():
     assert decode_engine.idle_of(4.1, 4.0) == 0
 
 
+@pytest.mark.every
 def test_the_record_has_every_figure_of_every_row(tmp_path):
     found = measured("--lanes=2", "--contexts=6", "--depths=4,2", "--only=engine", "--only=portable", tmp_path=tmp_path)
     assert found["command"] == "bench decode"

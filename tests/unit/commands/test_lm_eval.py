@@ -109,6 +109,7 @@ def test_both_models_of_the_command_line_score_as_adaponder_eval_does(command_li
     }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("asked", ["policy=fixed:2", "profile=two", "max_iterations=2"])
 def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoint, records, expected):
     found = command_line("--model", "adaponder", "--model_args", f"pretrained={checkpoint},{asked}", names=NAMES[1:2])

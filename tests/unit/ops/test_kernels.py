@@ -161,6 +161,7 @@ def test_the_expectation_is_no_worse_than_the_plain_one(device, shape, chunk, bi
         assert_no_worse(make, ours, run_expectation(expectation_op.plain_vocab_expectation), dtype)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("device", PLACES)
 def test_kept_logits_change_no_bit_and_serve_a_second_backward(device, shape):
@@ -296,6 +297,7 @@ def test_attention_of_scattered_rows_is_no_worse_than_the_reference(device, patt
     compare_attention(active, rows, heads=heads, key_heads=key_heads, size=size, device=device)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("device", PLACES)
 def test_rows_that_see_whole_blocks_of_keys_are_no_worse_either(device):
     active = torch.rand(1, 190, generator=torch.Generator().manual_seed(4)) < 0.8

@@ -54,6 +54,7 @@ def server():
         yield running
 
 
+@pytest.mark.every
 def test_many_at_once_each_say_what_they_say_alone(server):
     engine = Engine(tiny(), lanes=1)
     generator = random.Random(0)

@@ -156,6 +156,7 @@ def test_a_model_by_its_path_trains_in_bfloat16_and_reporters_before_the_callbac
     assert 1 <= evaluation["eval_depth"] <= 3
 
 
+@pytest.mark.every
 def test_gradient_checkpointing_changes_no_weight(words, tmp_path):
     def weights(**how) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
