@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from adaponder.reproduction import demand
 from adaponder.reproduction.answers import answers
-from adaponder.reproduction.claims import Finding, Judge
+from adaponder.reproduction.claims import Finding, Judge, Statement
 from adaponder.reproduction.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
 from adaponder.reproduction.tables import (
     NONE,
@@ -52,7 +52,8 @@ def results_page(judge: Judge, *, figures: Mapping[str, str], others: Mapping[st
 
 def _opening(judge: Judge) -> list[str]:
     queue = judge.evidence.queue
-    verdicts = Counter(judge.verdict(each.tests)[0] for each in judge.claims.statements)
+    judged = [(each, judge.verdict(each.tests)[0]) for each in judge.claims.statements]
+    verdicts = Counter(verdict for _, verdict in judged)
     counted = ", ".join(f"{verdict} {verdicts[verdict]}" for verdict in VERDICTS if verdicts[verdict])
     runs = len({each.label for each in queue.experiments})
     return [
@@ -86,15 +87,15 @@ def _opening(judge: Judge) -> list[str]:
             f"{len(judge.claims.statements)} statements: {counted}.",
             f"{len(judge.evidence.used)} records of {runs} runs in the queue.",
         ),
-        *_in_short(judge),
+        *_in_short(judged),
     ]
 
 
-def _in_short(judge: Judge) -> list[str]:
+def _in_short(judged: Sequence[tuple[Statement, str]]) -> list[str]:
     """The statements that hold and those that do not, without their numbers."""
     lines: list[str] = []
     for verdict in (HOLDS, FAILS):
-        found = [each for each in judge.claims.statements if judge.verdict(each.tests)[0] == verdict]
+        found = [each for each, said in judged if said == verdict]
         if found:
             lines += ["", f"**{verdict[0].upper()}{verdict[1:]}:**", ""]
             lines += [f"- {each.says.rstrip('.')} ({each.where})." for each in found]

@@ -61,7 +61,7 @@ def improvement_loss(logit: Tensor, losses: Tensor) -> Tensor:
     ``sigmoid(50 (I_t - 0.005))``, where ``I_t = max(0, L_{t-1} - L_t)`` is what the loop gained.
 
     The first loop has none before it to gain on, so K loops have K - 1 terms. Divided by K instead, the loss would be
-    smaller by a constant factor: it is the whole loss of its stage, and AdamW's steps do not depend on its scale.
+    smaller by a constant factor: it is the whole loss of its stage, and AdamW's steps hardly depend on its scale.
     """
     if len(losses) == 1:
         return torch.zeros_like(losses[0])
