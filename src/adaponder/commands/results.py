@@ -28,7 +28,8 @@ CAPTIONS = {
     POLICIES: "Loss of each policy minus the learned gate's, on AdaPonder's checkpoints, at equal realised depth: a "
     "point per seed, a bar at the mean.",
     DEMAND: "Left: share of right answers by the hops that a question needs, of models that read every token K times "
-    "and of one that halts. Right: how often that one reads the token that answers, in % of the questions.",
+    "and of the run that halts with the best rank correlation. Right: how often that one reads the token that answers, "
+    "in % of the questions.",
 }
 
 

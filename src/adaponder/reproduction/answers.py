@@ -58,7 +58,11 @@ def _resolution(judge: Judge) -> list[str]:
         return []
     words = "Three paired seeds tell apart, half of the time or more, what exceeds the last column"
     effect = 0.003
-    said = "so an effect of 0.003 is chance here" if smallest > effect else "so an effect of 0.003 can be seen"
+    said = (
+        "so an effect of 0.003 cannot be told from chance here"
+        if smallest > effect
+        else "so an effect of 0.003 can be seen"
+    )
     return [*table, "", f"{words}, {smallest:.4f} at the least: {said}."]
 
 

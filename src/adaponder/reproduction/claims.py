@@ -250,8 +250,11 @@ def _collapse(judge: Judge, test: Test) -> Finding:
 
 
 def _same_order(judge: Judge, test: Test) -> Finding:
-    """Runs that differ by more than ``by`` differ in the same direction after half of the training."""
-    by, kept, turned, seeds = test["by"], 0, [], 3
+    """Runs that differ by more than ``by`` differ in the same direction after half of the training.
+
+    A pair counts for a verdict where both of its differences are told from 0.
+    """
+    by, kept, turned, seeds, verdicts = test["by"], 0, [], 3, []
     for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
         full = paired(judge.values(first), judge.values(second))
         half = paired(judge.values(first_half), judge.values(second_half))
@@ -260,14 +263,17 @@ def _same_order(judge: Judge, test: Test) -> Finding:
         seeds = min(seeds, len(full.values), len(half.values))
         if abs(full.mean) <= by:
             continue
-        if full.mean * half.mean > 0:
+        same = full.mean * half.mean > 0
+        told = statistics.UNRESOLVED not in (statistics.lower(full), statistics.lower(half))
+        verdicts.append((statistics.HOLDS if same else statistics.FAILS) if told else statistics.UNRESOLVED)
+        if same:
             kept += 1
         else:
             turned.append(f"{first} minus {second} is {full.mean:+.4f}, after half of the steps {half.mean:+.4f}")
     words = f"{kept} of {kept + len(turned)} pairs that differ by more than {by:g} do so in the same direction"
-    verdict = statistics.FAILS if turned else statistics.HOLDS if kept else statistics.UNRESOLVED
     if seeds < 2:
-        verdict, words = statistics.UNRESOLVED, f"{words} (one seed)"
+        words = f"{words} (one seed)"
+    verdict = statistics.all_of(verdicts) if verdicts else statistics.UNRESOLVED
     return Finding(verdict, "; ".join([f"{test['what']}: {words}", *turned]))
 
 
@@ -296,7 +302,8 @@ def _check_mark(judge: Judge, test: Test) -> Finding:
         f"seed {seed}: " + ", ".join("none" if loss is None else f"{loss:.2f}" for loss in losses)
         for seed, losses in by_seed.items()
     )
-    return Finding(statistics.often(cases), f"loss by step, {listed}")
+    seen = f"a check mark in {sum(cases.values())} of {len(cases)}"
+    return Finding(statistics.often(cases), f"loss by step, {listed} ({seen})")
 
 
 def _easier(judge: Judge, test: Test) -> Finding:
@@ -351,6 +358,17 @@ def _above_chance(judge: Judge, test: Test) -> Finding:
 _CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "sciq": 0.25, "lambada_openai": 0.0}
 
 
+def _right(judge: Judge, test: Test) -> Finding:
+    first, second = test["right"]
+    scores = [{seed: _downstream(made)[0] for seed, made in judge.measured(a, "tasks").items()} for a in test["right"]]
+    difference = paired(*scores)
+    words = f"{_versus(judge, first, second)} in mean accuracy: {shown(difference, percent=True)}"
+    if "within" in test:
+        return Finding(statistics.equal(difference, test["within"]), words)
+    verdict = statistics.lower(None if difference is None else paired(scores[1], scores[0]))
+    return Finding(verdict, words)
+
+
 def _downstream(measured: Mapping[str, Any]) -> tuple[float, float]:
     """(mean accuracy, mean of what guessing reaches) over the sets."""
     scores = {each["task"]: each["metrics"]["acc"]["value"] for each in measured["tasks"]}
@@ -375,6 +393,7 @@ KINDS: Mapping[str, Callable[[Judge, Test], Finding]] = {
     "gap": _gap,
     "faster": _faster,
     "above_chance": _above_chance,
+    "right": _right,
     "untestable": _untestable,
 }
 _NAMES = {"depth": "iterations", "mflops": "inference FLOPs", "training": "training FLOPs", "ratio": "FLOPs"}

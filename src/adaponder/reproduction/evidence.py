@@ -21,6 +21,11 @@ from adaponder.reproduction.records import record_of, records_of, result
 from adaponder.reproduction.statistics import at_depth
 from adaponder.training.build import config_of
 
+# How far a measured depth may lie from the depth that a dial is compared at: budgets are 0.25 apart.
+_NEAR = 0.15
+# Windows that a cost is the mean of: enough for four digits.
+_WINDOWS = 16
+
 
 class Point(NamedTuple):
     """One run as its record has it.
@@ -110,6 +115,12 @@ class Evidence:
         return None if record is None else point_of(experiment, record)
 
     @cached_property
+    def done(self) -> set[str]:
+        """Labels of the queue's runs that have a record with all that any claim measures on them."""
+        labels = {each.label for each in self.queue.experiments}
+        return labels - {each.label for each in self.queue.experiments if self.point(each) is None}
+
+    @cached_property
     def used(self) -> set[str]:
         """Files of the records that belong to a run of the queue."""
         return {point.record["file"] for seeds in self._runs.values() for points in seeds.values() for point in points}
@@ -154,8 +165,8 @@ class Evidence:
     def dialled(self, setting: str) -> dict[int, list[tuple[float, float, float]]]:
         """By seed (mean depth, FLOPs relative to the plain decoder, loss) of one checkpoint turned by the dial.
 
-        The dial is turned on other text than the validation's; losses are that checkpoint's validation loss plus how
-        far the dial is from its own depths there.
+        The dial is turned on a part of the validation's text; losses are that checkpoint's validation loss plus how far
+        the dial is from its own depths there.
         """
         found = {}
         for seed, point in sorted(self._measured_runs(setting, "dial").items()):
@@ -168,10 +179,13 @@ class Evidence:
     def dial_over_curve(self, setting: str, curve: Sequence[str], depth: float, of: str = "depth") -> dict[int, float]:
         """Loss at that mean depth of checkpoints turned by the dial, minus the curve's at equal ``depth`` or ``ratio``.
 
-        Paired by seed.
+        Paired by seed; only where a checkpoint was turned to about that depth. Some jump: no threshold gives PonderNet
+        a mean between one and two iterations.
         """
         found = {}
         for seed, turned in self.dialled(setting).items():
+            if not any(abs(at - depth) <= _NEAR for at, _, _ in turned):
+                continue
             loss = at_depth([(at, value) for at, _, value in turned], depth)
             x = depth if of == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
             value = None if x is None else self._on_curve(curve, seed, x, of)
@@ -255,14 +269,14 @@ def _shape(backbone: str) -> Shape:
 def _window_costs(key: str, shares: tuple[float, ...], length: int) -> tuple[float, float, float]:
     """(MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
     config = _config(key)
-    depths = torch.ones(length, dtype=torch.long)
-    # Depths in these shares, spread evenly over the window: a multiple of the golden ratio visits all parts alike.
-    place = torch.arange(length, dtype=torch.float64) * 0.6180339887498949 % 1.0
+    depths = torch.ones(_WINDOWS * length, dtype=torch.long)
+    # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
+    place = torch.arange(len(depths), dtype=torch.float64) * 0.6180339887498949 % 1.0
     halted = 0.0
     for share in shares[:-1]:
         halted += share
         depths += (place >= halted).long()
     shape = _shape(config.backbone_config.to_json_string())
-    skipping = cost_of(depths[None], config, shape=shape)
+    skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
     training = training_flops(config, sequence=length, shape=shape)
-    return skipping.flops / length / 1e6, skipping.ratio, training / 1e6
+    return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6

@@ -80,7 +80,7 @@ def main_table(judge: Judge, aliases: Sequence[str]) -> list[str]:
     base = aliases[0]
     seeds = _seeds(judge, aliases)
     head = ["", *(f"loss, seed {seed}" for seed in seeds), f"minus {judge.title(base)}", "PPL", "iterations"]
-    head += ["inference MFLOP/token", "x plain", "training PFLOP", "parameters", "of them gates", "tokens/s"]
+    head += ["inference MFLOP/token", "x plain", "training PFLOP", "parameters", "of them added", "tokens/s"]
     rows = []
     for alias in aliases:
         points = judge.evidence.points(judge.claims.runs[alias])
