@@ -119,22 +119,19 @@ def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Gr
 
 
 def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -> None:
-    """The line through the means over seeds, and a faint point per seed."""
+    """The line through the means over seeds, a faint point per seed, and at the top the name of each depth."""
     means: list[tuple[float, float]] = []
     for group in groups:
         every = [(getattr(spot, field), spot.gain) for spot in group.spots]
         axes.scatter(*zip(*every, strict=True), s=14, color=theme.muted, alpha=0.7, linewidths=0, zorder=2)
         mean = sum(x for x, _ in every) / len(every), sum(y for _, y in every) / len(every)
-        name = group.name.rpartition(", ")[2]
-        # Where the line does not come from: right of the first point and where it rises, else below.
-        below = bool(means) and mean[1] <= means[-1][1]
-        place: dict[str, Any] = {"xytext": (-5, -11) if below else (6, 5), "ha": "right" if below else "left"}
-        place |= {"textcoords": "offset points", "fontsize": 7}
-        place |= {"bbox": {"facecolor": theme.paper, "edgecolor": "none", "alpha": 0.7, "pad": 0.5}}
-        axes.annotate(name, mean, **place, zorder=2.5)
         means.append(mean)
     look: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 4, "linewidth": 1.0, "zorder": 3}
     axes.plot(*zip(*means, strict=True), **look, label="separately trained (grey: seeds)")
+    top = axes.secondary_xaxis("top")
+    top.set_xticks([x for x, _ in means], [group.name.rpartition(", ")[2] for group in groups], fontsize=7)
+    top.tick_params(length=2)
+    top.spines["top"].set_visible(False)
 
 
 def _draw_dials(axes: Axes, dials: Sequence[Group], field: str, names: Sequence[str]) -> None:

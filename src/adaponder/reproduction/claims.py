@@ -168,6 +168,8 @@ _CHANGES = {
     "model.halt_prior": "halt prior {value}",
     "model.loss_prior": "loss prior {value}",
     "model.lookahead_by": "labels counted by {value}",
+    "model.lookahead_delta": "asking for {value} nats",
+    "model.gate_share": "gates halt in {value} of the sequences",
     "train.capacity_warmup": "halts from step {value}",
     "train.ponder_start": "ponder loss from step {value}",
     "train.ponder_full": "in full from {value}",
