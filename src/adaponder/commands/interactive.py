@@ -18,7 +18,7 @@ from adaponder.errors import AdaPonderError, InputError
 from adaponder.inference.engine import Engine
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import Policy, parse_policy, spec_of
+from adaponder.policies import Policy, parse_policy
 from adaponder.terminal import console, errors, legend, line, table
 from adaponder.text import TextEngine, Writing, chat_ids, pieces
 
@@ -205,7 +205,7 @@ class Conversation:
     def show_settings(self) -> None:
         """Prints what the next prompt is continued with."""
         options = self.options
-        depth = "the model's own rule" if self.policy is None else spec_of(self.policy)
+        depth = "the model's own rule" if self.policy is None else self.policy.as_line()
         most = options.max_iterations or self.model.config.iterations
         heat = 0 if options.greedy else options.temperature
         console.print(

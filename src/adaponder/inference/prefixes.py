@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ class Span:
 class _Block:
     span: Span
     key: tuple[Hashable, tuple[int, ...]]
-    number: int = field(default=0)
+    number: int
 
 
 class Prefixes:

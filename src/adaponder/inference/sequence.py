@@ -101,9 +101,6 @@ class Sequence:
     gates: list[float] = field(default_factory=list)
     iteration_top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     prompt_log_probabilities: list | None = None
-    finish_reason: str | None = None
-    stop_id: int | None = None
-    error: str | None = None
     preemptions: int = 0
     dropped_rows: int = 0
     cached_tokens: int = 0

@@ -10,7 +10,7 @@ from adaponder.policies.random_rates import RandomRates
 from adaponder.policies.sampled_exit import SampledExit
 from adaponder.policies.schedules import Geometric, Schedule, Shares, Uniform, thresholds_for
 from adaponder.policies.sequence import Ranked, SequencePolicy
-from adaponder.policies.spec import parse_policy, spec_of
+from adaponder.policies.spec import parse_policy
 from adaponder.policies.values import as_int64, sequence_seeds
 
 __all__ = [
@@ -40,6 +40,5 @@ __all__ = [
     "as_policy",
     "parse_policy",
     "sequence_seeds",
-    "spec_of",
     "thresholds_for",
 ]

@@ -1,7 +1,8 @@
-"""A policy as one line of text and back: what a command line takes and a profile stores, losing nothing.
+"""A policy from one line of text: what a command line takes and a profile stores, losing nothing.
 
 ``word:value[,value…]``, e.g. ``fixed:2`` or ``gate:0.1,0.2,0.3``; a schedule's calibrated thresholds follow an ``@``.
-Each class of policies says itself how its line reads (:meth:`adaponder.policies.base.Policy.parse`).
+Each class of policies says itself how its line reads (:meth:`adaponder.policies.base.Policy.parse`), and a policy
+which line says it (:meth:`adaponder.policies.base.Policy.as_line`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,3 @@ def parse_policy(text: str) -> Policy:
                 return policy
     known = ", ".join(word for policy_class in classes for word in policy_class.words())
     raise InputError(f"--policy {text}: name one of {known}, then a colon and its value")
-
-
-def spec_of(policy: Policy) -> str:
-    """The line that :func:`parse_policy` turns back into this very policy."""
-    return policy.as_line()

@@ -11,7 +11,6 @@ from typing import Any
 
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation.token_scores import Reading, Row, TokenScorer, TokenScores
-from adaponder.policies import spec_of
 from adaponder.serving.answers import finite, top_tokens
 from adaponder.serving.depths import Depth
 from adaponder.serving.served import Served
@@ -127,6 +126,6 @@ def _means(name: str, nll: Sequence[float]) -> dict[str, float | None]:
 def _line(depth: Depth, served: Served) -> str | None:
     """The rule that decided, as one line; ``None`` where it has no such form."""
     try:
-        return spec_of(depth.policy or served.model.method.default_policy(training=False))
+        return (depth.policy or served.model.method.default_policy(training=False)).as_line()
     except AdaPonderError:
         return None

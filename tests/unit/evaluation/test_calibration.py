@@ -38,7 +38,6 @@ from adaponder.evaluation.lab.tuning import REACHED, Tuned
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import open_text, open_vocabulary
 from adaponder.evaluation.windows import Windows
-from adaponder.policies import spec_of
 from adaponder.terminal import console
 from lab_support import K, made_up, opinionated, saved, written
 
@@ -112,7 +111,7 @@ def test_every_way_is_measured_on_text_it_has_not_seen(lab):
     scores = score(lab.model, half.text, half.windows, how=ScoringOptions(policy=found.policy))
     assert scores.loss == pytest.approx(found.chosen.loss)
     assert scores.depth.mean() == found.chosen.depth
-    assert spec_of(found.policy) == found.chosen.spec
+    assert found.policy.as_line() == found.chosen.spec
     json.dumps(found.as_dict())
 
 

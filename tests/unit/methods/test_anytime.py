@@ -14,7 +14,7 @@ from adaponder.methods.anytime import Anytime
 from adaponder.methods.cost import cost_of, training_flops
 from adaponder.methods.objectives.depths import EveryDepthLoss
 from adaponder.methods.objectives.lookahead import LookaheadLoss, gains_ahead, mean_over_sequences
-from adaponder.policies import PolicyInput, RandomRates, parse_policy, sequence_seeds, spec_of
+from adaponder.policies import PolicyInput, RandomRates, parse_policy, sequence_seeds
 from adaponder.training.run import train
 from support import ids, stock, tiny
 from training_support import corpus, small
@@ -330,7 +330,7 @@ def test_seeds_of_sequences_reach_the_policy_one_by_one():
 
 
 def test_it_has_a_line_of_text_and_refuses_what_is_no_prior():
-    assert parse_policy(spec_of(RandomRates(0.25))) == RandomRates(0.25)
+    assert parse_policy(RandomRates(0.25).as_line()) == RandomRates(0.25)
     for prior in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InputError, match="prior="):
             RandomRates(prior)

@@ -41,7 +41,6 @@ from adaponder.policies import (
     as_policy,
     measures,
     parse_policy,
-    spec_of,
     thresholds_for,
 )
 
@@ -902,12 +901,12 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_the_line_and_the_policy_are_each_other(line):
     assert parse_policy(line) == LINES[line]
-    assert spec_of(LINES[line]) == line
+    assert LINES[line].as_line() == line
 
 
 def test_the_line_loses_no_digit():
     policy = LearnedGate((1 / 3, math.nextafter(1.0, 0.0), 6.90378840e-07))
-    assert parse_policy(spec_of(policy)) == policy
+    assert parse_policy(policy.as_line()) == policy
 
 
 @pytest.mark.parametrize(
@@ -962,4 +961,4 @@ def test_an_exit_threshold_is_a_probability():
 def test_the_policy_that_no_line_can_say_is_refused():
     for policy in (as_policy(_own), ForcedDepths(torch.ones(1, 1, dtype=torch.long))):
         with pytest.raises(AdaPonderError, match="one line"):
-            spec_of(policy)
+            policy.as_line()

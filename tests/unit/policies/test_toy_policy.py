@@ -16,7 +16,7 @@ import support
 from adaponder import AdaPonderError, LearnedGate, Policy, PolicyInput, cli
 from adaponder.evaluation.lab.profiles import load_profile, store
 from adaponder.evaluation.meter import Meter
-from adaponder.policies import Ranked, Schedule, parse_policy, spec_of
+from adaponder.policies import Ranked, Schedule, parse_policy
 from toy_policy import TopProbability
 
 K = 4
@@ -89,7 +89,7 @@ def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
 
 def test_the_toys_line_and_the_toy_are_each_other_and_the_list_of_words_names_it():
     assert parse_policy("top:0.25") == TopProbability(0.25)
-    assert spec_of(TopProbability(0.25)) == "top:0.25"
+    assert TopProbability(0.25).as_line() == "top:0.25"
     with pytest.raises(AdaPonderError, match=r"name one of .*\btop\b"):
         parse_policy("fast:1")
     with pytest.raises(AdaPonderError, match="top: takes one value, 2 were given"):
@@ -101,7 +101,7 @@ def test_a_policy_without_a_word_of_its_own_is_not_written_as_its_parent():
         """Decides otherwise, and has inherited the word."""
 
     with pytest.raises(AdaPonderError, match="one line of text"):
-        spec_of(Stricter(0.5))
+        Stricter(0.5).as_line()
     assert type(parse_policy("top:0.5")) is TopProbability
 
 
@@ -139,7 +139,7 @@ def test_a_schedule_of_ones_own_is_ranked_by_its_word(monkeypatch, model):
 
     policy = parse_policy("ranked-halving:0.5")
     assert policy == Ranked(Halving(start=0.5))
-    assert spec_of(policy) == "ranked-halving:0.5"
+    assert policy.as_line() == "ranked-halving:0.5"
     assert parse_policy("halving:0.5@0.1,0.2,0.3") == Halving((0.1, 0.2, 0.3), start=0.5)
     depth = model(support.ids(2, 16), policy=policy).depth
     assert [(depth > i + 1).sum(1).tolist() for i in range(K - 1)] == [[8, 8], [4, 4], [2, 2]]

@@ -35,7 +35,6 @@ from adaponder.policies import (
     Shares,
     Similarity,
     Uniform,
-    spec_of,
     thresholds_for,
 )
 from adaponder.policies.confidence import similarity, top_two_gap
@@ -114,7 +113,7 @@ class Setting(NamedTuple):
 
     @property
     def spec(self) -> str | None:
-        return None if self.policy is None else spec_of(self.policy)
+        return None if self.policy is None else self.policy.as_line()
 
     def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
         """Options that score ``half`` at this setting; ``losses``, its own at full depth, are for the oracle alone."""

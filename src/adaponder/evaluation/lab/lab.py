@@ -19,7 +19,7 @@ from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Scores, ScoringOptions
 from adaponder.evaluation.summary import Difference, Interval, paired_difference
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import Policy, spec_of
+from adaponder.policies import Policy
 
 RATES = (0.9, 0.5)
 LEARNED, TRAINED = "learned gate", "learned gate as trained"
@@ -133,7 +133,7 @@ class Lab:
     def untuned(self, name: str, policy: Policy, *, tuning_depth: float | None = None) -> Measurement:
         """The measurement of a policy as it is on the held-out half."""
         scores = self._score(self.halves.held_out, ScoringOptions(policy=policy, seed=self.seed), f"{name}: held out")
-        planned = Measurement(name, policy.causal, None, policy.spelling, spec_of(policy), 0, None, tuning_depth)
+        planned = Measurement(name, policy.causal, None, policy.spelling, policy.as_line(), 0, None, tuning_depth)
         return self._measured(planned, policy, scores, None)
 
     def _score(self, half: Half, how: ScoringOptions, what: str) -> Scores:
