@@ -20,6 +20,7 @@ from adaponder.bench.decode_models import ITERATIONS, build, sizes_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.engine import Engine, Event
+from adaponder.inference.opening import eos_ids, longest
 from adaponder.inference.outputs import Completion, FinishReason, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
@@ -65,18 +66,12 @@ class SleepingEngine:
         model: asked what a request may be; never run.
         lanes: sequences that get a token in each tick.
         tick: seconds that a tick sleeps.
-        tokens: the longest sequence; by default as far as the backbone's positions reach.
     """
 
-    def __init__(
-        self, model: AdaPonderForCausalLM, *, lanes: int = 64, tick: float = 0.008, tokens: int | None = None
-    ) -> None:
+    def __init__(self, model: AdaPonderForCausalLM, *, lanes: int = 64, tick: float = 0.008) -> None:
         self.model, self.config = model, model.config
         self.lanes, self.tick = lanes, tick
-        self.tokens = tokens or model.config.backbone_config.max_position_embeddings
-        self.iterations = model.config.iterations
-        ends = model.generation_config.eos_token_id
-        self.eos_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.tokens, self.iterations, self.eos_ids = longest(model, None), model.config.iterations, eos_ids(model)
         self.waiting: deque[_Sequence] = deque()
         self.resident: dict[tuple[int, int], _Sequence] = {}
         self._left: dict[int, int] = {}
@@ -89,14 +84,7 @@ class SleepingEngine:
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
         """Takes a request in and returns its number; raises :class:`InputError` if it cannot be honoured."""
         with self._alone():
-            check_request(
-                request,
-                vocabulary=self.config.vocab_size,
-                positions=self.tokens,
-                iterations=self.iterations,
-                eos_ids=self.eos_ids,
-                model=self.model,
-            )
+            check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
             if request.prompt_log_probabilities is not None or request.log_probabilities is not None:
                 raise InputError("log_probabilities: the stand-in has no distribution; leave them out")
             number = next(self._numbers)

@@ -174,9 +174,8 @@ class Conversation:
 
     def _check(self, request: Request) -> None:
         """Raises if no prompt could be continued so."""
-        config, engine = self.model.config, self.engine.engine
-        limits = {"positions": engine.tokens, "iterations": config.iterations, "eos_ids": engine.eos_ids}
-        check_request(request, vocabulary=config.vocab_size, model=self.model, **limits)
+        engine, iterations = self.engine.engine, self.model.config.iterations
+        check_request(request, self.model, positions=engine.tokens, iterations=iterations, eos_ids=engine.eos_ids)
 
     def _changes(self, command: str, value: str) -> dict[str, object]:
         """The options that a command changes."""

@@ -341,14 +341,7 @@ class Engine:
     # --- what a request means -----------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
-        check_request(
-            request,
-            vocabulary=self.config.vocab_size,
-            positions=self.tokens,
-            iterations=self.iterations,
-            eos_ids=self.eos_ids,
-            model=self.model,
-        )
+        check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
         if self.batching == "dropping" and mean_depth(request, self.iterations) is None:
             raise InputError("depths: with batching='dropping' every depth must be forced")
         if self.runner.width > 1 and request.max_iterations not in (None, self.iterations):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from adaponder.errors import InputError, shown
-from adaponder.modeling.arguments import PolicyLike
+from adaponder.modeling.arguments import PolicyLike, check_room
 from adaponder.policies import LearnedGate, Policy, as_policy
 
 if TYPE_CHECKING:
@@ -86,24 +86,18 @@ class Request:
 
 
 def check_request(
-    request: Request,
-    *,
-    vocabulary: int,
-    positions: int | None,
-    iterations: int,
-    eos_ids: Collection[int],
-    model: AdaPonderForCausalLM,
+    request: Request, model: AdaPonderForCausalLM, *, positions: int, iterations: int, eos_ids: Collection[int]
 ) -> None:
     """Raises :class:`InputError` on what cannot be honoured.
 
     Args:
         request: the request.
-        vocabulary: number of token ids.
-        positions: how far the backbone's positions reach; ``None``: without end.
-        iterations: the model's K.
+        model: asked for its vocabulary, and whether a policy can decide for it.
+        positions: tokens of the longest sequence.
+        iterations: the most times a token is read.
         eos_ids: the model's end-of-text ids.
-        model: asked whether a policy can decide for it.
     """
+    vocabulary = model.config.vocab_size
     prompt = _ids(request, "prompt", vocabulary)
     if not prompt:
         raise InputError("prompt: it is empty; give at least one token id")
@@ -139,23 +133,17 @@ def forced_depths(request: Request) -> dict[int, int]:
     return {operator.index(slot): operator.index(depth) for slot, depth in pairs if depth}
 
 
-def _check_lengths(request: Request, prompt: int, positions: int | None) -> None:
+def _check_lengths(request: Request, prompt: int, positions: int) -> None:
     most = _whole(request, "max_new_tokens", 1, None)
     least = _whole(request, "min_new_tokens", 0, None)
     if least > most:
         raise InputError(f"min_new_tokens={least}: more than max_new_tokens={most}; lower it")
     _whole(request, "samples", 1, MOST_SAMPLES)
-    if positions is None:
-        return
     if prompt > positions:
         raise InputError(
             f"prompt: it has {prompt} tokens, the backbone's positions end at {positions}; shorten it to {positions}"
         )
-    # The last new token is returned without being read, so it needs no position.
-    room = positions - prompt + 1
-    if most > room:
-        tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
-        raise InputError(f"max_new_tokens={most}: a prompt of {tokens} leaves room for {room}")
+    check_room(prompt, most, positions)
 
 
 def _check_sampling(request: Request) -> None:

@@ -92,3 +92,11 @@ def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise InputError(f"logits_to_keep={logits_to_keep}: 0 (all), so many of the last positions, or their indices")
     return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+
+
+def check_room(prompt: int, new_tokens: int, positions: int) -> None:
+    """Raises where so many tokens after a prompt of so many would need more positions than the backbone has."""
+    room = positions - prompt + 1  # the last new token is returned without being read, so it needs no position
+    if new_tokens > room:
+        tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
+        raise InputError(f"max_new_tokens={new_tokens}: a prompt of {tokens} leaves room for {room}")

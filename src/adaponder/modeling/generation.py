@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import check_ids
-from adaponder.modeling.arguments import RunTime
+from adaponder.modeling.arguments import RunTime, check_room
 
 # The model that generates and its run-time control. Hugging Face would pass the control on to an assistant, which may
 # be a stock model or one of ours with settings of its own, but not to the forwards of guidance.
@@ -99,13 +99,10 @@ def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> 
         raise InputError(
             f"input_ids: the prompt has {prompt} tokens, the backbone's positions end at {positions}; shorten it"
         )
-    # The last new token is returned without being read, so it needs no position.
-    room = positions - prompt + 1
     new, total = settings["max_new_tokens"], settings["max_length"]
-    if new is not None and new > room:
-        tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
-        raise InputError(f"max_new_tokens={new}: a prompt of {tokens} leaves room for {room}")
-    if new is None and total is not None and total > positions + 1:
+    if new is not None:
+        check_room(prompt, new, positions)
+    elif total is not None and total > positions + 1:
         raise InputError(f"max_length={total}: the backbone's positions end at {positions}")
 
 

@@ -84,14 +84,7 @@ class Served:
 
     def check(self, request: Request) -> None:
         """Raises :class:`adaponder.errors.InputError` on what the engine would refuse."""
-        check_request(
-            request,
-            vocabulary=self.vocabulary,
-            positions=self.tokens,
-            iterations=self.iterations,
-            eos_ids=self.eos_ids,
-            model=self.model,
-        )
+        check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
 
     def facts(self) -> dict[str, Any]:
         """What ``/v1/models`` says of the model under ``adaponder``."""

@@ -28,8 +28,7 @@ def model() -> AdaPonderForCausalLM:
 
 
 def check(model: AdaPonderForCausalLM, request: Request, **other: Any) -> None:
-    settings = {"vocabulary": VOCABULARY, "positions": POSITIONS, "iterations": K, "eos_ids": (0,), "model": model}
-    check_request(request, **settings | other)
+    check_request(request, model, **{"positions": POSITIONS, "iterations": K, "eos_ids": (0,)} | other)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +109,11 @@ def test_absurd_values_are_refused_by_the_name_of_their_field(
 
 def test_too_many_biases_are_refused(model: AdaPonderForCausalLM) -> None:
     with pytest.raises(InputError, match="logit_bias has 1025"):
-        check(model, Request(PROMPT, max_new_tokens=1, logit_bias=dict.fromkeys(range(1025), 1.0)), vocabulary=5000)
+        check(model, Request(PROMPT, max_new_tokens=1, logit_bias=dict.fromkeys(range(1025), 1.0)))
 
 
 def test_a_prompt_beyond_the_positions_is_refused_and_one_up_to_them_is_not(model: AdaPonderForCausalLM) -> None:
     check(model, Request([1] * POSITIONS, max_new_tokens=1))
-    check(model, Request([1] * 999, max_new_tokens=999), positions=None)
     with pytest.raises(InputError, match=r"^prompt: it has 65 tokens"):
         check(model, Request([1] * (POSITIONS + 1), max_new_tokens=1))
 
