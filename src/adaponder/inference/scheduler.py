@@ -43,6 +43,13 @@ class Plan:
     def empty(self) -> bool:
         return not (self.decoding or self.chunks)
 
+    def drop_preempted(self) -> None:
+        """Takes out who has lost its lane since the plan took it in."""
+        self.admitted, self.entering, self.decoding = (
+            [one for one in part if one.lane is not None] for part in (self.admitted, self.entering, self.decoding)
+        )
+        self.chunks = [(chunk, rows) for chunk, rows in self.chunks if chunk.sequence.lane is not None]
+
 
 class Scheduler:
     """Shares lanes, pages and the rows of a tick among sequences; knows nothing of the device.
@@ -153,15 +160,12 @@ class Scheduler:
         self._admit(plan)
         self._continue_decoding(plan)
         self._read_prompts(plan)
-        plan.decoding = [sequence for sequence in plan.decoding if sequence.lane is not None]  # none preempted since
-        plan.chunks = [(chunk, rows) for chunk, rows in plan.chunks if chunk.sequence.lane is not None]
+        plan.drop_preempted()
         plan.chunks.sort(key=lambda entry: entry[0].iteration)  # chunks at one iteration ask its gate together
-        plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
-        plan.entering = [sequence for sequence in plan.entering if sequence.lane is not None]
         if plan.empty and self.resident and not any(_in_flight(one) for one in self.resident.values()):
             # What waits holds the pages that they lack: the youngest gives way.
             self._preempt(max(self.resident.values(), key=lambda one: one.number))
-            plan.admitted = [sequence for sequence in plan.admitted if sequence.lane is not None]
+            plan.drop_preempted()
         if self.rounds is not None and plan.decoding:
             plan.rounds = self.rounds.plan(plan.decoding, plan.ticks)
         self._settle(plan)
@@ -171,6 +175,7 @@ class Scheduler:
         return plan
 
     def _admit(self, plan: Plan) -> None:
+        """Lets in those that wait, in their order, as long as there are lanes and the rows expected of all fit."""
         if not self.waiting or not self._free_lanes:
             return
         expected = sum(max(self.expected_rows(one), one.held_rows) for one in self.resident.values())
@@ -188,18 +193,22 @@ class Scheduler:
                     sequence.shared = []
                 return
             expected += wanted
-            self.waiting.remove(sequence)
-            sequence.lane = self._free_lanes.pop()
-            self.resident[sequence.lane] = sequence
-            self.most_resident = max(self.most_resident, len(self.resident))
-            depths = [depth for span in sequence.shared for depth in span.depths]
-            sequence.depths[: len(depths)] = depths
-            sequence.begun, sequence.state = len(depths), PREFILLING
-            if sequence.leader is None:  # what a sample has of its leader is of the same request
-                self.tokens_reused += len(depths)
-                if not sequence.preemptions:
-                    sequence.cached_tokens = len(depths)
+            self._occupy(sequence)
             plan.admitted.append(sequence)
+
+    def _occupy(self, sequence: Sequence) -> None:
+        """A sequence that waited gets a lane; the tokens whose rows it shares are read already."""
+        self.waiting.remove(sequence)
+        sequence.lane = self._free_lanes.pop()
+        self.resident[sequence.lane] = sequence
+        self.most_resident = max(self.most_resident, len(self.resident))
+        depths = [depth for span in sequence.shared for depth in span.depths]
+        sequence.depths[: len(depths)] = depths
+        sequence.begun, sequence.state = len(depths), PREFILLING
+        if sequence.leader is None:  # what a sample has of its leader is of the same request
+            self.tokens_reused += len(depths)
+            if not sequence.preemptions:
+                sequence.cached_tokens = len(depths)
 
     def _continue_decoding(self, plan: Plan) -> None:
         """Every sequence whose prompt is read gives a row per tick; those that find no memory give way."""

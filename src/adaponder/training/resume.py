@@ -60,17 +60,9 @@ def find_start(
     allow_changes: bool,
 ) -> Start:
     """The checkpoint to go on from; raises where the run would not be the one that the checkpoint is of."""
-    if resume is None:
+    folder = _newest(out, world) if resume == "auto" else None if resume is None else Path(resume)
+    if folder is None:
         return Start(None, 0)
-    if resume == "auto":
-        folder, passed_over = newest_complete(out)
-        if world.leads:
-            for reason in passed_over:
-                console.print(line(("passed over:", "yellow"), f" {reason}"), soft_wrap=True)
-        if folder is None:
-            return Start(None, 0)
-    else:
-        folder = Path(resume)
     state = verify_checkpoint(folder, weights_only=weights_only)
     if weights_only:
         return Start(folder, 0)
@@ -88,23 +80,36 @@ def find_start(
             f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
             "start a new run, with model.backbone naming the checkpoint to start from"
         )
-    random_states, kind = parse_random_states(state["rng"]), world.device.type
-    random_state = random_states[world.rank % len(random_states)]
+    random_states = parse_random_states(state["rng"])
+    start = Start(folder, int(state["step"]), state.get("controller"), random_states[world.rank % len(random_states)])
     if world.leads:
-        console.print(f"resuming at step {state['step']} from {folder}", soft_wrap=True)
-        if changes:
-            console.print(
-                line(("it was trained with", "yellow"), f" other settings: {'; '.join(changes)}"), soft_wrap=True
-            )
-        if kind not in random_state:
-            console.print(f"it holds no random state of {kind}: dropout, if there is any, draws anew", soft_wrap=True)
-        if len(random_states) < world.size:
-            console.print(
-                f"it holds random states of {len(random_states)} of {world.size} processes, and the others go on "
-                "from these: dropout, if there is any, may draw otherwise",
-                soft_wrap=True,
-            )
-    return Start(folder, int(state["step"]), state.get("controller"), random_state)
+        _tell(start, changes, states=len(random_states), world=world)
+    return start
+
+
+def _newest(out: Path, world: World) -> Path | None:
+    """The newest whole checkpoint of the run folder; what is wrong with newer ones is said."""
+    folder, passed_over = newest_complete(out)
+    if world.leads:
+        for reason in passed_over:
+            console.print(line(("passed over:", "yellow"), f" {reason}"), soft_wrap=True)
+    return folder
+
+
+def _tell(start: Start, changes: list[str], *, states: int, world: World) -> None:
+    """Says from where an exact resume goes on, and what of it may be otherwise than before."""
+    kind = world.device.type
+    console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
+    if changes:
+        console.print(line(("it was trained with", "yellow"), f" other settings: {'; '.join(changes)}"), soft_wrap=True)
+    if kind not in (start.random_state or {}):
+        console.print(f"it holds no random state of {kind}: dropout, if there is any, draws anew", soft_wrap=True)
+    if states < world.size:
+        console.print(
+            f"it holds random states of {states} of {world.size} processes, and the others go on "
+            "from these: dropout, if there is any, may draw otherwise",
+            soft_wrap=True,
+        )
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
