@@ -31,11 +31,7 @@ def _in_its_attention(config: PreTrainedConfig) -> str | None:
         )
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return f"attention of kind {', '.join(sorted(unknown))} is not modelled"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "longrope" in (
-        rope.get("rope_type"),
-        *(kind.get("rope_type") for kind in rope.values() if isinstance(kind, dict)),
-    ):
+    if "longrope" in rope_types(config):
         return "longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones"
     return None
 
@@ -98,6 +94,12 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The window of each layer."""
     windows = windows_of(config)
     return [windows[kind] for kind in getattr(config, "layer_types", None) or [*windows] * config.num_hidden_layers]
+
+
+def rope_types(config: PreTrainedConfig) -> set[str | None]:
+    """How its rotary angles are made, of each attention kind where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
 
 
 def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:

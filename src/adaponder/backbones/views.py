@@ -83,6 +83,14 @@ class IterationView(Cache):
         return False
 
 
+class PlainView(IterationView):
+    """Reuses nothing: every layer sees the rows that it has just computed."""
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        self.written[layer] = (keys, values)
+        return keys, values
+
+
 class DenseView(IterationView):
     """Equals Algorithm 2: ``where(active, new, previous)`` for every token of a grid ``[batch, time]``.
 

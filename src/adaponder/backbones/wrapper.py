@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from adaponder.backbones import attention, compiling
 from adaponder.backbones.attention import Lane, LedgerLane
 from adaponder.backbones.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
-from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues
+from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues, PlainView
 from adaponder.errors import BackboneError
 from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import PackedRows
@@ -130,7 +130,7 @@ class Backbone:
             x = torch.zeros(1, 1, self.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
             with torch.no_grad(), _evaluating(self.stock):
                 try:
-                    self.read(x, position=here, mask=None, view=_Passing, lane=lane, stream=False)
+                    self.read(x, position=here, mask=None, view=PlainView, lane=lane, stream=False)
                     self._packs = True
                 except BackboneError:
                     self._packs = False
@@ -286,7 +286,7 @@ class Backbone:
             position = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
             embedded = self.embed(ids)
             _agree(self.stock, "the embedding table", self.table()[ids], embedded)
-            output = self.read(embedded, position=position, mask=None, view=_Passing)
+            output = self.read(embedded, position=position, mask=None, view=PlainView)
             _agree(self.stock, "the final norm", self.final_norm(output.stream), output.hidden)
             head, bias = self.head()
             logits = nn.functional.linear(output.hidden, head, bias)
@@ -317,14 +317,6 @@ def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> N
     """Tells the compiler that every pass over packed rows has another number of them."""
     compiling.vary([x, position, lane.rows.query.slot, lane.rows.query.order], 1)
     compiling.vary([lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]], 0)
-
-
-class _Passing(IterationView):
-    """A view that reuses nothing: one plain pass."""
-
-    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
-        self.written[layer] = (keys, values)
-        return keys, values
 
 
 def _final_norm(body: nn.Module) -> nn.Module | None:

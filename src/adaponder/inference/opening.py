@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from adaponder.backbones.families import READ_WHOLE
+from adaponder.backbones.families import READ_WHOLE, rope_types
 from adaponder.errors import BackboneError, InputError, shown
 from adaponder.inference.request import Request, forced_depths
 from adaponder.modeling import AdaPonderForCausalLM
@@ -28,19 +28,13 @@ def refuse(model: AdaPonderForCausalLM) -> None:
             f"{family} can be read only whole, without a cache; an engine cannot decode it (model.generate with "
             "use_cache=False can)"
         )
-    if _dynamic_rope(model):
+    if "dynamic" in rope_types(model.config.backbone_config):
         raise BackboneError(
             f"{family}: rope_type='dynamic' turns all rotary angles by the longest text of a batch, so what one "
             "request says would depend on others; an engine cannot decode it (model.generate can)"
         )
     if model.training:
         raise InputError("model: it is in training mode; call model.eval() first")
-
-
-def _dynamic_rope(model: AdaPonderForCausalLM) -> bool:
-    rope = getattr(model.config.backbone_config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    return any(kind.get("rope_type") == "dynamic" for kind in kinds)
 
 
 def check_options(**numbers: int | None) -> None:

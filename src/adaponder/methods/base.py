@@ -44,6 +44,8 @@ class Method(Facts, nn.Module, ABC):
         super().__init__()
         self.config = config
         self.keep_logits = False
+        # Made here: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
+        self.full_depth = FixedDepth(config.iterations)
 
     # --- the recurrence -----------------------------------------------------------------------------------------
 
@@ -82,7 +84,7 @@ class Method(Facts, nn.Module, ABC):
         """Initialises what is the method's own."""
 
     def default_policy(self, *, training: bool) -> Policy:
-        return FixedDepth(self.config.iterations)
+        return self.full_depth
 
     def objective(self, values: Objective) -> LossFunction:
         """The method's training loss at these values of the schedule."""

@@ -11,7 +11,7 @@ from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.exits import ExitImprovementLoss, ExpectedExitLoss
 from adaponder.ops.precision import wide_dtype
-from adaponder.policies import ExitThreshold, FixedDepth, Policy
+from adaponder.policies import ExitThreshold, Policy
 
 
 class Exit(nn.Linear):
@@ -27,8 +27,6 @@ class Ouro(Method):
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
         self.exit = Exit(config.hidden_size, 1)
-        # Made here: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
-        self.every_loop = FixedDepth(config.iterations)
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         staying = embedded.new_ones(embedded.shape[:-1], dtype=wide_dtype(embedded.dtype))
@@ -47,7 +45,7 @@ class Ouro(Method):
 
     def default_policy(self, *, training: bool) -> Policy:
         assert self.config.exit_threshold is not None  # filled in by complete
-        return self.every_loop if training else ExitThreshold(self.config.exit_threshold)
+        return self.full_depth if training else ExitThreshold(self.config.exit_threshold)
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.exit.weight, std=std)

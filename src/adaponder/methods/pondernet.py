@@ -14,7 +14,7 @@ from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.geometric import GeometricExitLoss, mean_exit
 from adaponder.ops.precision import wide_dtype
-from adaponder.policies import ExitThreshold, FixedDepth, Policy
+from adaponder.policies import ExitThreshold, Policy
 
 
 class PonderNet(Method):
@@ -34,8 +34,6 @@ class PonderNet(Method):
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
         self.gates = nn.ModuleList([Gate(config.hidden_size, width=0, bias=-config.gate_bias)])
-        # Made here: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
-        self.every_iteration = FixedDepth(config.iterations)
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         x = self.scaled(embedded)
@@ -53,7 +51,7 @@ class PonderNet(Method):
 
     def default_policy(self, *, training: bool) -> Policy:
         assert self.config.exit_threshold is not None  # filled in by complete
-        return self.every_iteration if training else ExitThreshold(self.config.exit_threshold)
+        return self.full_depth if training else ExitThreshold(self.config.exit_threshold)
 
     def reset_parameters(self, std: float) -> None:
         for gate in self.gates:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.values import as_share, set_fields
+from adaponder.policies.values import as_share, scrambled, set_fields
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
     Seed and iteration are int64. Their products wrap around modulo 2**64, of which 2**62 is a divisor, so the
     remainder is that of exact whole numbers.
     """
-    x = position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1))
-    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
-        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
+    x = scrambled(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
     return (x & ((1 << 24) - 1)).double() / (1 << 24)

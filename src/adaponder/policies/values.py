@@ -43,9 +43,13 @@ def as_int64(seed: int) -> int:
 def sequence_seeds(seed: int, number: Tensor) -> Tensor:
     """A seed for each sequence, of one seed for all and the sequence's ``number`` (int64); equal numbers, equal seeds.
 
-    Products wrap around modulo 2**64, and every step can be undone: no two sequences get the same seed.
+    Every step can be undone: no two sequences get the same seed.
     """
-    x = number + as_int64(seed * 0x9E3779B97F4A7C15)
+    return scrambled(number + as_int64(seed * 0x9E3779B97F4A7C15))
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """The two rounds of splitmix64 on int64, whose products wrap around modulo 2**64; each can be undone."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x

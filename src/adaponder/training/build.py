@@ -20,7 +20,7 @@ from adaponder.settings import Recurrence
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
-    """The recipe's model in float32 (float64 if it trains in that), on the default device; the seed decides it."""
+    """The recipe's model on the default device; the seed decides it."""
     torch.manual_seed(recipe.train.seed)
     if isinstance(recipe.model.backbone, str):
         model = _from_checkpoint(recipe.model.backbone, settings_of(recipe))
@@ -32,8 +32,13 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
         raise ConfigError(
             f"model.backbone.vocab_size={model.config.vocab_size} is smaller than the tokenizer's {vocabulary}"
         )
-    nn.Module.to(model, torch.float64 if recipe.train.dtype == "float64" else torch.float32)
+    nn.Module.to(model, weights_dtype(recipe))
     return model.train()
+
+
+def weights_dtype(recipe: Recipe) -> torch.dtype:
+    """The precision of weights in training: float32, in which bfloat16 runs keep them too, or float64."""
+    return torch.float64 if recipe.train.dtype == "float64" else torch.float32
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:

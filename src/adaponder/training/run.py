@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from adaponder.checkpoints.special_tokens import align
 from adaponder.data import Shards
 from adaponder.errors import TrainingError
@@ -14,7 +12,7 @@ from adaponder.files import write_whole
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.terminal import console
-from adaponder.training.build import build_model, config_of
+from adaponder.training.build import build_model, config_of, weights_dtype
 from adaponder.training.data import open_data, sampler_of
 from adaponder.training.distributed import World, join
 from adaponder.training.files import room_on_disk
@@ -113,7 +111,7 @@ def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausa
         model = build_model(recipe, shards.vocab_size)
     else:
         # Its checksums were compared just now, and its special tokens are set below.
-        model = AdaPonderForCausalLM.from_pretrained(start.folder, dtype=_dtype(recipe), verify=False).train()
+        model = AdaPonderForCausalLM.from_pretrained(start.folder, dtype=weights_dtype(recipe), verify=False).train()
     align(model, shards.end_id, from_scratch=isinstance(recipe.model.backbone, dict))
     attach(model, recipe.train, start.folder if start.step else None)
     return model
@@ -127,13 +125,9 @@ def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Tr
         recipe=recipe,
         run=out,
         world=world,
-        model=AdaPonderForCausalLM.from_pretrained(out / "final", dtype=_dtype(recipe)).train(),
+        model=AdaPonderForCausalLM.from_pretrained(out / "final", dtype=weights_dtype(recipe)).train(),
         sampler=sampler_of(recipe, shards),
         validation=validation if validation.tokens > recipe.data.sequence else None,
         telemetry=None,
         step=recipe.train.steps,
     )
-
-
-def _dtype(recipe: Recipe) -> torch.dtype:
-    return torch.float64 if recipe.train.dtype == "float64" else torch.float32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from adaponder.halting import ponder_fraction
 from adaponder.methods import Objective
 from adaponder.methods.base import Method
-from adaponder.policies import FixedDepth, Policy
+from adaponder.policies import Policy
 from adaponder.recipes import TrainRecipe
 
 
@@ -81,5 +81,5 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
     if policy is not None:
         return policy
     if method.halts and step < train.ponder_start and not train.halt_before_ponder:
-        return FixedDepth(method.config.iterations)
+        return method.full_depth
     return None

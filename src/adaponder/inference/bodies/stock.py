@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adaponder.backbones.attention import LedgerLane
-from adaponder.backbones.views import IterationView, KeysValues
+from adaponder.backbones.views import IterationView, KeysValues, PlainView
 from adaponder.backbones.wrapper import Backbone
 from adaponder.execution.base import Pass
 from adaponder.inference.bodies.base import Body, Pools, RowShape
@@ -30,7 +30,7 @@ class StockBody(Body):
         backbone, weight = self.backbone, self.backbone.head()[0]
         x = torch.zeros(1, 1, backbone.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
         here = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-        rows = backbone.read(x, position=here, mask=None, view=_Measuring, stream=False).rows
+        rows = backbone.read(x, position=here, mask=None, view=PlainView, stream=False).rows
         return [RowShape(keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]) for keys, values in rows]
 
     def read(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
@@ -90,11 +90,3 @@ class GatheringView(PoolView):
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         keys, values = super().answer(keys, values, layer)
         return keys[self.read].transpose(1, 2), values[self.read].transpose(1, 2)
-
-
-class _Measuring(IterationView):
-    """A plain pass whose rows are looked at."""
-
-    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
-        self.written[layer] = (keys, values)
-        return keys, values

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from adaponder.execution.base import Execution
@@ -94,6 +95,11 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.")
+
+
+def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
+    """Losses of each token after each iteration, ``[iterations, batch, time]``; a halted token's stays what it was."""
+    return torch.stack([score.nll(state) for state in trajectory.states])
 
 
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:

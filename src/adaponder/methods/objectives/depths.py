@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaponder.execution.base import Execution
-from adaponder.methods.objectives.base import Losses, Scorer, Trajectory
+from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth
 from adaponder.policies import Policy, RandomRates
 from adaponder.policies.gate_or_chance import GateOrChance
 from adaponder.policies.values import as_int64
@@ -56,11 +56,6 @@ def gated_sequences(execution: Execution) -> Tensor | None:
     if not isinstance(seed, torch.Tensor):
         seed = torch.full((len(depth),), as_int64(seed), device=depth.device)
     return policy.by_gate(seed.to(depth.device)).unsqueeze(1)
-
-
-def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
-    """Losses of each token after each iteration, ``[iterations, batch, time]``; a halted token's stays what it was."""
-    return torch.stack([score.nll(state) for state in trajectory.states])
 
 
 def _chance(policy: Policy, iteration: int) -> float:

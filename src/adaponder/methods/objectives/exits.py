@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.execution.base import Execution
-from adaponder.methods.objectives.base import Losses, Scorer, Trajectory
+from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ExitImprovementLoss:
 def _per_loop(trajectory: Trajectory, score: Scorer) -> tuple[Tensor, Tensor]:
     """Per-token losses and exit logits after each loop, ``[loops, batch, time]`` both."""
     assert trajectory.gates is not None  # the exit gate speaks after every loop
-    losses = torch.stack([score.nll(state) for state in trajectory.states])
+    losses = losses_by_depth(trajectory, score)
     return losses, trajectory.gates.movedim(-1, 0).to(losses.dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adaponder.execution.base import Execution
-from adaponder.methods.objectives.base import Losses, Scorer, Trajectory
+from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth
 from adaponder.methods.objectives.exits import exit_log_probabilities
 
 
@@ -29,7 +29,7 @@ class GeometricExitLoss:
     weight: float
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
-        losses = torch.stack([score.nll(state) for state in trajectory.states])
+        losses = losses_by_depth(trajectory, score)
         log_p = exit_log_probabilities(_with_last(trajectory.gates, losses))
         p, number = log_p.exp(), torch.arange(1, len(losses) + 1, device=losses.device)
         expected = score.mean((p * losses).sum(0))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.execution.base import Execution
-from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, with_term
-from adaponder.methods.objectives.depths import EveryDepthLoss, gated_sequences, losses_by_depth
+from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth, with_term
+from adaponder.methods.objectives.depths import EveryDepthLoss, gated_sequences
 
 
 @dataclass
