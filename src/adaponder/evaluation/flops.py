@@ -38,15 +38,15 @@ class FlopCheck(NamedTuple):
 
 
 @torch.no_grad()
-def check_flops(method: str, *, iterations: int = 4, seed: int = 0) -> FlopCheck:
+def check_flops(method: str) -> FlopCheck:
     """One forward of a small random model over two sequences; where the method can halt, at random depths."""
-    generator = torch.Generator().manual_seed(seed)
-    config = AdaPonderConfig(backbone_config=dict(_BACKBONE), method=method, iterations=iterations)
+    generator = torch.Generator().manual_seed(0)
+    config = AdaPonderConfig(backbone_config=dict(_BACKBONE), method=method, iterations=4)
     model = AdaPonderForCausalLM(config).eval()
     ids = torch.randint(_BACKBONE["vocab_size"], (2, 48), generator=generator)
     policy = None
     if model.method.halts:
-        policy = ForcedDepths(torch.randint(1, iterations + 1, ids.shape, generator=generator))
+        policy = ForcedDepths(torch.randint(1, config.iterations + 1, ids.shape, generator=generator))
     counter = FlopCounterMode(display=False)
     # The counter knows no CPU attention kernel, so attention runs as plain products: every query with every key.
     with sdpa_kernel(SDPBackend.MATH), counter:

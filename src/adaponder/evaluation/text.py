@@ -40,14 +40,14 @@ class Vocabulary(NamedTuple):
         return tokenizer_hash(self.tokenizer)
 
 
-def open_vocabulary(spec: str, *, end_token: str | None = None) -> Vocabulary:
+def open_vocabulary(spec: str) -> Vocabulary:
     """The tokenizer of a model folder or hub name, or a ``tokenizer.json``; transformers converts older formats."""
     folder = Path(spec)
     if folder.is_dir():
         refuse_code(folder)
         if not (folder / "tokenizer.json").is_file():
             return _rebuilt(folder)
-    return Vocabulary(*load_tokenizer(spec, end_token=end_token))
+    return Vocabulary(*load_tokenizer(spec))
 
 
 def _rebuilt(folder: Path) -> Vocabulary:

@@ -157,10 +157,8 @@ def per_depth(
     *,
     context: int = 0,
     shape: Shape | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    attention: Attention = "causal",
 ) -> list[Cost]:
-    """What decoding one token costs at depth 1 … K, with ``context`` tokens before it.
+    """What decoding one token costs at depth 1 … K, with ``context`` tokens before it, keys and values in bfloat16.
 
     A method that cannot halt gets depth n from ``max_iterations=n``.
     """
@@ -172,8 +170,6 @@ def per_depth(
             shape=shape,
             past=context,
             max_iterations=None if halts else depth,
-            dtype=dtype,
-            attention=attention,
         )
         for depth in range(1, config.iterations + 1)
     ]

@@ -53,11 +53,11 @@ class StopStrings:
         return held
 
 
-def check_stops(strings: Sequence[str], *, field: str = "stop") -> tuple[str, ...]:
-    """The stop strings, each once; raises under the name ``field`` where one of them is none."""
+def check_stops(strings: Sequence[str]) -> tuple[str, ...]:
+    """The stop strings, each once; raises where one of them is none."""
     if isinstance(strings, str) or len(strings) > MOST_STOPS:
-        raise InputError(f"{field}={shown(strings)}: a list of at most {MOST_STOPS} strings is needed")
+        raise InputError(f"stop={shown(strings)}: a list of at most {MOST_STOPS} strings is needed")
     for string in strings:
         if not isinstance(string, str) or not 0 < len(string) <= LONGEST_STOP:
-            raise InputError(f"{field}={shown(string)}: a string of 1 to {LONGEST_STOP} characters is needed")
+            raise InputError(f"stop={shown(string)}: a string of 1 to {LONGEST_STOP} characters is needed")
     return tuple(dict.fromkeys(strings))
