@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from adaponder.errors import ConfigError, in_one_line, shown
+from adaponder.errors import ConfigError, did_you_mean, in_one_line, shown
 from adaponder.registry import method_class, scale_from_scratch
 from adaponder.settings import OpenRecurrence, PonderOn, Recurrence, check_against, fits, meanings, needed, scale_of
 
@@ -201,9 +200,7 @@ def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
         raise ConfigError("auto_map asks to run code from the checkpoint: refused")
     for key in kwargs:
         if key not in known | _FOREIGN_KEYS:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{key}: AdaPonderConfig has no such field{hint}")
+            raise ConfigError(f"{key}: AdaPonderConfig has no such field{did_you_mean(key, known)}")
 
 
 def _check_recurrence(config: AdaPonderConfig) -> None:

@@ -1,7 +1,7 @@
 """What can go wrong, by name: each error says which field is at fault and what cures it."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -26,7 +26,7 @@ class CheckpointError(AdaPonderError):
 
 
 class InputError(AdaPonderError):
-    """An argument of ``forward`` or ``generate`` that cannot be honoured."""
+    """An argument, an option or a file that cannot be honoured."""
 
 
 class TrainingError(AdaPonderError):
@@ -34,7 +34,7 @@ class TrainingError(AdaPonderError):
 
 
 class EvaluationError(AdaPonderError):
-    """A measurement that contradicts itself and must not be quoted."""
+    """A measurement or a generation that went wrong: what it gave must not be used."""
 
 
 def in_one_line(problem: BaseException) -> str:
@@ -53,5 +53,11 @@ def shown(value: Any) -> str:
 
 def choice(value: Any, words: Sequence[str]) -> str:
     """What an error says of a value that is none of ``words``: all of them, and the one spelled most alike."""
-    near = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) and len(words) > 3 else []
-    return f"choose one of {', '.join(words)}" + (f"; did you mean {near[0]}?" if near else "")
+    hint = did_you_mean(value, words) if isinstance(value, str) and len(words) > 3 else ""
+    return f"choose one of {', '.join(words)}{hint}"
+
+
+def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
+    """``; did you mean …?`` with the one of ``words`` that is spelled most alike; empty where none is like it."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from adaponder.errors import ConfigError, shown
+from adaponder.errors import ConfigError, did_you_mean, shown
 from adaponder.files import parse_yaml, read_yaml
 from adaponder.recipes.schema import DataRecipe, ModelRecipe, Origin, Recipe, TrainRecipe
 from adaponder.settings import check_fields, fits
@@ -74,8 +73,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
     elif name in recipe_names():
         values, recipe_name = copy.deepcopy(_shipped(name)), name
     else:
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; see adaponder recipes"
+        hint = did_you_mean(name, recipe_names()) or "; see adaponder recipes"
         raise ConfigError(f"{name}: neither a recipe that ships nor a file{hint}")
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: a mapping is needed")
@@ -174,8 +172,7 @@ def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
     elsewhere = [
         f"{section}.{key}" for section, kind in _SECTIONS.items() if key in {item.name for item in fields(kind)}
     ]
-    near = elsewhere or [f"{path}{name}" for name in difflib.get_close_matches(key, known, n=1)]
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, known, path)
 
 
 def _coerced(value: Any, hint: Any) -> Any:

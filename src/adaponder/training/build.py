@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from adaponder.backbones.initialisation import depth_scaled_
 from adaponder.config import AdaPonderConfig
 from adaponder.conversion.open import open_checkpoint
-from adaponder.errors import ConfigError
+from adaponder.errors import ConfigError, did_you_mean
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.settings import Recurrence
@@ -81,8 +80,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
     known = CONFIG_MAPPING[backbone["model_type"]]().to_dict()
     for key in backbone:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean model.backbone.{near[0]}?" if near else ""
+            hint = did_you_mean(key, known, "model.backbone.")
             raise ConfigError(f"model.backbone.{key}: {backbone['model_type']} has no such field{hint}")
 
 

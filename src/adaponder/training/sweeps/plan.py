@@ -135,7 +135,7 @@ def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[st
     parts = []
     for field, _ in point:
         last = field.rpartition(".")[2]
-        parts.append(f"{last if lasts.count(last) == 1 else field}={shown(fields[field]).strip('[]')}")
+        parts.append(f"{last if lasts.count(last) == 1 else field}={_typed(fields[field]).strip('[]')}")
     if recipe.train.seed != base.train.seed:
         parts.append(f"seed={recipe.train.seed}")
     full_name = "__".join(parts) or "base"
@@ -144,7 +144,7 @@ def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[st
     return safe if safe == full_name else f"{safe}__{recipe.fingerprint}"
 
 
-def shown(value: Any) -> str:
+def _typed(value: Any) -> str:
     """A value as one would type it: 0.1, 4, true, none."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
