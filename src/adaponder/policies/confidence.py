@@ -33,8 +33,15 @@ class Confidence(ConfidenceThreshold):
 
     word: ClassVar[str] = "confidence"
 
-    def measure(self, rows: PolicyInput) -> Tensor:
-        return top_two_gap(rows)
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``p(1st) - p(2nd)`` of the next-token distribution, 0 to 1; logits exist for a few rows at a time."""
+
+        def of(hidden: Tensor) -> Tensor:
+            first, second = torch.softmax(widened(rows.head(hidden)), dim=-1).topk(2, dim=-1).values.unbind(-1)
+            return first - second
+
+        return in_chunks(of, rows.hidden)
 
     def heads(self, iteration: int) -> int:
         return 1
@@ -50,23 +57,10 @@ class Similarity(ConfidenceThreshold):
     word: ClassVar[str] = "similarity"
     reads_previous: ClassVar[bool] = True
 
-    def measure(self, rows: PolicyInput) -> Tensor:
-        return similarity(rows)
-
-
-def top_two_gap(rows: PolicyInput) -> Tensor:
-    """Equals ``p(1st) - p(2nd)`` of the next-token distribution, 0 to 1; logits exist for a few rows at a time."""
-
-    def of(hidden: Tensor) -> Tensor:
-        first, second = torch.softmax(widened(rows.head(hidden)), dim=-1).topk(2, dim=-1).values.unbind(-1)
-        return first - second
-
-    return in_chunks(of, rows.hidden)
-
-
-def similarity(rows: PolicyInput) -> Tensor:
-    """Equals ``cos(h_i, h_{i-1})`` of the final-normed hidden states; minus infinity after iteration 0."""
-    if rows.previous is None:
-        return torch.full_like(rows.gate, -math.inf)
-    cosine = torch.cosine_similarity(widened(rows.hidden), widened(rows.previous), dim=-1)
-    return torch.where(rows.iteration == 0, -math.inf, cosine)
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``cos(h_i, h_{i-1})`` of the final-normed hidden states; minus infinity after iteration 0."""
+        if rows.previous is None:
+            return torch.full_like(rows.gate, -math.inf)
+        cosine = torch.cosine_similarity(widened(rows.hidden), widened(rows.previous), dim=-1)
+        return torch.where(rows.iteration == 0, -math.inf, cosine)

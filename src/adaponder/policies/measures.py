@@ -38,8 +38,9 @@ class MeasureThreshold(Policy):
     def check(self, method: str, iterations: int) -> None:
         check_one_per_gate(self, "threshold", self.threshold, iterations)
 
+    @staticmethod
     @abstractmethod
-    def measure(self, rows: PolicyInput) -> Tensor:
+    def measure(rows: PolicyInput) -> Tensor:
         """One number per row; thresholds are compared with it in its own precision."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
@@ -53,8 +54,15 @@ class Entropy(MeasureThreshold):
 
     word: ClassVar[str] = "entropy"
 
-    def measure(self, rows: PolicyInput) -> Tensor:
-        return entropy(rows)
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
+
+        def of(hidden: Tensor) -> Tensor:
+            log_p = torch.log_softmax(widened(rows.head(hidden)), dim=-1)
+            return -(log_p.exp() * log_p).sum(-1)
+
+        return in_chunks(of, rows.hidden)
 
     def heads(self, iteration: int) -> int:
         return 1
@@ -70,8 +78,17 @@ class Divergence(MeasureThreshold):
     word: ClassVar[str] = "kl"
     reads_previous: ClassVar[bool] = True
 
-    def measure(self, rows: PolicyInput) -> Tensor:
-        return divergence(rows)
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``KL(p_i || p_{i-1})`` of a token's next-token distributions, in nats; infinite after iteration 0."""
+        if rows.previous is None:
+            return torch.full_like(rows.gate, math.inf)
+
+        def of(hidden: Tensor, before: Tensor) -> Tensor:
+            log_p, log_q = (torch.log_softmax(widened(rows.head(states)), dim=-1) for states in (hidden, before))
+            return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+        return torch.where(rows.iteration == 0, math.inf, in_chunks(of, rows.hidden, rows.previous))
 
     def heads(self, iteration: int) -> int:
         return 2 if iteration else 0
@@ -87,39 +104,14 @@ class Change(MeasureThreshold):
     word: ClassVar[str] = "change"
     reads_previous: ClassVar[bool] = True
 
-    def measure(self, rows: PolicyInput) -> Tensor:
-        return change(rows)
-
-
-def entropy(rows: PolicyInput) -> Tensor:
-    """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
-
-    def of(hidden: Tensor) -> Tensor:
-        log_p = torch.log_softmax(widened(rows.head(hidden)), dim=-1)
-        return -(log_p.exp() * log_p).sum(-1)
-
-    return in_chunks(of, rows.hidden)
-
-
-def divergence(rows: PolicyInput) -> Tensor:
-    """Equals ``KL(p_i || p_{i-1})`` of a token's next-token distributions, in nats; infinite after iteration 0."""
-    if rows.previous is None:
-        return torch.full_like(rows.gate, math.inf)
-
-    def of(hidden: Tensor, before: Tensor) -> Tensor:
-        log_p, log_q = (torch.log_softmax(widened(rows.head(states)), dim=-1) for states in (hidden, before))
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-    return torch.where(rows.iteration == 0, math.inf, in_chunks(of, rows.hidden, rows.previous))
-
-
-def change(rows: PolicyInput) -> Tensor:
-    """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite after iteration 0."""
-    if rows.previous is None:
-        return torch.full_like(rows.gate, math.inf)
-    hidden, before = widened(rows.hidden), widened(rows.previous)
-    moved = (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
-    return torch.where(rows.iteration == 0, math.inf, moved)
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite after iteration 0."""
+        if rows.previous is None:
+            return torch.full_like(rows.gate, math.inf)
+        hidden, before = widened(rows.hidden), widened(rows.previous)
+        moved = (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
+        return torch.where(rows.iteration == 0, math.inf, moved)
 
 
 def in_chunks(function: Callable[..., Tensor], *states: Tensor) -> Tensor:

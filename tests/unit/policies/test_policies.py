@@ -39,10 +39,10 @@ from adaponder.policies import (
     Shares,
     Similarity,
     as_policy,
-    measures,
     parse_policy,
     thresholds_for,
 )
+from adaponder.policies.measures import MeasureThreshold
 
 NAN = math.nan
 K = 4
@@ -184,8 +184,8 @@ def test_the_entropy_rule_reads_on_while_the_next_token_is_uncertain(models, met
     assert output.depth[mask.bool()].unique().numel() > 1
 
 
-@pytest.mark.parametrize("signal", [measures.entropy, measures.divergence, measures.change])
-def test_the_signals_of_half_precision_states_are_computed_in_float32(signal):
+@pytest.mark.parametrize("rule", [Entropy, Divergence, Change], ids=["entropy", "divergence", "change"])
+def test_the_signals_of_half_precision_states_are_computed_in_float32(rule):
     """Thresholds are compared with what float32 sees: bf16 would round entropies to a sixty-fourth of a nat."""
     generator = torch.Generator().manual_seed(0)
     hidden, previous = torch.randn(2, 20, 16, generator=generator).bfloat16()
@@ -206,9 +206,9 @@ def test_the_signals_of_half_precision_states_are_computed_in_float32(signal):
     exact = dataclasses.replace(
         seen, hidden=hidden.double(), previous=previous.double(), head=lambda states: head(states.bfloat16()).double()
     )
-    found = signal(seen)
+    found = rule.measure(seen)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), signal(exact), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), rule.measure(exact), rtol=1e-5, atol=1e-6)
 
 
 def read_twice_then(signal: Tensor, threshold: float | tuple[float, ...], mask: Tensor) -> Tensor:
@@ -266,26 +266,21 @@ def test_the_rules_that_compare_iterations_read_every_token_at_least_twice(model
     assert model(support.ids(), policy=policy).depth.unique().tolist() == [2]
 
 
-def middling(model: AdaPonderForCausalLM, make: Callable[[float], Policy], signal: Signal) -> Policy:
+def middling(model: AdaPonderForCausalLM, rule: type[MeasureThreshold]) -> Policy:
     """A rule whose threshold half of the tokens pass at the second iteration, and no token meets exactly."""
     ids, mask = padded()
     found: list[Tensor] = []
 
     def watch(seen: PolicyInput) -> Tensor:
         if bool((seen.iteration == 1).all()):
-            found.append(signal(seen)[seen.active])
+            found.append(rule.measure(seen)[seen.active])
         return torch.ones_like(seen.active)
 
     model(ids, attention_mask=mask, policy=watch)
-    return make(float(found[0].median()) * 1.0001)
+    return rule(float(found[0].median()) * 1.0001)
 
 
-Signal = Callable[[PolicyInput], Tensor]
-LOOKING: dict[str, tuple[Callable[[float], Policy], Signal]] = {
-    "kl": (Divergence, measures.divergence),
-    "change": (Change, measures.change),
-    "entropy": (Entropy, measures.entropy),
-}
+LOOKING: dict[str, type[MeasureThreshold]] = {"kl": Divergence, "change": Change, "entropy": Entropy}
 
 
 @pytest.mark.parametrize("method", DECIDED)
@@ -293,7 +288,7 @@ LOOKING: dict[str, tuple[Callable[[float], Policy], Signal]] = {
 @pytest.mark.parametrize("rule", LOOKING)
 def test_the_rules_that_look_at_predictions_are_one_function_dense_compact_and_cached(method, family, rule):
     model = calm(support.tiny(method, family, iterations=K))
-    policy = middling(model, *LOOKING[rule])
+    policy = middling(model, LOOKING[rule])
     ids, mask = padded()
     dense, compact = (
         model(ids, attention_mask=mask, policy=policy, execution=execution, output_gates=False)

@@ -37,17 +37,15 @@ from adaponder.policies import (
     Uniform,
     thresholds_for,
 )
-from adaponder.policies.confidence import similarity, top_two_gap
-from adaponder.policies.measures import change, divergence, entropy
 from adaponder.policies.random import unit_hash
 
 _SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
     "gate": lambda inputs: inputs.gate.float(),
-    "entropy": entropy,
-    "kl": divergence,
-    "change": change,
-    "confidence": lambda inputs: -top_two_gap(inputs),
-    "similarity": lambda inputs: -similarity(inputs),
+    "entropy": Entropy.measure,
+    "kl": Divergence.measure,
+    "change": Change.measure,
+    "confidence": lambda inputs: -Confidence.measure(inputs),
+    "similarity": lambda inputs: -Similarity.measure(inputs),
     "random": lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
 }
 
