@@ -6,14 +6,12 @@ import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adaponder.errors import InputError, shown
-from adaponder.modeling.arguments import PolicyLike, check_room
+from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
+from adaponder.modeling.arguments import check_room
 from adaponder.policies import LearnedGate, Policy, as_policy
-
-if TYPE_CHECKING:
-    from adaponder.modeling.model import AdaPonderForCausalLM
 
 MOST_SAMPLES = 128
 MOST_TOP = 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ class GateOrChance(Policy):
     # Made once: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
     gate: LearnedGate = field(init=False, repr=False, compare=False)
     by_chance: RandomRates = field(init=False, repr=False, compare=False)
-    reads_seed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         gate, by_chance, share = LearnedGate(self.tau), RandomRates(self.prior), as_share("share", self.share)

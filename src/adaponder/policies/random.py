@@ -19,7 +19,6 @@ class Random(Policy):
     """
 
     keep: float
-    reads_seed: ClassVar[bool] = True
     word: ClassVar[str] = "random"
     value_field: ClassVar[str] = "keep"
 

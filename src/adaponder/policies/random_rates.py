@@ -29,7 +29,6 @@ class RandomRates(Policy):
     """
 
     prior: float = 1.0
-    reads_seed: ClassVar[bool] = True
     word: ClassVar[str] = "random-rates"
     value_field: ClassVar[str] = "prior"
 
