@@ -280,9 +280,10 @@ def _mismatch(key: Any) -> str:
 def model_card(config: AdaPonderConfig, parameters: int, added: int) -> str:
     """The README of a saved checkpoint."""
     backbone = config.backbone_config
+    tags = ", ".join(dict.fromkeys(("adaponder", config.method, "adaptive-computation")))
     return f"""---
 library_name: transformers
-tags: [adaponder, {config.method}, adaptive-computation]
+tags: [{tags}]
 pipeline_tag: text-generation
 ---
 # A {backbone.model_type} backbone read up to {config.iterations} times per token ({config.method})

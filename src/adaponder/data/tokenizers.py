@@ -105,14 +105,25 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return hash_of_json(tokenizer.to_str())
 
 
+def hash_of_file(path: Path) -> str:
+    """:func:`tokenizer_hash` of the tokenizer in a ``tokenizer.json``, in whichever version of its format."""
+    return tokenizer_hash(_read(path))
+
+
 def hash_of_json(text: str) -> str:
     """:func:`hash_of_content` of a ``tokenizer.json``."""
     return hash_of_content(json.loads(text))
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
-    """SHA-256 of a tokenizer's content, however its JSON is laid out; padding and truncation are left out."""
+    """SHA-256 of a tokenizer's content, however its JSON is laid out; padding and truncation are left out.
+
+    So is a template that adds no token, which transformers writes where there was none.
+    """
     kept = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+    template = kept.get("post_processor") or {}
+    if template.get("type") == "TemplateProcessing" and not template.get("special_tokens"):
+        kept["post_processor"] = None
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

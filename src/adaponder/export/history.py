@@ -47,7 +47,8 @@ def training_of(folder: Path) -> Training | None:
     return Training(
         recipe=_text(recipe.get("name")),
         data=_named(data.get("source")),
-        tokenizer=_named(data.get("tokenizer")),
+        # The recipe's does not hold where its source was prepared with another.
+        tokenizer=_named(state.get("tokenizer_name")) or _named(data.get("tokenizer")),
         steps=step,
         tokens=factors[0] * factors[1] * factors[2] if None not in factors else None,  # type: ignore[operator]
         seed=_whole(train.get("seed")),

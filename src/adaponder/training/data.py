@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from adaponder.checkpoints.loading import fetch
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
+from adaponder.data.tokenizers import hash_of_file
 from adaponder.recipes import Recipe
 from adaponder.terminal import console, line
 from adaponder.training.distributed import World, local_share
@@ -38,6 +40,13 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
             console.print(line((f"{folder}:", "yellow"), f" {remark}"), soft_wrap=True)
     world.wait()
     return folder
+
+
+def require_own_tokenizer(recipe: Recipe, shards: Shards) -> None:
+    """Refuses ids that mean something else to the checkpoint that is trained on, where it has a ``tokenizer.json``."""
+    name = recipe.model.backbone
+    if isinstance(name, str) and os.path.isfile(path := fetch(name) / "tokenizer.json"):
+        shards.require_tokenizer(hash_of_file(path), name)
 
 
 def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:

@@ -13,7 +13,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model, config_of, weights_dtype
-from adaponder.training.data import open_data, sampler_of
+from adaponder.training.data import open_data, require_own_tokenizer, sampler_of
 from adaponder.training.distributed import World, join
 from adaponder.training.files import room_on_disk
 from adaponder.training.loop import Trainer
@@ -108,6 +108,7 @@ def train(
 def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausalLM:
     """The recipe's new model, or that of the checkpoint to go on from; its special tokens are the data's."""
     if start.folder is None:
+        require_own_tokenizer(recipe, shards)
         model = build_model(recipe, shards.vocab_size)
     else:
         # Its checksums were compared just now, and its special tokens are set below.

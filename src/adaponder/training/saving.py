@@ -60,6 +60,7 @@ class Saver:
             "fingerprint": self.recipe.fingerprint,
             "data": self.shards.content_hash(),
             "tokenizer": self.shards.tokenizer_hash,
+            "tokenizer_name": self.shards.manifest.fingerprint.get("tokenizer"),
             "world": self.world.size,
             "rng": random_states(self.world),
             "torch": torch.__version__,

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_data_sources import write_megatron
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from adaponder.commands import prepare as command
 from adaponder.commands.options import PrepareOptions
@@ -276,6 +277,12 @@ def test_the_hash_is_of_the_tokenizer_not_of_its_layout_or_habits(tokenizer):
     words.enable_truncation(5)
     words.enable_padding()
     assert tokenizer_hash(words) == tokenizer_hash(Tokenizer.from_file(str(tokenizer)))
+    words.post_processor = TemplateProcessing(single="$A", pair="$A $B:1")  # as transformers writes it
+    assert tokenizer_hash(words) == tokenizer_hash(Tokenizer.from_file(str(tokenizer)))
+    end = words.get_vocab_size() - 1
+    words.post_processor = TemplateProcessing(single="<e> $A", special_tokens=[("<e>", end)])
+    assert tokenizer_hash(words) != tokenizer_hash(Tokenizer.from_file(str(tokenizer)))
+    words = Tokenizer.from_file(str(tokenizer))
     words.add_tokens(["new"])
     assert tokenizer_hash(words) != tokenizer_hash(Tokenizer.from_file(str(tokenizer)))
 

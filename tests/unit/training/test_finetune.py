@@ -15,8 +15,11 @@ from adaponder import AdaPonderForCausalLM
 from adaponder.commands import train as command
 from adaponder.commands.options import TrainOptions
 from adaponder.data import Shards
+from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.prepare import prepare
 from adaponder.errors import ConfigError, InputError
+from adaponder.export.history import training_of
+from adaponder.files import read_json
 from adaponder.recipes import load_recipe, recipe_names
 from adaponder.training import lora
 from adaponder.training.data import sampler_of
@@ -71,6 +74,23 @@ def finetune(base: Path, *overrides: str, data: Path | None = None, name: str = 
         "train.eval_tokens=256",
     ]
     return load_recipe(name, [*settings, *overrides])
+
+
+def test_17_data_of_another_tokenizer_than_the_checkpoints_is_refused(base, tmp_path):
+    other = tmp_path / "shards"
+    prepare([str(base / "run" / "recipe.yaml")], out=other, tokenizer="train-bpe:270", validation=0)
+    with pytest.raises(DataError, match=r"final has .*: prepare the data with the tokenizer of"):
+        train(finetune(base, data=other), out=tmp_path / "run", quiet=True)
+
+
+def test_a_checkpoint_names_the_tokenizer_of_its_data_not_of_its_recipe(base):
+    made_by = Manifest.load(base / "shards").fingerprint["tokenizer"]
+    assert read_json(base / "run" / "final" / "state.json")["recipe"]["data"]["tokenizer"] != made_by
+    known = training_of(base / "run" / "final")
+    assert known is not None
+    assert known.tokenizer == made_by
+    card = (base / "run" / "final" / "README.md").read_text()
+    assert "tags: [adaponder, adaptive-computation]" in card  # each once
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
