@@ -137,7 +137,7 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     data_hash = Shards.open(folder, "train", verify=False).content_hash()
     if data_hash != queue.data_hash:
         console.print(
-            line(("other data:", "yellow"), f" {folder} has hash {data_hash}, the queue's records {queue.data_hash}; "),
+            line(("other data:", "yellow"), f" {folder} has hash {data_hash}, the queue's records {queue.data_hash};"),
             line("records of this data stand apart"),
             soft_wrap=True,
         )
@@ -149,7 +149,9 @@ def _by_label(queue: Queue, label: str, seeds: Sequence[int]) -> Experiment:
     every = [each for claim in queue.claims for each in [*queue.of_claim(claim), *queue.of_claim(claim, seeds)]]
     match = next((each for each in every if each.label == label), None)
     if match is None:
-        raise InputError(f"--run {label}: no such run in the queue; adaponder reproduce --list shows them")
+        raise InputError(
+            f"--run {label}: no such run in the queue; adaponder reproduce --list --json PATH writes their labels"
+        )
     return match
 
 

@@ -168,11 +168,14 @@ def _mapping(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
-    """The field of that name in another section, else the one spelled most alike in this section."""
+    """The field of that name in another section, else the one spelled most alike here, else what a recipe has."""
     elsewhere = [
         f"{section}.{key}" for section, kind in _SECTIONS.items() if key in {item.name for item in fields(kind)}
     ]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, known, path)
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]}?"
+    whole = "" if path else "; a recipe has " + ", ".join(["base", *(name for name in known if name != "name")])
+    return did_you_mean(key, known, path) or whole
 
 
 def _coerced(value: Any, hint: Any) -> Any:

@@ -256,11 +256,11 @@ class Trainer:
         if self.model.method.halts:
             self._warn_of_collapse(metrics)
 
-    def _warn_of_collapse(self, metrics: dict[str, Any]) -> None:
+    def _warn_of_collapse(self, metrics: dict[str, Any], where: str = "") -> None:
         warning = collapse(metrics, self.recipe.train, pressed=self.model.method.has_ponder_term)
         if warning is not None and self.telemetry:
             kind, message = warning
-            self.telemetry.warn(kind, f"step {metrics['step']}: {message}")
+            self.telemetry.warn(kind, f"step {metrics['step']}: {where}{message}")
 
     def measure_before(self) -> None:
         """Loss and depths of the checkpoint that is trained on, before its first step, kept in ``before.json``."""
@@ -294,7 +294,7 @@ class Trainer:
             return
         self.after = scores = self.evaluate(self.recipe.train.eval_tokens)
         if self.model.method.halts:
-            self._warn_of_collapse({"step": step, "halted": scores["validation_halted"]})
+            self._warn_of_collapse({"step": step, "halted": scores["validation_halted"]}, "validation: ")
         if self.telemetry:
             self.telemetry.log({"step": step, **scores})
         self.tally.began = time.perf_counter()

@@ -359,7 +359,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a base that is none": (b"base: 5", "base=5"),
     "a list of bases": (b"base: [a, b]", "base="),
     "a key twice": (b"train: {steps: 1, steps: 2}", "steps stands there twice"),
-    "a key that is a number": (b"5: 6", "5: no such field"),
+    "a key that is a number": (b"5: 6", "5: no such field; a recipe has base, model, data, train, about"),
     "a key that is a list": (b"? [1]\n: 2", "not valid YAML"),
     "a section that is none": (b"base: cpu/demo\ntrain: null", "train=None: a section"),
     "a name that is a number": (b"base: cpu/demo\nabout: 5", "about=5"),

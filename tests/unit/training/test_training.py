@@ -438,7 +438,15 @@ def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, ca
 
     monkeypatch.setattr(Trainer, "__post_init__", with_the_second_gate_shut)
     train(recipe, out=tmp_path / "run", quiet=True)
-    assert "every token halts after 2 iterations" in capsys.readouterr().out
+    assert "step 0: the gates have collapsed, every token halts after 2 iterations" in capsys.readouterr().out
+
+
+def test_a_collapse_in_validation_is_said_to_be_there(shards, tmp_path, capsys):
+    """In training chance halts tokens of this method, so its mean depth tells of no collapse."""
+    gates = ["model.iterations=2", "model.gate_bias=-9", "model.tau=0.5", "train.ponder_weight=0"]
+    train(small(shards, *gates, "train.steps=1", method="reread"), out=tmp_path / "run", quiet=True)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "step 0: validation: the gates have collapsed, every token halts after one iteration" in told
 
 
 @pytest.mark.parametrize(
