@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
         for name, floor in _FLOORS.items()
         if _numbers(versions[name]) < floor
     }
-    devices = [{"name": "cpu", "what": f"{platform.machine()}, {torch.get_num_threads()} threads"}]
+    devices = [{"name": "cpu", "what": f"{platform.machine()}, threads: {torch.get_num_threads()}"}]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         devices.append({"name": f"cuda:{index}", "what": f"{about.name}, {about.total_memory / 2**30:.0f} GiB"})

@@ -30,6 +30,14 @@ def _remark_on_training(train: TrainRecipe, world: World, *, pressed: bool) -> N
             ),
             soft_wrap=True,
         )
+    elif gates_begin >= train.steps:
+        console.print(
+            line(
+                (f"gates would begin to learn at step {gates_begin:,}, train.steps={train.steps} end before:", "yellow"),
+                " they stay as they began (train.gate_start)",
+            ),
+            soft_wrap=True,
+        )
     elif gates_begin:
         console.print(f"gates begin to learn at step {gates_begin:,} (train.gate_start)")
     if pressed and train.ponder_weight and train.ponder_start >= train.steps:

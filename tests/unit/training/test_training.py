@@ -386,8 +386,10 @@ def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path, capsys):
 
 
 def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
-    train(small(shards, "train.steps=2", "train.ponder_start=2", "train.ponder_full=3"), out=tmp_path / "a", quiet=True)
+    late = ("train.steps=2", "train.gate_start=2", "train.ponder_start=2", "train.ponder_full=3")
+    train(small(shards, *late), out=tmp_path / "a", quiet=True)
     said = " ".join(capsys.readouterr().out.split())
+    assert "gates would begin to learn at step 2, train.steps=2 end before" in said
     assert "train.ponder_start=2 is not before the end, train.steps=2" in said
     assert "no validation loss" not in said
     late = ("model.method=ouro", "train.steps=2", "train.ponder_start=3", "train.ponder_full=3")
