@@ -33,7 +33,7 @@ def _remark_on_training(train: TrainRecipe, world: World, *, pressed: bool) -> N
     elif gates_begin >= train.steps:
         console.print(
             line(
-                (f"gates would begin to learn at step {gates_begin:,}, train.steps={train.steps} end before:", "yellow"),
+                (f"gates would begin to learn at step {gates_begin:,}, after train.steps={train.steps}:", "yellow"),
                 " they stay as they began (train.gate_start)",
             ),
             soft_wrap=True,

@@ -389,7 +389,7 @@ def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
     late = ("train.steps=2", "train.gate_start=2", "train.ponder_start=2", "train.ponder_full=3")
     train(small(shards, *late), out=tmp_path / "a", quiet=True)
     said = " ".join(capsys.readouterr().out.split())
-    assert "gates would begin to learn at step 2, train.steps=2 end before" in said
+    assert "gates would begin to learn at step 2, after train.steps=2" in said
     assert "train.ponder_start=2 is not before the end, train.steps=2" in said
     assert "no validation loss" not in said
     late = ("model.method=ouro", "train.steps=2", "train.ponder_start=3", "train.ponder_full=3")
