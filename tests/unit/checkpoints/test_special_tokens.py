@@ -115,7 +115,7 @@ def llama_checkpoint(folder, *, end=0, pads=(0, 0)):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**FAMILIES["llama"].to_dict() | ids))
     model.config.pad_token_id, model.generation_config.pad_token_id = pads
     model.save_pretrained(folder / "stock")
-    small_tokenizer().save_pretrained(folder / "stock")
+    shutil.copy(folder / "shards" / "tokenizer.json", folder / "stock")
     return [f"model.backbone={folder / 'stock'}"]
 
 
