@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,24 @@ def test_every_import_goes_down_the_stairs():
         if ORDER.index(room) >= ORDER.index(room_of(path))
     ]
     assert not wrong
+
+
+def imported_modules(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the package that a file imports, be it for types alone."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            those = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in modules else node.module for name in those}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names & modules.keys()
+
+
+def test_no_module_is_imported_by_one_that_it_imports():
+    files = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    TopologicalSorter({name: imported_modules(path, modules) for name, path in modules.items()}).prepare()
 
 
 def test_every_room_has_its_place_in_the_order():

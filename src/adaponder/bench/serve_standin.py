@@ -19,9 +19,9 @@ import torch
 from adaponder.bench.decode_models import ITERATIONS, build, sizes_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import EvaluationError, InputError
-from adaponder.inference.engine import Engine, Event
+from adaponder.inference.engine import Engine
 from adaponder.inference.opening import eos_ids, longest
-from adaponder.inference.outputs import Completion, FinishReason, Token
+from adaponder.inference.outputs import Completion, Event, FinishReason, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
 

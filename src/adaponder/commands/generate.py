@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from adaponder.backbones.shape import Shape, shape_of
+from adaponder.commands.interactive import Conversation
 from adaponder.commands.live import LiveText
 from adaponder.commands.options import GenerateOptions
 from adaponder.commands.prompts import prompts_of
 from adaponder.commands.subject import choose_policy, open_tokenizer
 from adaponder.conversion.open import load
-from adaponder.errors import EvaluationError, InputError
+from adaponder.errors import InputError
 from adaponder.evaluation.meter import COLUMNS, Meter, Spent
 from adaponder.inference.engine import Engine
 from adaponder.modeling import AdaPonderForCausalLM
@@ -78,11 +79,9 @@ def run(options: GenerateOptions) -> list[Generated]:
         words = open_tokenizer(model, folder, options.tokenizer)
         chosen = choose_policy(model, folder, options)
     if options.interactive:
-        from adaponder.commands.interactive import Conversation
-
         Conversation(model, words, folder, options, chosen).run()
         return []
-    settings = request_settings(options, chosen) | {"samples": options.samples}
+    settings = options.request_settings() | {"policy": chosen, "samples": options.samples}
     streams = console.is_terminal and len(prompts) == options.samples == 1
     began = time.perf_counter()
     done = generate(
@@ -99,13 +98,6 @@ def run(options: GenerateOptions) -> list[Generated]:
     show(done, colours=options.depth_colours, text=not streams)
     write_json(options.json, as_result(done, time.perf_counter() - began))
     return done
-
-
-def request_settings(options: GenerateOptions, policy: Policy | None) -> dict[str, Any]:
-    """The fields of a :class:`Request` that the options set."""
-    names = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_iterations")
-    settings = {name: getattr(options, name) for name in names}
-    return settings | {"temperature": 0.0 if options.greedy else options.temperature, "policy": policy}
 
 
 def generate(
@@ -136,31 +128,12 @@ def generate(
     if live is not None:
         with live:
             live.say("".join(pieces(tokenizer, ids[0])), style="bold")
-            finish(engine, lambda event: (note(event), live.show(event)))
+            engine.finish(lambda event: (note(event), live.show(event)))
     else:
         with counting("generating", len(writings)) as advance:
-            finish(engine, lambda event: (note(event), advance(int(event.done))))
+            engine.finish(lambda event: (note(event), advance(int(event.done))))
     shape = shape_of(model.config)
     return [as_generated(model, tokenizer, writing, shape, seconds[id(writing)]) for writing in writings]
-
-
-def finish(
-    engine: TextEngine, each: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False
-) -> None:
-    """Steps until nothing is left to do, or ``until`` says so and the rest is cancelled; events go to ``each``.
-
-    Raises the first error of a request.
-    """
-    wrong: list[str] = []
-    while engine.busy:
-        if until() or wrong:
-            engine.cancel_all()
-        for event in engine.step():
-            each(event)
-            if event.done and event.writing.error is not None:
-                wrong.append(event.writing.error)
-    if wrong:
-        raise EvaluationError(wrong[0])
 
 
 def as_generated(

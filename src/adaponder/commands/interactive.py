@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.commands.generate import finish, request_settings
 from adaponder.commands.live import LiveText
 from adaponder.commands.options import GenerateOptions
 from adaponder.commands.subject import choose_policy
@@ -113,7 +112,7 @@ class Conversation:
 
     def write(self, prompt: str) -> None:
         """Continues the prompt, shown as it grows; Ctrl-C ends it."""
-        settings = request_settings(self.options, self.policy)
+        settings = self.options.request_settings() | {"policy": self.policy}
         asked = [*self.said, _user(prompt)]
         given = chat_ids(self.tokenizer, asked) if self.options.chat else prompt
         (writing,) = self._submit(given, settings)
@@ -123,7 +122,7 @@ class Conversation:
             if not self.options.chat:
                 live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
             with Interruption() as interruption:
-                finish(self.engine, live.show, until=lambda: interruption.asked)
+                self.engine.finish(live.show, until=lambda: interruption.asked)
         ended = {"length": "", "stop": "ended by itself; ", "cancelled": "stopped; "}
         console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
         self.options = replace(self.options, seed=self.options.seed + 1)
@@ -162,7 +161,7 @@ class Conversation:
     def _set(self, changes: dict[str, object]) -> None:
         options = replace(self.options, **changes)
         policy = choose_policy(self.model, self.folder, options)
-        self._check(Request(prompt=[0], **request_settings(options, policy)))
+        self._check(Request(prompt=[0], policy=policy, **options.request_settings()))
         self.options, self.policy = options, policy
 
     def begin_anew(self) -> None:

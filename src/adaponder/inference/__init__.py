@@ -1,7 +1,7 @@
 """Continuous batching over sequences and depth: see :class:`adaponder.inference.engine.Engine`."""
 
-from adaponder.inference.engine import Engine, Event
-from adaponder.inference.outputs import Completion, PromptToken, Token
+from adaponder.inference.engine import Engine
+from adaponder.inference.outputs import Completion, Event, PromptToken, Token
 from adaponder.inference.request import Request
 
 __all__ = ["Completion", "Engine", "Event", "PromptToken", "Request", "Token"]

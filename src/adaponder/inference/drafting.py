@@ -21,20 +21,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from adaponder.errors import InputError
-from adaponder.inference.outputs import Token, TopTokens
+from adaponder.inference.launches import Extras
+from adaponder.inference.outputs import Event, Token, TopTokens
 from adaponder.inference.sequence import Sequence
 from adaponder.ops.lane_books import Books
 from adaponder.ops.lane_windows import DraftWindows, WindowRows, begin_windows, end_windows
 
-if TYPE_CHECKING:
-    from adaponder.inference.launches import Extras
-    from adaponder.inference.receiving import Event, Receiver
+
+class Listener(Protocol):
+    """What windows use of the :class:`~adaponder.inference.receiving.Receiver` that they tell their tokens."""
+
+    rows: int
+
+    def listen(self, sequence: Sequence, extras: Extras, tick: int, number: int) -> None: ...
+
+    def token(self, sequence: Sequence, said: int, extras: Extras, tick: int, number: int) -> Token: ...
+
+    def settle(self, sequence: Sequence, token: Token, events: list[Event]) -> bool: ...
 
 
 @dataclass
@@ -119,7 +128,7 @@ class Drafting:
 
     def receive(
         self,
-        receiver: Receiver,
+        receiver: Listener,
         sequence: Sequence,
         lines: list[list[int]],
         extras: Extras,
@@ -152,7 +161,7 @@ class Drafting:
 
     def _hear(
         self,
-        receiver: Receiver,
+        receiver: Listener,
         sequence: Sequence,
         one: _Heard,
         said: int,

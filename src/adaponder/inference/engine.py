@@ -28,10 +28,10 @@ from adaponder.inference.opening import (
     refuse,
     rows_that_fit,
 )
-from adaponder.inference.outputs import Completion, PromptToken, Token
+from adaponder.inference.outputs import Completion, Event, PromptToken, Token
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
-from adaponder.inference.receiving import Event, Receiver
+from adaponder.inference.receiving import Receiver
 from adaponder.inference.request import Request, check_request, policy_of
 from adaponder.inference.runner import Runner
 from adaponder.inference.scheduler import Scheduler

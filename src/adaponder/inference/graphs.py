@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from adaponder.inference.launches import Extras, Needs
-    from adaponder.inference.runner import Runner
+from adaponder.inference.lane_policies import LanePolicies
+from adaponder.inference.lanes import Lanes
+from adaponder.inference.launches import Extras, Needs
 
 _WARM_UP = 1
 _SHORT, _SEVERAL = 4, 8
@@ -33,13 +33,29 @@ def context_of(slots: int, most: int) -> int:
     return min(size, most)
 
 
+class Ticks(Protocol):
+    """What graphs use of the :class:`~adaponder.inference.runner.Runner` whose ticks they replay."""
+
+    device: torch.device
+    lanes: Lanes
+    policies: LanePolicies
+
+    def as_tensor(self, numbers: Any) -> Tensor: ...
+
+    def new_log(self, ticks: int, lanes: int) -> Tensor: ...
+
+    def tick(
+        self, lane: Tensor, chunks: tuple[()], needs: Needs, longest: int, log: Tensor
+    ) -> tuple[Extras, list[Any]]: ...
+
+
 class Graphs:
     """Replays ticks of a runner. What a graph reads, the lanes and the number of the tick, lies in buffers of its own.
 
     ``ticks`` is the most ticks in a row: so many logs are kept until the host fetches them.
     """
 
-    def __init__(self, runner: Runner, ticks: int):
+    def __init__(self, runner: Ticks, ticks: int):
         self.runner, self.ticks = runner, ticks
         self.graphs: dict[Hashable, _Graph] = {}
         self.pool: Any = None

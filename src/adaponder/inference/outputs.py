@@ -117,3 +117,13 @@ class Completion:
             "dropped_rows": self.dropped_rows,
             "cached_tokens": self.cached_tokens,
         }
+
+
+@dataclass(frozen=True)
+class Event:
+    """One sample of a request got a ``token``, or has become a ``completion``."""
+
+    request: int
+    sample: int
+    token: Token | None = None
+    completion: Completion | None = None

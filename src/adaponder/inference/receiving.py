@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 from adaponder.inference.launches import Extras, Launch
 from adaponder.inference.lockstep import WAITS
-from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token, TopTokens
+from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
 from adaponder.inference.prompts import Read
 from adaponder.inference.runner import Runner
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER
-
-
-@dataclass(frozen=True)
-class Event:
-    """One sample of a request got a ``token``, or has become a ``completion``."""
-
-    request: int
-    sample: int
-    token: Token | None = None
-    completion: Completion | None = None
 
 
 class Receiver:

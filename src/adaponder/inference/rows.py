@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,26 @@ from torch import Tensor, nn
 from adaponder.backbones.wrapper import Backbone
 from adaponder.execution.base import Rows
 from adaponder.halting import pondered
+from adaponder.inference.lane_policies import LanePolicies
+from adaponder.inference.row_gates import RowGates
 from adaponder.ops.lane_books import ponder_rows
 from adaponder.ops.ledger_attention import Cohort
 from adaponder.ops.row_vocabulary import row_expectation, row_logits
 from adaponder.ops.vocab_expectation import vocab_expectation
 from adaponder.policies import PolicyInput
 
-if TYPE_CHECKING:
-    from adaponder.inference.runner import Runner
+
+class Surroundings(Protocol):
+    """What the rows of a tick use of the :class:`~adaponder.inference.runner.Runner` that computes them."""
+
+    width: int
+    backbone: Backbone
+    policies: LanePolicies
+    top_k: int | None
+
+    def everybody(self, rows: int) -> Tensor: ...
+
+    def gates(self, gates: Sequence[nn.Module] | nn.ModuleList) -> RowGates: ...
 
 
 class TickInput(NamedTuple):
@@ -53,7 +65,7 @@ class TickRows(Rows):
         gate_said: what the gates said, ``[n, 1]``, where the method asked any.
     """
 
-    def __init__(self, runner: Runner, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...]):
+    def __init__(self, runner: Surroundings, tick: TickInput, alone: int, cohorts: tuple[Cohort, ...]):
         self.lane, self.place, self.iteration = tick.lane, tick.place, tick.iteration
         self.before, self.alone, self.cohorts = tick.before, alone, cohorts
         self.slots_per_token = runner.width

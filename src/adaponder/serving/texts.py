@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adaponder.errors import AdaPonderError, EvaluationError
-from adaponder.inference.receiving import Event
+from adaponder.inference.outputs import Event
 from adaponder.inference.request import Request
 from adaponder.serving.errors import ApiError, refused
 from adaponder.serving.metrics import Metrics

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
-from adaponder.inference.receiving import Event
+from adaponder.inference.outputs import Event
 from adaponder.inference.request import Request
 from adaponder.serving.served import Served
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.errors import InputError
-from adaponder.inference.outputs import Completion, FinishReason, PromptToken, Token
-from adaponder.inference.receiving import Event
+from adaponder.errors import EvaluationError, InputError
+from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken, Token
 from adaponder.inference.request import Request
 from adaponder.text.stops import check_stops
 from adaponder.text.stream import Piece, TextStream
@@ -196,6 +195,22 @@ class TextEngine:
             elif not told.done and told.writing.stream.stop is not None:
                 self.engine.cancel(event.request, event.sample)
         return events
+
+    def finish(self, each: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
+        """Steps until nothing is left to do, or ``until`` says so and the rest is cancelled; events go to ``each``.
+
+        Raises the first error of a request.
+        """
+        wrong: list[str] = []
+        while self.busy:
+            if until() or wrong:
+                self.cancel_all()
+            for event in self.step():
+                each(event)
+                if event.done and event.writing.error is not None:
+                    wrong.append(event.writing.error)
+        if wrong:
+            raise EvaluationError(wrong[0])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:

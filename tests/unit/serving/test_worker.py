@@ -9,8 +9,7 @@ import pytest
 
 from adaponder import Engine, Request
 from adaponder.errors import InputError
-from adaponder.inference.outputs import Completion, Token
-from adaponder.inference.receiving import Event
+from adaponder.inference.outputs import Completion, Event, Token
 from adaponder.serving.worker import UnavailableError, Worker
 from serving_support import tiny_served
 from support import tiny

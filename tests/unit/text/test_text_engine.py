@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaponder.errors import InputError
-from adaponder.inference.outputs import Completion, Token
-from adaponder.inference.receiving import Event
+from adaponder.inference.outputs import Completion, Event, Token
 from adaponder.text.engine import TextEngine
 from word_support import small_tokenizer
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
@@ -97,3 +97,9 @@ class GenerateOptions(SamplingOptions, DepthOptions, _Showing, NarrowWeights, Op
         ),
     ] = None
     tokenizer: Annotated[str | None, TOKENIZER] = None
+
+    def request_settings(self) -> dict[str, Any]:
+        """The fields of :class:`adaponder.inference.request.Request` that the options set; the policy is left out."""
+        names = ("max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_iterations")
+        settings = {name: getattr(self, name) for name in names}
+        return settings | {"temperature": 0.0 if self.greedy else self.temperature}
