@@ -293,3 +293,21 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(explorer, dark):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.click("#inspector .close")
     assert page.is_hidden("#inspector")
+
+
+@pytest.mark.parametrize("width", [761, 1081, 1280])
+def test_two_texts_begin_at_one_height_under_dials_of_one_line_each(explorer, width):
+    page = explorer.page
+    page.set_viewport_size({"width": width, "height": 900})
+    explorer.fill(TEXT)
+    page.click("#compare")
+    page.wait_for_selector("#grid-b .column")
+    tops = page.eval_on_selector_all(".sheet", "all => all.map((one) => one.getBoundingClientRect().top)")
+    assert tops[0] == tops[1]
+    beside = {"#B-rule": "#match", "#dial-a .slide": "#dial-a .reading", "#dial-b .slide": "#dial-b .reading"}
+    for left, right in beside.items():
+        one, other = (page.eval_on_selector(name, "one => one.getBoundingClientRect()") for name in (left, right))
+        assert one["right"] <= other["left"], (left, right)
+        assert abs(one["top"] + one["bottom"] - other["top"] - other["bottom"]) < 6, (left, right)
+    heights = page.eval_on_selector_all(".stat dt", "all => all.map((one) => one.offsetHeight)")
+    assert len(set(heights)) == 1, "a label has two lines"
