@@ -7,9 +7,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from adaponder.errors import BackboneError
 
-# BLOOM builds its masks from padding alone; GPT-Neo's local layers count rows instead of positions. Both can be read
-# whole, from the first token on, and no other way.
-READ_WHOLE = ("bloom", "gpt_neo")
+# BLOOM and (with alibi) Falcon build their biases from padding alone; GPT-Neo's local layers count rows instead of
+# positions; GPT-NeoX-Japanese takes no keys that were gathered. They can be read whole, from the first token on, and no
+# other way.
+_READ_WHOLE = ("bloom", "gpt_neo", "gpt_neox_japanese")
+
+
+def read_whole(config: PreTrainedConfig) -> bool:
+    """Whether this family can be read only whole: without padding, packed documents or a cache."""
+    return config.model_type in _READ_WHOLE or (config.model_type == "falcon" and config.alibi)
 
 
 def refuse_by_name(stock: PreTrainedModel) -> None:
@@ -22,6 +28,8 @@ def refuse_by_name(stock: PreTrainedModel) -> None:
 
 def _in_its_attention(config: PreTrainedConfig) -> str | None:
     """Why its way to attend cannot be used, if so."""
+    if config.model_type == "doge" and config._attn_implementation != "eager":
+        return "its masks let a token see the future; open it with attn_implementation='eager'"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder; a decoder that reads its own embeddings is needed"
     kinds = set(getattr(config, "layer_types", None) or [])
@@ -74,7 +82,7 @@ def _in_its_ends(stock: PreTrainedModel) -> str | None:
 
 def refuse_halting(stock: PreTrainedModel, method: str) -> None:
     """Raises if tokens of this family cannot be left out of a pass."""
-    if stock.config.model_type in READ_WHOLE:
+    if read_whole(stock.config):
         raise BackboneError(
             f"{stock.config.model_type} cannot be a backbone of {method}: it can be read only whole, so a halted token "
             "cannot be skipped; use vanilla, ponder or loop"

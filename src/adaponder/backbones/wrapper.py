@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,15 @@ from transformers import PreTrainedModel
 
 from adaponder.backbones import attention, compiling
 from adaponder.backbones.attention import Lane, LedgerLane
-from adaponder.backbones.families import READ_WHOLE, drops_attention, layer_windows, refuse_by_name, unfolds, windows_of
+from adaponder.backbones.families import (
+    decoder_layers,
+    drops_attention,
+    layer_windows,
+    read_whole,
+    refuse_by_name,
+    unfolds,
+    windows_of,
+)
 from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues, PlainView
 from adaponder.errors import BackboneError
 from adaponder.ops import gelu, rotary
@@ -23,7 +31,7 @@ from adaponder.ops.finite import first_not_finite
 from adaponder.ops.masks import Places, masked_attention, visible
 from adaponder.ops.vocab_expectation import vocab_expectation
 
-_FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f")
+_FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f", "norm_f", "layer_norm")
 
 
 class PassOutput(NamedTuple):
@@ -151,7 +159,8 @@ class Backbone:
                 "that is mixed; adapt other modules, or merge it first"
             )
         weight = _present(embedding.weight)
-        return weight if scale is None else weight * scale.to(weight.dtype)
+        # A number, or (Gemma) a tensor that may be wider than the table.
+        return weight if scale is None else weight * torch.as_tensor(scale, dtype=weight.dtype)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         """The head as (W, bias): ``logits == hidden @ W.T + bias``."""
@@ -201,8 +210,7 @@ class Backbone:
 
         ``replay`` keeps no activations of the pass and computes them again in backward (non-reentrant
         checkpointing). A fresh view is made of what it is ``holding`` each time, so that the replay sees what the pass
-        saw. Without ``stream`` the residual stream is not looked for, which spares a compiler the hook; it is then the
-        hidden state.
+        saw. Without ``stream`` the residual stream is not looked for; it is then the hidden state.
         """
         compiles, holding = self._compiles(view, lane), holding or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
@@ -231,10 +239,7 @@ class Backbone:
         if lane is not None:
             lane.arrived.clear()
         streams: list[Tensor] = []
-        hook = None
-        if stream and self.norm is not None:
-            hook = self.norm.register_forward_pre_hook(lambda module, args: streams.append(args[0]))
-        try:
+        with self._keeping_stream(streams) if stream else nullcontext():
             out = self.body(
                 inputs_embeds=x,
                 position_ids=position,
@@ -243,9 +248,6 @@ class Backbone:
                 use_cache=True,
                 **({} if lane is None else {"lane": lane}),
             )
-        finally:
-            if hook is not None:
-                hook.remove()
         if lane is not None and len(lane.arrived) != self.layers:
             raise BackboneError(
                 f"{self.stock.config.model_type}: {len(lane.arrived)} of {self.layers} layers were told whose rows they"
@@ -254,9 +256,21 @@ class Backbone:
         hidden = out.last_hidden_state
         return PassOutput(hidden, streams[0] if streams else hidden, answers.rows())
 
+    def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
+        """Appends the residual stream of a pass: what the final norm reads or, without one, what the last layer leaves.
+
+        Under a norm that is not known by its name the latter is not the hidden state, so :meth:`verify` refuses it.
+        """
+        if self.norm is not None:
+            return _watching(self.norm, lambda norm_input, _: streams.append(norm_input))
+        layers = decoder_layers(self.body, self.layers)
+        if not layers:
+            return nullcontext()
+        return _watching(layers[-1], lambda _, left: streams.append(left[0] if isinstance(left, tuple) else left))
+
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The explicit attention mask, in the form this decoder takes it."""
-        if self.stock.config.model_type in READ_WHOLE:
+        if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no mask of ours: it can be read only whole, without padding, "
                 "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
@@ -293,6 +307,29 @@ class Backbone:
             _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
             _agree(self.stock, "the body with embeddings fed in", self.logits(output.hidden), expected.logits)
         self.packs()  # asked now, so that no forward pays for the question
+
+
+@contextmanager
+def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Shows ``see`` the first argument and the result of the module's calls.
+
+    In the place of its forward, because a compiler cannot trace the registering of a hook.
+    """
+    before, forward = module.__dict__.get("forward"), module.forward
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        result = forward(*arguments, **named)
+        see(arguments[0], result)
+        return result
+
+    module.__dict__["forward"] = watched
+    try:
+        yield
+    finally:
+        if before is None:
+            module.__dict__.pop("forward")
+        else:
+            module.__dict__["forward"] = before
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from adaponder.backbones.families import READ_WHOLE, rope_types
+from adaponder.backbones.families import read_whole, rope_types
 from adaponder.errors import BackboneError, InputError, shown
 from adaponder.inference.request import Request, forced_depths
 from adaponder.modeling import AdaPonderForCausalLM
@@ -23,7 +23,7 @@ def refuse(model: AdaPonderForCausalLM) -> None:
             f"reuse={reuse!r}: a halted token's hidden state moves on, so its rows cannot be skipped; only models with "
             "reuse='state' can be decoded by an engine (model.generate can do this one)"
         )
-    if family in READ_WHOLE:
+    if read_whole(model.config.backbone_config):
         raise BackboneError(
             f"{family} can be read only whole, without a cache; an engine cannot decode it (model.generate with "
             "use_cache=False can)"

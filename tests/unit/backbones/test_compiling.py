@@ -160,3 +160,16 @@ def test_what_cannot_be_compiled_so_is_named():
     model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
     with pytest.raises(BackboneError, match="by='pass'"):
         gradients(model)
+
+
+def test_keeping_the_stream_breaks_no_graph():
+    wrapped = tiny("loop").wrapped
+    x = wrapped.embed(ids())
+
+    def stream(x):
+        position, holding = torch.arange(9)[None], {"previous": None, "active": None}
+        return wrapped.read(x, position=position, mask=None, view=DenseView, holding=holding).stream
+
+    torch._dynamo.reset()
+    compiled = torch.compile(stream, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), stream(x), rtol=0, atol=1e-12)

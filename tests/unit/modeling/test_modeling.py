@@ -695,20 +695,3 @@ def test_the_loss_without_logits_is_the_loss(method):
         other = found[False][1][name]
         assert (gradient is None) == (other is None), name
         assert gradient is None or torch.allclose(gradient, other, atol=1e-12), name
-
-
-@pytest.mark.parametrize("family", ["bloom", "gpt_neo"])
-def test_families_that_are_read_whole_or_not_at_all_say_so(family):
-    settings = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "n_layer": 2, "n_head": 2}
-    extra = {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4}
-    config = AutoConfig.for_model(family, **settings, **(extra if family == "gpt_neo" else {}))
-    torch.manual_seed(0)
-    stock_model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
-    tokens = ids(2, 9)
-    plain = AdaPonderForCausalLM.from_backbone(stock_model, method="vanilla")
-    with torch.no_grad():
-        assert torch.allclose(plain(tokens).logits, stock_model(tokens).logits, atol=1e-10)
-        with pytest.raises(AdaPonderError, match="only whole"):
-            plain(tokens, attention_mask=torch.tensor([[0] + [1] * 8, [1] * 9]))
-    with pytest.raises(AdaPonderError, match=f"{family} cannot be a backbone of adaponder"):
-        AdaPonderForCausalLM.from_backbone(stock_model, method="adaponder", iterations=2)
