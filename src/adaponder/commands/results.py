@@ -9,8 +9,8 @@ from typing import Any
 from adaponder.errors import InputError
 from adaponder.files import read_json, write_whole
 from adaponder.reproduction import demand
-from adaponder.reproduction.claims import Judge, read_claims
 from adaponder.reproduction.evidence import Evidence
+from adaponder.reproduction.judging import Judge, read_judge
 from adaponder.reproduction.page import BEGIN, END, readme_part, results_page
 from adaponder.reproduction.queue import Queue
 from adaponder.reproduction.tables import learning_rates
@@ -54,7 +54,7 @@ def run(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -
 
 def judge_of(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> Judge:
     """The claims in the folder ``experiments`` and all that the records say about them."""
-    return Judge(read_claims(experiments / "claims.yaml"), Evidence(queue, records))
+    return read_judge(experiments / "claims.yaml", Evidence(queue, records))
 
 
 def page_of(judge: Judge, experiments: Path) -> str:

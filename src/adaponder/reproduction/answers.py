@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from adaponder.reproduction.claims import Judge, Question, shown
+from adaponder.reproduction.claims import Question
 from adaponder.reproduction.evidence import costs
+from adaponder.reproduction.judging import Judge, shown
 from adaponder.reproduction.statistics import NOT_RUN, paired
 from adaponder.reproduction.tables import four_numbers, learning_rates, markdown, prose, spread_of_seeds
 

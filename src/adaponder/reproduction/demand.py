@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaponder.registry import method_class
-from adaponder.reproduction.claims import Judge, shown, title_of
+from adaponder.reproduction.claims import title_of
+from adaponder.reproduction.judging import Judge, shown
 from adaponder.reproduction.statistics import estimate, within
 from adaponder.reproduction.tables import NONE, markdown, prose
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from adaponder.reproduction import demand
 from adaponder.reproduction.answers import answers
-from adaponder.reproduction.claims import Finding, Judge, Statement
+from adaponder.reproduction.claims import Statement
+from adaponder.reproduction.judging import Finding, Judge
 from adaponder.reproduction.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
 from adaponder.reproduction.tables import (
     NONE,

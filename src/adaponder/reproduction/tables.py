@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from adaponder.reproduction.claims import Judge, shown, title_of
+from adaponder.reproduction.claims import title_of
 from adaponder.reproduction.evidence import Point, model_parameters
+from adaponder.reproduction.judging import Judge, shown
 from adaponder.reproduction.queue import Experiment
 from adaponder.reproduction.statistics import estimate, paired, t_quantile
 
@@ -79,6 +80,7 @@ def main_table(judge: Judge, aliases: Sequence[str]) -> list[str]:
     """Losses by seed, the paired difference to the first row, perplexity, iterations, costs and parameters."""
     base = aliases[0]
     seeds = _seeds(judge, aliases)
+    plain = statistics.fmean(judge.values(base, "mflops").values()) if judge.values(base) else math.nan
     head = ["", *(f"loss, seed {seed}" for seed in seeds), f"minus {judge.title(base)}", "PPL", "iterations"]
     head += ["inference MFLOP/token", "x plain", "training PFLOP", "parameters", "of them added", "tokens/s"]
     rows = []
@@ -93,12 +95,12 @@ def main_table(judge: Judge, aliases: Sequence[str]) -> list[str]:
         difference = NONE if alias == base else shown(paired(judge.values(alias), judge.values(base)))
         mean = {name: statistics.fmean(getattr(p, name) for p in points.values()) for name in _MEANS}
         cells = [f"{math.exp(mean['loss']):.2f}", f"{mean['depth']:.2f}", f"{mean['mflops']:.1f}"]
-        cells += [f"{mean['ratio']:.2f}", f"{mean['training']:.1f}"]
+        cells += [f"{mean['mflops'] / plain:.2f}", f"{mean['training']:.1f}"]
         rows.append([judge.title(alias), *losses, difference, *cells, *size, speed(points.values())])
     return markdown(head, rows)
 
 
-_MEANS = ("loss", "depth", "mflops", "ratio", "training")
+_MEANS = ("loss", "depth", "mflops", "training")
 
 
 def speed(points: Iterable[Point]) -> str:
@@ -224,22 +226,43 @@ _MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Cells]] = {
 
 
 def claim_table(judge: Judge, claim: str) -> list[str]:
-    """Every setting of a claim that has a record with all that the claim measures; empty if none has.
+    """Every setting of a claim that has records with all that the claim measures; empty if none has.
 
-    Losses, depths and where tokens halted.
+    Losses and depths by seed, and where tokens halted. Where the claim's settings are held against one run: their
+    paired differences from it at its learning rate, and in how many seeds practically all tokens had one depth.
     """
-    rows = []
-    for each in dict.fromkeys(judge.evidence.queue.of_claim(claim)):
+    found: dict[str, dict[int, Point]] = {}
+    for each in judge.evidence.queue.of_claim(claim):
         point = judge.evidence.point(each)
-        if point is None:
-            continue
-        rate, title = rate_of(each), title_of(judge.claims, judge.evidence, each.setting)
-        cells = [title, NONE if rate is None else f"{rate:g}", str(each.seed)]
-        cells += [f"{point.loss:.4f}", f"{point.depth:.2f}"]
-        shares = " / ".join(f"{100 * share:.1f}" for share in point.shares)
-        rows.append((*cells, shares if len(point.shares) > 1 else NONE))
-    unique = list(dict.fromkeys(rows))
-    return markdown(["", "lr", "seed", "loss", "iterations", "% of tokens by depth 1 … K"], unique) if rows else []
+        if point is not None:
+            found.setdefault(each.setting, {}).setdefault(each.seed, point)
+    base = judge.claims.against.get(claim)
+    rows = []
+    for setting, unordered in found.items():
+        points = dict(sorted(unordered.items()))
+        rate = rate_of(judge.evidence.settings[setting])
+        cells = [title_of(judge.claims, judge.evidence, setting), NONE if rate is None else f"{rate:g}"]
+        cells.append(", ".join(map(str, points)))
+        cells.append(", ".join(f"{point.loss:.4f}" for point in points.values()))
+        cells.append(", ".join(f"{point.depth:.2f}" for point in points.values()))
+        shares = [100 * statistics.fmean(each) for each in zip(*(p.shares for p in points.values()), strict=True)]
+        cells.append(" / ".join(f"{share:.1f}" for share in shares) if len(shares) > 1 else NONE)
+        if base is not None:
+            collapsed = sum(point.collapsed for point in points.values())
+            cells += [_against(judge, base, setting, points), f"{collapsed} of {len(points)}"]
+        rows.append(cells)
+    head = ["", "lr", "seeds", "loss by seed", "iterations by seed", "% of tokens by depth 1 … K"]
+    head += [] if base is None else [f"minus {judge.title(base)}", "99 % of tokens at one depth, in seeds"]
+    return markdown(head, rows) if rows else []
+
+
+def _against(judge: Judge, base: str, setting: str, points: Mapping[int, Point]) -> str:
+    """A setting's losses minus those of ``base``, another run at the same learning rate."""
+    held = judge.claims.runs[base]
+    rates = [rate_of(judge.evidence.settings[each]) for each in (held, setting)]
+    if setting == held or rates[0] != rates[1]:
+        return NONE
+    return shown(paired({seed: point.loss for seed, point in points.items()}, judge.values(base)))
 
 
 def four_numbers(judge: Judge, aliases: Sequence[str], base: str) -> list[str]:

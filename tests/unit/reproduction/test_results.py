@@ -11,13 +11,14 @@ import yaml
 from adaponder.analysis import results_figures
 from adaponder.commands import results
 from adaponder.errors import InputError
-from adaponder.reproduction.claims import KINDS, Judge, read_claims, shown, title_of
+from adaponder.reproduction.claims import title_of
 from adaponder.reproduction.evidence import Evidence
+from adaponder.reproduction.judging import KINDS, Judge, read_judge, shown
 from adaponder.reproduction.page import BEGIN, END, _opening
 from adaponder.reproduction.queue import identity, read_queue
 from adaponder.reproduction.records import read_records
 from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, Estimate
-from adaponder.reproduction.tables import learning_rates, speed
+from adaponder.reproduction.tables import claim_table, learning_rates, main_table, speed
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENTS = ROOT / "experiments"
@@ -277,6 +278,27 @@ def test_an_aim_is_reached_if_the_whole_interval_lies_beyond_it(judge):
     assert verdicts == [HOLDS, HOLDS, FAILS]
 
 
+def test_a_setting_has_one_row_for_all_its_seeds_and_is_held_against_its_base_at_the_same_rate(judge):
+    shut = {"validation_loss": 3.75, "validation_depth": 1.0, "validation_halted": [1.0, 1.0, 1.0]}
+    changes = {"mini-adaponder-lr-0.004-seed": {"validation_loss": 3.5}, "ablation-shared-gate": shut}
+    rows = [row.split(" | ") for row in claim_table(edited(judge, changes), "gates")]
+    (one,) = (row for row in rows if row[0] == "| AdaPonder, one gate for all iterations")
+    assert one[2:5] == ["0, 1, 2", "3.7500, 3.7500, 3.7500", "1.00, 1.00, 1.00"]
+    assert one[5:] == ["100.0 / 0.0 / 0.0 / 0.0", "+0.2500 [+0.2500, +0.2500] (seeds 0, 1, 2)", "3 of 3 |"]
+    assert next(row for row in rows if row[0] == "| AdaPonder, K = 4")[6:] == ["–", "0 of 3 |"]
+    assert {row[6] for row in rows if row[1] == "0.001"} == {"–"}
+    assert "minus" not in claim_table(judge, "kv-reuse")[0]
+
+
+def test_costs_are_of_the_first_row_whatever_shape_the_others_have(judge):
+    rows = [row.split(" | ") for row in main_table(judge, ["vanilla", "vanilla-20-layers", "k2"])]
+    column = rows[0].index("x plain")
+    plain, deeper, twice = ([float(row[column - 1]), float(row[column])] for row in rows[2:])
+    assert plain[1] == 1.0
+    assert deeper[1] == pytest.approx(deeper[0] / plain[0], abs=0.01)
+    assert deeper == twice  # 20 layers were chosen so
+
+
 def test_policies_that_come_to_the_same_share_a_row(judge):
     losses = {"learned gate": 3.0, "oracle": 2.9, "uniform": 3.0, "geometric": 3.0, "kl": None, "change": None}
     made = {name: {"loss": loss, "causal": name != "geometric"} for name, loss in losses.items()}
@@ -367,11 +389,11 @@ def test_numbers_are_shown_with_their_seeds():
         ),
     ],
 )
-def test_claims_that_are_wrong_say_where(tmp_path, change, message):
+def test_claims_that_are_wrong_say_where(tmp_path, judge, change, message):
     raw = yaml.safe_load((EXPERIMENTS / "claims.yaml").read_text())
     (tmp_path / "claims.yaml").write_text(yaml.safe_dump(raw | change))
     with pytest.raises(InputError, match=message):
-        read_claims(tmp_path / "claims.yaml")
+        read_judge(tmp_path / "claims.yaml", judge.evidence)
 
 
 def test_a_readme_without_its_marks_is_refused(judge):
@@ -398,6 +420,7 @@ def test_numbers_that_the_documents_quote_are_those_of_the_records(judge):
     own = {"below_curve": "reread-k2-own-halts"}
     half_way = {"dial_below_curve": "reread-k2-own-halts", "depth": 1.5}
     longer = gap({"lower": ["vanilla-long", "k2"]})
+    deeper = gap({"lower": ["vanilla-20-layers", "k2"]})
     converted = gap({"lower": ["pondernet-from-vanilla", "on-vanilla-4e-3"]})
     readme = _flat("README.md")
     for words in (
@@ -410,6 +433,7 @@ def test_numbers_that_the_documents_quote_are_those_of_the_records(judge):
         f"Turned down to 1.5 iterations it is {gap(half_way)} below",
         f"it is {gap(half_way | {'against': ['vanilla', 'recall-k2']})} above, not told apart from 0",
         f"a loss of 3.3842: {longer} below (one seed)",
+        f"at inference, has 3.4474: {deeper} below (one seed)",
         f"as PonderNet it is {converted} below the same tokens of plain training (two seeds)",
         f"with late gates {gap({'lower': ['late-ada-from-vanilla', 'on-vanilla-4e-3']})} (one)",
     ):
