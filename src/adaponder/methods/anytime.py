@@ -55,6 +55,7 @@ class Anytime(AdaPonder):
             by=self.config.lookahead_by,
             share=values.share,
             without_target=self.config.gate_share > 0,
+            mean_count=values.mean_count,
         )
 
     # --- facts --------------------------------------------------------------------------------------------------

@@ -44,6 +44,10 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over all processes, on each."""
+        return values if self.size == 1 else self.sum(values) / self.size
+
     def gather(self, values: Tensor) -> list[Tensor]:
         """The values of every process, which must have the same shape, on each, and on the device they came from."""
         if self.size == 1:

@@ -128,7 +128,7 @@ class Trainer:
         train, step = self.recipe.train, self.step
         self.rate = set_learning_rate(self.optimizer, train, step)
         # Micro-steps and processes count equally in every term that is no mean over targets: both are averaged here.
-        objective = replace(objective_at(train, step), share=1.0, bottom_k=self.bottom_k)
+        objective = replace(objective_at(train, step), share=1.0, bottom_k=self.bottom_k, mean_count=self.world.mean)
         if self.controller:
             objective = self.controller.steer(objective, step)
         self.objective = objective

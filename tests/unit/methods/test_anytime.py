@@ -134,6 +134,14 @@ def test_sequences_count_equally_however_many_labels_they_have():
     assert mean_over_sequences(values, torch.zeros_like(chosen)) == 0
 
 
+def test_processes_that_share_sequences_have_the_mean_of_one_that_has_them_all():
+    """The first of two has two sequences with labels, the second none of one: 1 on the average."""
+    values = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 3.0]])
+    chosen = torch.tensor([[True, True], [False, True], [False, False]])
+    parts = [mean_over_sequences(values[at], chosen[at], lambda _: torch.tensor(1.0)) for at in ([0, 1], [2])]
+    assert sum(parts) / 2 == mean_over_sequences(values, chosen) == (3.0 + 4.0) / 2
+
+
 @pytest.mark.parametrize("by", ["tokens", "nats"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):

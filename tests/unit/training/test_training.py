@@ -301,6 +301,7 @@ TOGETHER = {
     "each process for itself": (["train.ponder_scope=process"], 1),
     "mor": (["model.method=mor", "model.iterations=4", "train.capacity_warmup=4", "train.steps=4"], 2),
     "ouro": (["model.method=ouro", "train.steps=4"], 2),
+    "labels in some rows": (["model.method=anytime", "model.gate_share=0.5", "train.steps=4"], 2),
 }
 
 
@@ -316,7 +317,17 @@ def test_two_processes_train_like_one_that_takes_their_rows_together(apart, tmp_
         assert_targets_differ(recipe, apart)
         train(recipe, out=tmp_path / "one" / name, quiet=True)
         one, two = (metrics(tmp_path / folder / name) for folder in ("one", "two"))
-        for term in ("loss", "cross_entropy", "ponder", "router", "entropy", "grad_norm", "validation_loss"):
+        for term in (
+            "loss",
+            "cross_entropy",
+            "ponder",
+            "router",
+            "lookahead",
+            "helped",
+            "entropy",
+            "grad_norm",
+            "validation_loss",
+        ):
             expected = [line[term] for line in one if term in line]
             assert [line[term] for line in two if term in line] == pytest.approx(expected, rel=1e-9), (name, term)
         theirs = weights(tmp_path / "two" / name / "final")

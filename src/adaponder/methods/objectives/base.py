@@ -69,6 +69,11 @@ class CrossEntropy:
         return Losses(cross_entropy, {"cross_entropy": cross_entropy})
 
 
+def own_count(count: Tensor) -> Tensor:
+    """The count itself: that of one process alone."""
+    return count
+
+
 @dataclass(frozen=True)
 class Objective:
     """No loss itself: the numbers that a schedule turns, of which each method makes its loss (``Method.objective``).
@@ -82,6 +87,8 @@ class Objective:
             (freeze the backbone for it: the exit gate's gradient does not stop there).
         exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
         bottom_k: how the pool of gates is averaged; several processes rank their gates together.
+        mean_count: what of a count a term divides by, where it is a mean over things that not every batch has as many
+            of; several processes give their mean count.
         share: factor on every term that is not a mean over targets (ponder, router). ``None``: this batch's targets
             over ``num_items_in_batch``, right where a caller sums batches; a caller that averages them equally gives 1.
     """
@@ -91,6 +98,7 @@ class Objective:
     exit_stage: Literal[1, 2] = 1
     exit_entropy_weight: float | None = limited(0, 1_000_000)
     bottom_k: Callable[[Tensor, float], Tensor] = bottom_k_mean
+    mean_count: Callable[[Tensor], Tensor] = own_count
     share: float | None = limited(0, 1_000_000)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.execution.base import Execution
-from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth, with_term
+from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth, own_count, with_term
 from adaponder.methods.objectives.depths import EveryDepthLoss, gated_sequences
 
 
@@ -36,7 +37,7 @@ class LookaheadLoss:
         by: what a label counts: ``tokens``, each the same, or ``nats``, the distance of its gain from ``delta``. Then
             the best gate is above one half where the expected gain is above ``delta``: a rare large gain outweighs many
             small losses, as it does in the mean that a budget is spent for.
-        share: see :class:`adaponder.methods.objectives.Objective`.
+        share, mean_count: see :class:`adaponder.methods.objectives.Objective`.
         without_target: whether tokens without a target have the label 0.
     """
 
@@ -47,6 +48,7 @@ class LookaheadLoss:
     by: Literal["tokens", "nats"] = "tokens"
     share: float | None = None
     without_target: bool = False
+    mean_count: Callable[[Tensor], Tensor] = own_count
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         by_depth = losses_by_depth(trajectory, score)
@@ -60,12 +62,13 @@ class LookaheadLoss:
             whole = whole & ~gated
         labelled = whole & score.counted
         logit = trajectory.gates.movedim(-1, 0).to(by_depth.dtype)
-        losses.terms["helped"] = mean_over_sequences(label.mean(0), labelled)
+        losses.terms["helped"] = mean_over_sequences(label.mean(0), labelled, self.mean_count)
         counts = gain.abs() if self.by == "nats" else torch.ones_like(gain)
-        term = mean_over_sequences(_surprise(logit, label, counts), labelled)
+        term = mean_over_sequences(_surprise(logit, label, counts), labelled, self.mean_count)
         if self.without_target:
             none, once = torch.zeros_like(label), torch.ones_like(label)
-            term = term + mean_over_sequences(_surprise(logit, none, once), whole & ~score.counted)
+            untaught = whole & ~score.counted
+            term = term + mean_over_sequences(_surprise(logit, none, once), untaught, self.mean_count)
         return with_term(losses, "lookahead", term, score, weight=1.0, share=self.share)
 
 
@@ -80,8 +83,12 @@ def gains_ahead(losses: Tensor) -> Tensor:
     return losses[:-1] - best_from[1:]
 
 
-def mean_over_sequences(values: Tensor, chosen: Tensor) -> Tensor:
-    """The mean of chosen entries in each row of ``[batch, time]``, averaged over the rows that have any; else 0."""
+def mean_over_sequences(values: Tensor, chosen: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
+    """The mean of chosen entries in each row of ``[batch, time]``, averaged over the rows that have any; else 0.
+
+    ``mean_count``: see :class:`adaponder.methods.objectives.Objective`; parts of the rows then have the mean of all.
+    """
     count = chosen.sum(1)
     means = (values * chosen).sum(1) / count.clamp_min(1)
-    return means.sum() / (count > 0).sum().clamp_min(1)
+    rows = mean_count((count > 0).sum())
+    return means.sum() / (rows + (rows == 0))
