@@ -40,7 +40,7 @@ class PonderCallback(TrainerCallback):
             ponder term presses on; at once for mor and ouro.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         capacity_warmup: mor, steps over which capacity shrinks from 1.
-        exit_stage: ouro's stage.
+        exit_stage: ouro's stage; freeze the backbone for 2, which trains exits alone.
     """
 
     def __init__(

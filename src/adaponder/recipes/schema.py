@@ -125,7 +125,7 @@ class TrainRecipe:
         lora_alpha: adapters weigh ``lora_alpha / lora_rank`` (``None``: twice the rank).
         capacity_warmup: for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become
             as frequent as ``model.halt_prior`` says.
-        exit_stage: for ouro, its training stage.
+        exit_stage: for ouro, its training stage; 2 trains exits alone, with ``freeze_backbone_steps`` = ``steps``.
         exit_entropy: for ouro, beta at the beginning and at the end (``None``: ``model.exit_entropy_weight`` always).
         exit_entropy_steps: the steps between which beta changes linearly; equal ones are a jump (``None``: all steps).
         seed: of the weights and of the order of the data.

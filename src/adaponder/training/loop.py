@@ -85,6 +85,11 @@ class Trainer:
         self.bottom_k = global_bottom_k_mean(self.world) if train.ponder_scope == "micro" else bottom_k_mean
         self.saver = Saver(self.recipe, self.run, self.world, self.model, self.sampler.shards)
         self.controller: DepthController | None = controller_of(train, self.model, self.world, self.controller_state)
+        if train.exit_stage == 2 and self.model.method.has_exit_loss and train.freeze_backbone_steps < train.steps:
+            raise TrainingError(
+                f"train.exit_stage=2 trains exits alone, its loss teaches the backbone nothing but to please them: set "
+                f"train.freeze_backbone_steps={train.steps}, and model.backbone to a checkpoint of stage 1"
+            )
 
     # --- steps --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -580,6 +581,16 @@ def test_the_capacity_of_mor_shrinks_along_half_a_cosine(shards, tmp_path):
     tokens = 32
     kept = [[int(tokens * (1 - way * (1 - share)) + 1e-9) for share in capacities] for way in (0.0, 0.5, 1.0)]
     assert depths == pytest.approx([1 + sum(numbers) / tokens for numbers in kept])
+
+
+@pytest.mark.parametrize(("frozen", "refused"), [(1, True), (2, False)])
+def test_exits_train_alone_only_where_the_backbone_stays_to_the_end(shards, tmp_path, frozen, refused):
+    how = ["train.exit_stage=2", "train.steps=2", f"train.freeze_backbone_steps={frozen}"]
+    outcome = (
+        pytest.raises(AdaPonderError, match=r"exit_stage=2 .*freeze_backbone_steps=2") if refused else nullcontext()
+    )
+    with outcome:
+        train(small(shards, *how, method="ouro"), out=tmp_path / "run", quiet=True)
 
 
 def test_a_target_out_of_reach_is_refused(shards, tmp_path):
