@@ -1107,6 +1107,18 @@ def test_a_run_resumed_from_a_named_checkpoint_ends_in_the_same_bits_though_newe
     assert_as_if_nothing_had_been(out, whole)
 
 
+@pytest.mark.parametrize(("source", "weights_only"), [("final", True), ("elsewhere", True), ("elsewhere", False)])
+def test_a_run_that_goes_on_from_elsewhere_replaces_no_other(
+    recipe, whole, tmp_path, no_training, source, weights_only
+):
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
+    checkpoint = out / "final" if source == "final" else step_folder(whole, 4)
+    before = contents(out)
+    with pytest.raises(InputError, match=r"holds step-\d+ of a run, which would be lost.*name a new folder"):
+        train(recipe, out=out, resume=str(checkpoint), weights_only=weights_only, quiet=True)
+    assert contents(out) == before
+
+
 def test_a_resumed_run_draws_the_same_dropout(shards, whole, tmp_path):
     dropping = recipe_of(shards, "model.backbone.hidden_dropout=0.2", "train.eval_every=3")
     train(dropping, out=tmp_path / "whole", quiet=True)

@@ -19,7 +19,10 @@ from adaponder.training.files import room_to_write
 
 @contextmanager
 def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
-    """Inside, the run folder is locked; it must be writable, empty unless resuming, and not in use by another run."""
+    """Inside, the run folder is locked; it must be writable, empty unless resuming, and not in use by another run.
+
+    A run that goes on from a checkpoint of another folder must not find checkpoints here.
+    """
     if not world.leads:
         world.wait()
         yield
@@ -38,12 +41,24 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
             raise InputError(f"--out {out} is in use by {holder.read().strip() or 'another run'}")
         if resume is None and any(path.name != ".lock" for path in out.iterdir()):
             raise InputError(f"--out {out} is not empty: name a new folder, or --resume auto to go on")
+        if resume not in (None, "auto"):
+            _require_own_checkpoint(out, Path(resume))
         with room_to_write(out / ".lock"):
             holder.truncate(0)
             holder.write(f"process {os.getpid()} on {socket.gethostname()}")
             holder.flush()
         world.wait()
         yield
+
+
+def _require_own_checkpoint(out: Path, resumed: Path) -> None:
+    """Raises where a run that goes on from elsewhere would replace the checkpoints or the final model in ``out``."""
+    kept = [*(out / "checkpoints").glob("step-*"), *out.glob("final")]
+    if kept and resumed.resolve().parent != (out / "checkpoints").resolve():
+        raise InputError(
+            f"--out {out} holds {kept[0].name} of a run, which would be lost, and --resume {resumed} is no checkpoint "
+            "of that run: name a new folder, or --resume auto to go on with what is there"
+        )
 
 
 @contextmanager
