@@ -75,15 +75,16 @@ def convert(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is not empty: name a new folder")
+    settings = {key: value for key, value in recurrence.items() if value is not None}
+    if method == "backbone" and (useless := [*settings, *(["text"] if text is not None else [])]):
+        raise InputError(f"--{useless[0].replace('_', '-')}: --method backbone reads each token once; leave it out")
     opened = open_checkpoint(source, revision=revision, dtype=dtype)
-    if text is not None and not has_tokenizer(opened.folder):
-        raise InputError(f"--text: {opened.folder} has no tokenizer to read it with")
+    words = None if text is None else _tokens_of(text, opened.folder)
     torch.manual_seed(seed)  # of what the method adds
     ids = probe_ids(opened.model.config.get_text_config().vocab_size).to(opened.model.device)
     if method == "backbone":
         converted, checks = _to_backbone(opened, ids)
     else:
-        settings = {key: value for key, value in recurrence.items() if value is not None}
         converted, checks = _to_family(opened, method, settings, ids)
     _require_checks(checks, out)
     remarks = _save(converted, out, opened.folder)
@@ -96,7 +97,7 @@ def convert(
         iterations=converted.config.iterations,
         added=sum(parameter.numel() for parameter in converted.method.parameters()),
         gates_open=float(torch.sigmoid(torch.tensor(converted.config.gate_bias))) if has_gates else None,
-        losses=loss_by_depth(converted, out, text) if text else (),
+        losses=() if words is None else loss_by_depth(converted, words),
         remarks=tuple(remarks),
     )
 
@@ -167,14 +168,20 @@ def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel
     return model.backbone, [compare("the plain backbone equals one iteration", plain_logits, expected)]
 
 
-@torch.no_grad()
-def loss_by_depth(model: AdaPonderForCausalLM, folder: Path, text: str) -> tuple[float, ...]:
-    """The loss on ``text`` at depth 1, 2, … K: every token makes as many iterations."""
+def _tokens_of(text: str, folder: Path) -> Tensor:
+    """``int64[1, tokens]``: the text in tokens of the checkpoint in ``folder``, at least two."""
+    if not has_tokenizer(folder):
+        raise InputError(f"--text: {folder} has no tokenizer to read it with")
     ids = tokenizer_of(str(folder))(text, return_tensors="pt").input_ids
-    limit = model.config.max_position_embeddings or ids.shape[1]
-    ids = ids[:, :limit].to(model.device)
     if ids.shape[1] < 2:
         raise InputError("--text: at least two tokens are needed to predict one")
+    return ids
+
+
+@torch.no_grad()
+def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]:
+    """The loss on a text's ``ids [1, tokens]`` at depth 1, 2, … K: every token makes as many iterations."""
+    ids = ids[:, : model.config.max_position_embeddings or ids.shape[1]].to(model.device)
     depths = range(1, model.config.iterations + 1)
     if model.method.halts:
         return tuple(float(model(ids, labels=ids, policy=FixedDepth(depth)).loss) for depth in depths)

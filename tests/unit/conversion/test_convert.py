@@ -142,6 +142,20 @@ def test_the_loss_at_each_depth_is_shown_on_a_given_text(tmp_path, source):
         assert loss == pytest.approx(float(expected), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"text": "x"}, "--text: at least two tokens"),
+        ({"method": "backbone", "text": "x + 1"}, "--text: --method backbone reads each token once"),
+        ({"method": "backbone", "gate_width": 2}, "--gate-width: --method backbone reads each token once"),
+    ],
+)
+def test_what_cannot_be_done_as_told_is_refused_before_anything_is_written(tmp_path, source, settings, says):
+    with pytest.raises(InputError, match=says):
+        convert.convert(str(source), tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_embedding_scale_is_told_not_held_against_a_bound(tmp_path, source):
     done = convert.convert(str(source), tmp_path / "ada", embedding_scale=2.0)
     assert done.checks[0].bound is None
