@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from adaponder.data.manifest import DataError
-from adaponder.data.tokenizers import PIECE, pieces
+from adaponder.data.tokenizers import PIECE, encoding, pieces
 from adaponder.data.turns import ConversationEncoder
 from adaponder.errors import AdaPonderError, InputError
 
@@ -136,7 +136,8 @@ class Encoder:
 
     def _encode_group(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
         """Appends the tokens of each (item number, piece) to ``parts[number]``."""
-        encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+        with encoding():
+            encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
         for (number, _), one in zip(group, encoded, strict=True):
             parts[number].append(np.array(one.ids, self.dtype))
 

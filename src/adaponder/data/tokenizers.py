@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adaponder.checkpoints.shipped import shipped
 from adaponder.data.symbols import SYMBOLS, symbol_tokenizer
-from adaponder.errors import InputError
+from adaponder.errors import InputError, in_one_line
 from adaponder.files import read_bytes, read_json
 
 END = "<|endoftext|>"
@@ -241,6 +242,18 @@ def _token_named(role: str, path: Path) -> str | None:
     if token is not None and not isinstance(token, str):
         raise InputError(f"{path}: {role} must be a token's text")
     return token
+
+
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+    """Inside, text that the tokenizer cannot encode is an error in one line."""
+    try:
+        yield
+    except Exception as error:  # the library raises bare Exception, for a word without an id and no unknown token, say
+        raise InputError(
+            f"the tokenizer cannot encode the text: {in_one_line(error)}; mend its vocabulary, or name another with "
+            "--tokenizer"
+        ) from None
 
 
 def pieces(text: str, limit: int = PIECE) -> Iterator[str]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
+from adaponder.data.tokenizers import encoding
+
 
 class ConversationEncoder:
     """Encodes the text that a chat template wrote, whose special tokens are special tokens.
@@ -49,7 +51,8 @@ class ConversationEncoder:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            encoded = self.tokenizer.encode(text[start:stop], add_special_tokens=False)
+            with encoding():
+                encoded = self.tokenizer.encode(text[start:stop], add_special_tokens=False)
             ids += encoded.ids
             offsets += [(first + start, last + start) for first, last in encoded.offsets]
         places = np.array(offsets, np.int64).reshape(-1, 2)

@@ -261,6 +261,15 @@ def test_text_cannot_forge_the_end_of_its_document(tmp_path, tokenizer):
     assert np.flatnonzero(tokens.read(0, tokens.tokens) == tokens.end_id).tolist() == [tokens.tokens - 1]
 
 
+@pytest.mark.parametrize("learned", [None, ((0, 1),)], ids=["text", "conversation"])
+def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(learned):
+    """A word that has no id, and no token for what is unknown; the library raises a bare Exception."""
+    knows_one = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "known": 1}))
+    encoder = Encoder(knows_one.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
+    with pytest.raises(InputError, match=r"the tokenizer cannot encode the text: .*; .* with --tokenizer"):
+        encoder([Item(0, "other", "made up", learned=learned)])
+
+
 def test_the_end_token_is_the_tokenizers_own_unless_named(tmp_path):
     words = load_tokenizer("train-bpe:260", ["text"])[0]
     words.add_special_tokens([AddedToken("</s>"), AddedToken("<eos>")])
