@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
 from adaponder.checkpoints.manifest import write_manifest
+from adaponder.checkpoints.saving import saving
 from adaponder.checkpoints.special_tokens import SETTINGS, TOKENIZER, align, as_ids, read_special_tokens, with_padding
 from adaponder.conversion.checks import Check, compare, compare_with_ponderlm, probe_ids
 from adaponder.conversion.open import OpenedCheckpoint, is_ours, open_checkpoint
 from adaponder.errors import CheckpointError, InputError
-from adaponder.files import replacing_folder
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
@@ -194,7 +194,7 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
     Returns what had to change so that config, generation config and tokenizer agree, in words.
     """
     remarks = []
-    with replacing_folder(out, out.with_name(out.name + ".partial")) as partial:
+    with saving(out, out.with_name(out.name + ".partial"), intact="nothing was written") as partial:
         if is_ours(model) and (tokens := read_special_tokens(source)) is not None and tokens.end is not None:
             remarks = align(model, tokens.end, tokens.padding)
         without_manifest: dict[str, Any] = {"manifest": False} if is_ours(model) else {}  # it is written below

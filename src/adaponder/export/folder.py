@@ -17,13 +17,14 @@ import torch
 from adaponder.backbones.wrapper import rounding_bound
 from adaponder.checkpoints.loading import has_tokenizer
 from adaponder.checkpoints.manifest import write_manifest
+from adaponder.checkpoints.saving import saving
 from adaponder.checkpoints.special_tokens import with_padding
 from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig
 from adaponder.conversion.checks import Check, compare, probe_ids
 from adaponder.conversion.convert import TOKENIZER_FILES
 from adaponder.errors import CheckpointError, InputError, choice
 from adaponder.export import modeling_adaponder as exported
-from adaponder.files import read_json, replacing_folder
+from adaponder.files import read_json
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.registry import method_names
@@ -65,7 +66,7 @@ def export(
     require_exportable(model.config, str(source))
     if not has_tokenizer(source):
         raise InputError(f"{source} has no tokenizer, without which nobody could use it: put its files there first")
-    with replacing_folder(out, out.with_name(out.name + ".partial")) as partial:
+    with saving(out, out.with_name(out.name + ".partial"), intact="nothing was written") as partial:
         model.save_pretrained(partial, manifest=False)
         settings = read_json(partial / "config.json") | {"auto_map": OUR_AUTO_MAP}
         (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

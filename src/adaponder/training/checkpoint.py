@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
+from adaponder.checkpoints.saving import saving
 from adaponder.errors import CheckpointError
-from adaponder.files import read_json, replacing_folder
+from adaponder.files import read_json
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.lora import LORA
 
@@ -45,18 +45,15 @@ def save_checkpoint(
     resumes from.
     """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
-    try:
-        with replacing_folder(folder, partial, make_way=shutil.rmtree):
-            model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
-            if optimizer is not None:
-                save_file(optimizer, partial / OPTIMIZER)
-            if adapters:
-                save_file(adapters, partial / LORA)
-            for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
-                (partial / name).write_text(content, encoding="utf-8")
-            write_manifest(partial, step=state["step"])
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} could not be saved: {error}; earlier checkpoints are untouched") from error
+    with saving(folder, partial, intact="earlier checkpoints are untouched", make_way=shutil.rmtree):
+        model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
+        if optimizer is not None:
+            save_file(optimizer, partial / OPTIMIZER)
+        if adapters:
+            save_file(adapters, partial / LORA)
+        for name, content in ({STATE: json.dumps(state, indent=1)} | (texts or {})).items():
+            (partial / name).write_text(content, encoding="utf-8")
+        write_manifest(partial, step=state["step"])
 
 
 def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -234,6 +235,16 @@ def test_nothing_is_written_if_the_file_computes_something_else(run, tmp_path, m
 
 
 # --- the package and the folder -------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_is_one_line_and_nothing_is_left(run, tmp_path, monkeypatch):
+    def full(*arguments, **named):
+        raise SafetensorError("no space left on device")
+
+    monkeypatch.setattr(AdaPonderForCausalLM, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match=r"out could not be saved: no space .*; nothing was written"):
+        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(exported, tmp_path, monkeypatch):

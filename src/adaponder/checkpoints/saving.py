@@ -1,0 +1,25 @@
+"""A folder of weights appears whole or not at all, and what kept it from being written is said in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from adaponder.errors import CheckpointError
+from adaponder.files import replacing_folder
+
+
+@contextmanager
+def saving(
+    folder: Path, partial: Path, *, intact: str, make_way: Callable[[Path], object] = os.rmdir
+) -> Iterator[Path]:
+    """:func:`adaponder.files.replacing_folder`, in which an error of the disk says what is ``intact`` all the same."""
+    try:
+        with replacing_folder(folder, partial, make_way=make_way):
+            yield partial
+    except (OSError, SafetensorError) as error:  # the second where weights do not fit on the disk
+        raise CheckpointError(f"{folder} could not be saved: {error}; {intact}") from error
