@@ -16,9 +16,12 @@ from adaponder.training.distributed import World
 
 
 def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
-    """How many whole windows of ``length`` predictions the split's first ``tokens`` tokens hold."""
+    """How many whole windows of ``length`` predictions the split's first ``tokens`` tokens hold, one at least.
+
+    One takes a token more than it predicts: the split has as many, ``tokens`` may be just ``length``.
+    """
     step = _step(shards, length)
-    return min(tokens, shards.tokens - (length + 1 - step)) // step
+    return max(1, min(tokens, shards.tokens - (length + 1 - step)) // step)
 
 
 def _step(shards: Shards, length: int) -> int:
