@@ -149,7 +149,7 @@ def arrange_tokens(
     if position_ids is not None:
         position = _as_grid(position_ids, input_ids, "position_ids")
     elif document_ids is not None:
-        position = order - _first_of_document(order, document_ids)
+        position = order - _first_of_document(order, real, document_ids)
     else:
         position = order
     return Tokens(
@@ -199,7 +199,9 @@ def _restarts(position: Tensor) -> Tensor | None:
     return breaks.cumsum(1) if bool(breaks.any()) else None
 
 
-def _first_of_document(order: Tensor, document: Tensor) -> Tensor:
+def _first_of_document(order: Tensor, real: Tensor, document: Tensor) -> Tensor:
+    """The order of the first real token of each token's document."""
     new = torch.ones_like(document, dtype=torch.bool)
     new[:, 1:] = document[:, 1:] != document[:, :-1]
-    return torch.where(new, order, 0).cummax(dim=1).values
+    # Padding has the order of the real token before it, so the next real one's is one more.
+    return torch.where(new, order + ~real, 0).cummax(dim=1).values

@@ -443,6 +443,17 @@ def test_packed_documents_have_the_loss_of_documents_alone():
     torch.testing.assert_close(together, sum(alone) / (4 + 2 + 7), rtol=1e-12, atol=0)
 
 
+def test_padding_before_a_packed_document_moves_none_of_its_positions():
+    first, second, padding = ids(1, 4), ids(1, 3, seed=1), torch.zeros(1, 2, dtype=torch.long)
+    model = tiny(family="gpt2")  # its positions are learned, so that a shift of all of them counts
+    read = {
+        "document_ids": torch.tensor([[0] * 4 + [1] * 5]),
+        "attention_mask": torch.tensor([[1] * 4 + [0] * 2 + [1] * 3]),
+    }
+    together = model(torch.cat([first, padding, second], 1), **read)
+    torch.testing.assert_close(together.logits[:, 6:], model(second).logits, rtol=0, atol=1e-12)
+
+
 def test_guidance_sees_the_same_policy():
     model = tiny(iterations=3)
     ask = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "guidance_scale": 1.5}
