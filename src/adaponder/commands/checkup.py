@@ -82,7 +82,10 @@ def _checksums(folder: Path) -> str:
 def _tokenizer(folder: Path) -> str:
     if not has_tokenizer(folder):
         return "none"
-    return f"{len(tokenizer_of(folder, verify=False)):,} tokens"
+    vocabulary, size = tokenizer_of(folder, verify=False).get_vocab(), describe(str(folder), verify=False).vocab_size
+    if (highest := max(vocabulary.values(), default=0)) >= size:
+        raise InputError(f"the tokenizer's ids go up to {highest}, the model's vocabulary ends at {size - 1}")
+    return f"{len(vocabulary):,} tokens"
 
 
 def _special_tokens(folder: Path) -> str:

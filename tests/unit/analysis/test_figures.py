@@ -47,6 +47,11 @@ def ranks(values: list[float]) -> np.ndarray:
     return np.array([sum(b < a for b in values) + (sum(b == a for b in values) + 1) / 2 for a in values])
 
 
+def test_one_iteration_is_named_as_one():
+    once = made_up(tokens=40, deepest=1, halts=False)
+    assert said(active_figure, once).startswith("Iteration 1 read 100.0% of the tokens")
+
+
 def test_shares_times_means_add_up_to_the_loss(trace):
     found = halting.measure(trace)
     assert float(found.groups.share @ found.groups.mean) == pytest.approx(trace.loss, rel=1e-12)

@@ -180,6 +180,15 @@ def test_a_stock_model_at_odds_with_its_tokenizer_is_used_as_it_is_and_converted
     assert not checkup.run(DoctorOptions(checkpoint=str(tmp_path / "ada")))["problems"]
 
 
+def test_doctor_tells_of_a_tokenizer_with_ids_that_the_model_lacks(tmp_path):
+    folder = stock_folder(tmp_path)
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens([f"word{number}" for number in range(60)])
+    tokenizer.save_pretrained(folder)
+    problems = checkup.run(DoctorOptions(checkpoint=str(folder)))["problems"]
+    assert problems["tokenizer"] == "the tokenizer's ids go up to 87, the model's vocabulary ends at 60"
+
+
 def test_an_end_token_that_only_the_settings_know_is_known(tmp_path):
     later = {"eos_token": "<end>", "added_tokens_decoder": {"28": {"content": "<end>"}}}
     assert read_special_tokens(stock_folder(tmp_path, settings=later)).end == 28

@@ -53,9 +53,10 @@ def draw(measured: Measured, theme: Theme) -> Figure:
 def caption(measured: Measured) -> str:
     said = listed([percent(float(share)) for share in measured.shares])
     one = measured.numbers
+    which = "Iteration 1" if len(measured.shares) == 1 else f"Iterations 1 to {len(measured.shares)}"
     closed = "" if one.gates_closed is None else f", {percent(one.gates_closed)} of gates are closed"
     return (
-        f"Iterations 1 to {len(measured.shares)} read {said} of the tokens, which adds up to {one.iterations:.3f} "
+        f"{which} read {said} of the tokens, which adds up to {one.iterations:.3f} "
         f"iterations per token; {percent(one.halted)} of tokens halt early{closed}, and the text costs "
         f"{one.flops_ratio:.2f} times the FLOPs of the plain backbone."
     )
