@@ -629,6 +629,12 @@ def test_a_read_only_folder_is_refused_before_the_first_step(recipe, tmp_path, m
             train(recipe, out=out, quiet=True)
 
 
+def test_a_recipe_that_is_refused_leaves_the_folder_to_the_one_that_is_put_right(shards, tmp_path):
+    with pytest.raises(TrainingError, match="micro_batch=3 does not divide"):
+        train(recipe_of(shards, "train.micro_batch=3"), out=tmp_path / "run", quiet=True)
+    train(recipe_of(shards, "train.steps=3", "train.freeze_backbone_steps=0"), out=tmp_path / "run", quiet=True)
+
+
 def test_a_folder_with_something_in_it_is_refused_before_the_first_step(recipe, whole, tmp_path, no_training):
     out = stopped_after(whole, 1, tmp_path / "run")
     with pytest.raises(InputError, match=r"--out .*not empty.*--resume auto"):

@@ -74,26 +74,25 @@ def train(
             start = find_start(
                 recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
             )
-            model = _model_at(start, recipe, shards)
-            telemetry = None
+            # What it refuses leaves the folder empty, so that the same command can be put right.
+            trainer = Trainer(
+                recipe=recipe,
+                run=out,
+                world=world,
+                model=_model_at(start, recipe, shards),
+                sampler=sampler,
+                validation=validation if validation.tokens > recipe.data.sequence else None,
+                telemetry=None,
+                step=start.step,
+                resumed_from=None if weights_only else start.folder,
+                controller_state=start.controller_state,
+                stop_requested=stop_requested,
+            )
             if world.leads:
                 write_whole(out / "recipe.yaml", recipe.to_yaml().encode(), TrainingError)
                 remark(recipe, shards, validation, world)
-                telemetry = Telemetry(out, steps=recipe.train.steps, start=start.step, quiet=quiet, wandb=wandb)
+                trainer.telemetry = Telemetry(out, steps=recipe.train.steps, start=start.step, quiet=quiet, wandb=wandb)
             try:
-                trainer = Trainer(
-                    recipe=recipe,
-                    run=out,
-                    world=world,
-                    model=model,
-                    sampler=sampler,
-                    validation=validation if validation.tokens > recipe.data.sequence else None,
-                    telemetry=telemetry,
-                    step=start.step,
-                    resumed_from=None if weights_only else start.folder,
-                    controller_state=start.controller_state,
-                    stop_requested=stop_requested,
-                )
                 with room_on_disk():
                     trainer.measure_before()
                     if start.random_state is not None:
@@ -101,8 +100,8 @@ def train(
                     finished = trainer.train()
                 return Outcome(trainer.finish() if finished else None, trainer.step, trainer, world)
             finally:
-                if telemetry is not None:
-                    telemetry.close()
+                if trainer.telemetry is not None:
+                    trainer.telemetry.close()
 
 
 def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausalLM:
