@@ -56,7 +56,7 @@ class DepthControl(Body):
         False, description="Return what the gates said: of each scored token, or of the one before each new token."
     )
     iteration_top: int = Field(0, ge=0, le=MOST_TOP, description="Return so many likeliest tokens of each iteration.")
-    seed: Seed | None = Field(None, description="Of policies that draw; of sampling too where seed is not given.")
+    seed: Seed | None = Field(None, description="Of sampling and of policies that draw, as OpenAI's seed; one of them.")
 
 
 class Generation(DepthControl):

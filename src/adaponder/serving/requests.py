@@ -134,7 +134,9 @@ def engine_requests(
         salt: of the client's key.
     """
     own, depth = body.own, depth_of(body.own, served)
-    seed = body.seed if body.seed is not None else own.seed
+    if body.seed is not None and own.seed is not None:
+        raise ApiError(400, "seed and adaponder.seed: give one of them", param="adaponder.seed")
+    seed = own.seed if body.seed is None else body.seed
     settings: dict[str, Any] = depth.settings() | {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,

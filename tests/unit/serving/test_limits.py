@@ -72,6 +72,7 @@ REFUSED = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
     ({"seed": 2**64}, "seed"),
+    ({"seed": 1, "adaponder": {"seed": 2}}, "adaponder.seed"),
     ({"suffix": "x"}, "suffix"),
     ({"tools": []}, "tools"),
     ({"nonsense": 1}, "nonsense"),
