@@ -124,6 +124,17 @@ def test_answers_depths_and_costs_do_not_depend_on_batch_or_order(kind, method, 
     assert (sum(count > 0 for count in depths) > 1) == model.method.halts
 
 
+@pytest.mark.parametrize("beside", [[], [(TEXTS[1], " again and again")]])
+def test_a_context_of_spaces_alone_is_no_context(beside):
+    """Its spaces belong to the continuation: nothing is scored from padding, whatever is in the batch."""
+    harness = HarnessLM(reader(), words(), batch_size=2)
+    spaces, spelled = (
+        harness.loglikelihood(requests("loglikelihood", [pair, *beside]))
+        for pair in [("  ", "the door"), ("", "  the door")]
+    )
+    assert_same(spaces, spelled)
+
+
 def test_a_batch_may_mix_tasks_and_each_gets_its_own_cost():
     harness = HarnessLM(reader(), words(), batch_size=4)
     one, two = requests("loglikelihood", PAIRS[:2], "one"), requests("loglikelihood", PAIRS[2:], "two")

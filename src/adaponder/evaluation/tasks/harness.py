@@ -144,8 +144,10 @@ class HarnessLM(TemplateLM):
                     f"{self._task}: a continuation of {len(continuation)} tokens cannot be scored by a model of "
                     f"{self.max_length} positions"
                 )
+            # lm-eval moves spaces at a context's end into the continuation, so one of spaces alone comes here empty.
+            before = context or [self.prefix_token_id]
             # Texts that are too long lose their beginning; the last token is only predicted.
-            texts.setdefault(tuple((context + continuation[:-1])[-self.max_length :]), []).append(index)
+            texts.setdefault(tuple((before + continuation[:-1])[-self.max_length :]), []).append(index)
         answers: list[Answer] = [(0.0, False)] * len(requests)
         for batch in self._batches(texts, key=lambda text: (-len(text), text)):
             rows = [row for row, text in enumerate(batch) for _ in texts[text]]
