@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+
+from adaponder.errors import InputError, shown
 
 
 class GenerationSettings(NamedTuple):
@@ -27,7 +29,13 @@ def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerB
     sampled = kwargs.pop("do_sample")
     if not sampled:
         kwargs.pop("temperature", None)
-    return GenerationSettings([text for text in until if text], kwargs.pop("max_gen_toks"), sampled, kwargs)
+    most, known = kwargs.pop("max_gen_toks"), vars(GenerationConfig())
+    for name, value in kwargs.items():
+        if name not in known:
+            raise InputError(f"generation_kwargs: generate has no setting {shown(name)}; leave it out")
+        if name in ("num_beams", "num_return_sequences") and value != 1:
+            raise InputError(f"generation_kwargs: {name}={shown(value)}: one text is generated at a time; leave it out")
+    return GenerationSettings([text for text in until if text], most, sampled, kwargs)
 
 
 class Until(StoppingCriteria):

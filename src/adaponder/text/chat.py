@@ -17,21 +17,31 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """The conversation as text that the model goes on with as the assistant; the template may raise anything."""
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answers: bool = True) -> str:
+    """The conversation as text that the model goes on with; the template may raise anything.
+
+    It goes on as the assistant, with the next turn; without ``answers`` within the last one.
+    """
+    how = {"add_generation_prompt": answers, "continue_final_message": not answers}
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The token ids of :func:`written`; raises :class:`InputError` where there is no template, or it refuses."""
+def chat_text(
+    option: str, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answers: bool = True
+) -> str:
+    """As :func:`written`; raises :class:`InputError`, by the ``option`` that asked for it, where that cannot be."""
     if not has_template(tokenizer):
         raise InputError(
-            "--chat: the tokenizer has no chat template; leave --chat out, or train on conversations that "
+            f"{option}: the tokenizer has no chat template; leave {option} out, or train on conversations that "
             "adaponder prepare --chat wrote"
         )
     try:
-        text = written(tokenizer, messages)
+        return written(tokenizer, messages, answers=answers)
     except Exception as problem:  # a template is a program of the checkpoint's
-        raise InputError(f"--chat: the tokenizer's chat template refuses this: {in_one_line(problem)}") from None
+        raise InputError(f"{option}: the tokenizer's chat template refuses this: {in_one_line(problem)}") from None
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """The token ids of :func:`chat_text` for ``--chat``."""
     # The template writes the special tokens itself.
-    return encode(tokenizer, text, special=False)
+    return encode(tokenizer, chat_text("--chat", tokenizer, messages), special=False)

@@ -1,5 +1,6 @@
 """lm-eval over the family: its own model's answers, whatever the batch, and every token's cost in its place."""
 
+import copy
 import random
 
 import pytest
@@ -243,6 +244,20 @@ def test_what_looks_at_the_future_is_refused_in_generation():
         harness.generate_until(ASKED["generate_until"])
 
 
+def test_a_chat_template_writes_what_a_task_says():
+    talk = [{"role": "user", "content": "hot?"}, {"role": "assistant", "content": "It is"}]
+    speaker = copy.deepcopy(words())
+    speaker.chat_template = (
+        "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    harness = HarnessLM(reader(), speaker)
+    assert harness.apply_chat_template(talk[:1]) == "u:hot?;a:"
+    assert harness.apply_chat_template(talk, add_generation_prompt=False) == "u:hot?;a:It is"
+    with pytest.raises(InputError, match="--apply_chat_template: the tokenizer has no chat template"):
+        HarnessLM(reader(), words()).apply_chat_template(talk)
+
+
 def test_bad_settings_name_the_option():
     with pytest.raises(InputError, match="--batch-size 0"):
         HarnessLM(reader(), words(), batch_size=0)
@@ -256,5 +271,8 @@ def test_bad_settings_name_the_option():
     harness = HarnessLM(reader(), words())
     with pytest.raises(InputError, match="leave no room for a prompt"):
         harness.generate_until(requests("generate_until", [("A", {"max_gen_toks": POSITIONS})], "long"))
+    for name, said in {"num_beams": "num_beams=2: one text", "width": "has no setting 'width'"}.items():
+        with pytest.raises(InputError, match=f"generation_kwargs: .*{said}"):
+            harness.generate_until(requests("generate_until", [("A", {"max_gen_toks": 2, name: 2})]))
     with pytest.raises(InputError, match=r"long: a continuation of \d+ tokens cannot be scored"):
         harness.loglikelihood(requests("loglikelihood", [("A", " xyz" * POSITIONS)], "long"))

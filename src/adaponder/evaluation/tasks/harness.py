@@ -30,6 +30,7 @@ from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.stopping import GenerationSettings, Until, generation_settings
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import wide_dtype
+from adaponder.text import chat_text
 
 Answer = tuple[float, bool]
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -103,6 +104,10 @@ class HarnessLM(TemplateLM):
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
             add_special_tokens = False
         return self.tokenizer.encode(string, **_special(add_special_tokens))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A task's messages as the tokenizer's own template writes them."""
+        return chat_text("--apply_chat_template", self.tokenizer, chat_history, answers=add_generation_prompt)
 
     # --- log-likelihood -----------------------------------------------------------------------------------------
 
