@@ -22,8 +22,11 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, 
 
     It goes on as the assistant, with the next turn; without ``answers`` within the last one.
     """
-    how = {"add_generation_prompt": answers, "continue_final_message": not answers}
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers
+        )
+    )
 
 
 def chat_text(
