@@ -215,6 +215,8 @@ def _get(
     app.add_api_route(
         path, handler, methods=["GET"], **operation(about, None, errors, kind=kind, closed=not open_to_all)
     )
+    # As GET without its body, which the server leaves out: what watches a server may ask so.
+    app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
 
 def _post(

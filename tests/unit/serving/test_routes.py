@@ -56,6 +56,15 @@ def test_models_say_what_the_page_needs(server):
     assert facts["limits"]["n"] == 16
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models/tiny", "/", "/page/style.css"])
+def test_head_is_get_without_its_body(server, path):
+    with server.client() as client:
+        head, whole = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    for name in ("content-type", "content-length"):
+        assert head.headers[name] == whole.headers[name]
+
+
 def test_tokens_there_and_back(server):
     told = server.post("/tokenize", {"prompt": "ab c"}).json()
     assert [(token["id"], token["text"]) for token in told["tokens"]] == [(1, "a"), (2, "b"), (27, " "), (3, "c")]
