@@ -39,8 +39,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-def small_model() -> AdaPonderForCausalLM:
-    """A random model whose gates disagree about tokens: at tau = 0.5 depths differ."""
+def small_model(method: str = "adaponder", iterations: int = ITERATIONS) -> AdaPonderForCausalLM:
+    """A random model; the gates of ``adaponder`` disagree about tokens: at tau = 0.5 depths differ."""
     torch.manual_seed(0)
     config = GPTNeoXConfig(
         hidden_size=32,
@@ -54,12 +54,12 @@ def small_model() -> AdaPonderForCausalLM:
         eos_token_id=0,
     )
     backbone = GPTNeoXForCausalLM(config).eval()
-    return stir(AdaPonderForCausalLM.from_backbone(backbone, method="adaponder", iterations=ITERATIONS, tau=0.5)).eval()
+    return stir(AdaPonderForCausalLM.from_backbone(backbone, method=method, iterations=iterations, tau=0.5)).eval()
 
 
 @contextmanager
-def serving(*, key: str | None = None) -> Iterator[str]:
-    """The address of a running server, which asks for the key if one is given."""
+def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None) -> Iterator[str]:
+    """The address of a running server of a model, the small one by default; it asks for the key if one is given."""
     import uvicorn
 
     from adaponder.serving.app import make_app
@@ -67,7 +67,7 @@ def serving(*, key: str | None = None) -> Iterator[str]:
     from adaponder.serving.settings import Access, Key, Settings
     from adaponder.serving.worker import Worker
 
-    model, tokenizer = small_model(), byte_tokenizer()
+    model, tokenizer = model or small_model(), byte_tokenizer()
     worker = Worker(lambda: Engine(model, lanes=4), Served.of(model, tokenizer, name="small"))
     settings = Settings(lanes=4, access=Access(keys=() if key is None else (Key.of(key),)))
     config = uvicorn.Config(make_app(worker, settings), host="127.0.0.1", port=0, log_level="warning", lifespan="on")

@@ -211,6 +211,25 @@ def test_a_token_is_forced_to_a_depth_or_replaced(explorer):
     assert explorer.tokens() == spans(score(explorer.address, ids, policy="gate:0.5", depths={"5": 4}))
 
 
+def test_a_predicted_part_of_a_character_is_not_written_as_its_name(explorer):
+    explorer.fill(TEXT)
+    tokens = score(explorer.address, TEXT, policy="gate:0.5", iteration_top=5)["tokens"]
+    [slot, *_] = [n for n, one in enumerate(tokens) if any("bytes:" in top["text"] for top in one["iteration_top"][-1])]
+    explorer.page.click(f"#a-{slot}")
+    explorer.page.fill("#most", "4")
+    explorer.page.locator("#inspector .guess", has_text="bytes:").last.click()
+    explorer.until(f"document.getElementById('text').value !== {json.dumps(TEXT)}")
+    explorer.settle()
+    assert "bytes:" not in explorer.text()
+
+
+def test_an_empty_pace_takes_no_line(explorer):
+    explorer.page.set_viewport_size({"width": 1100, "height": 900})
+    explorer.page.evaluate("() => { document.getElementById('pace').textContent = ''; }")
+    row, button = (explorer.page.locator(name).bounding_box() for name in ("#write", "#continue"))
+    assert button["y"] - row["y"] == row["y"] + row["height"] - button["y"] - button["height"] + 1  # its upper line
+
+
 def test_the_address_brings_everything_back(explorer, tab):
     explorer.fill(f"{TEXT}é <b> # & % + \t\u202e\n")
     explorer.page.evaluate("document.querySelector('#grid-a [data-slot=\"3\"]').click()")

@@ -13,6 +13,16 @@ function frame(height, label, ...children) {
 
 const across = (index, count) => LEFT + 14 + (count === 1 ? 0 : (index * (WIDTH - LEFT - RIGHT - 28)) / (count - 1));
 
+/** Of labels so many pixels wide at each place, every how many-th has room. */
+const stride = (count, width) => Math.max(1, Math.ceil((width * (count - 1)) / (WIDTH - LEFT - RIGHT - 28)));
+
+/** Names of the places below a chart, as many as have room. */
+function places(count, width, height, name) {
+  const step = stride(count, width);
+  const all = Array.from({ length: count }, (_, index) => index);
+  return all.filter((index) => index % step === 0).map((index) => s("text", { class: "tick", x: across(index, count), y: height - 6 }, name(index + 1)));
+}
+
 function ticks(values, y, text) {
   return values.flatMap((value) => [
     s("line", { class: "rule", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
@@ -30,6 +40,10 @@ export function gateChart(gates, thresholds, deepest) {
   const count = Math.max(1, deepest - 1);
   const decades = Array.from({ length: -floor + 1 }, (_, step) => 10 ** (floor + step));
   const drawn = decades.filter((_, index) => -floor <= 3 || (decades.length - 1 - index) % 2 === 0);
+  const value = (gate, index) => {
+    const left = count > 1 && index === count - 1;
+    return s("text", { class: left ? "value left" : "value", x: across(index, count) + (left ? -9 : 9), y: y(gate) - 6 }, short(gate));
+  };
   const said = gates.map((gate, index) => `after read ${index + 1}: ${short(gate)}`).join(", ");
   return frame(
     height,
@@ -38,15 +52,14 @@ export function gateChart(gates, thresholds, deepest) {
     ...thresholds.map((value, index) =>
       s("line", { class: "tau", x1: Math.max(LEFT, across(index, count) - 22), x2: across(index, count) + 22, y1: y(value), y2: y(value) }),
     ),
-    ...Array.from({ length: count }, (_, index) =>
-      s("text", { class: "tick", x: across(index, count), y: height - 6 }, `after ${index + 1}`),
-    ),
+    ...places(count, 46, height, (read) => `after ${read}`),
     ...gates.flatMap((gate, index) => {
       const on = thresholds.length ? gate >= thresholds[index] : true;
       return [
         s("line", { class: "stem", x1: across(index, count), x2: across(index, count), y1: y(10 ** floor), y2: y(gate) }),
         s("circle", { class: on ? "dot" : "dot closed", cx: across(index, count), cy: y(gate), r: 5 }),
-        s("text", { class: count > 1 && index === count - 1 ? "value left" : "value", x: across(index, count) + (count > 1 && index === count - 1 ? -9 : 9), y: y(gate) - 6 }, short(gate)),
+        // The last gate decided: its value is written, and those before it that have room; one may stand to its left.
+        ...((gates.length - 1 - index) % stride(count, 108) ? [] : [value(gate, index)]),
       ];
     }),
   );
@@ -71,9 +84,7 @@ export function lossChart(losses, full, deepest) {
     ...(room > 0.05 ? [s("line", { class: "rule", x1: LEFT, x2: WIDTH - RIGHT, y1: y(most), y2: y(most) })] : []),
     s("text", { class: "tick end", x: LEFT - 6, y: y(least) + 3.5 }, figure(least)),
     ...(room > 0.05 ? [s("text", { class: "tick end", x: LEFT - 6, y: y(most) + 3.5 }, figure(most))] : []),
-    ...Array.from({ length: deepest }, (_, index) =>
-      s("text", { class: "tick", x: across(index, deepest), y: height - 6 }, `${index + 1}×`),
-    ),
+    ...places(deepest, 26, height, (read) => `${read}×`),
     ...(full !== null ? [s("line", { class: "ahead", x1: last[0], y1: last[1], x2: end[0], y2: end[1] })] : []),
     s("polyline", { class: "line", points: points.map((point) => point.join(",")).join(" ") }),
     ...points.map(([x, height_]) => s("circle", { class: "dot", cx: x, cy: height_, r: 4 })),

@@ -52,6 +52,7 @@ export class Comparison {
 
   open(model) {
     this.model = model;
+    byId("compare").hidden = !model.halts;
     this.dial.open(model);
   }
 

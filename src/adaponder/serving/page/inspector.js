@@ -119,7 +119,7 @@ function gain(token, next, deepest) {
   );
 }
 
-function actions(slot, deepest, forced, { force, goOn }) {
+function actions(slot, deepest, halts, forced, { force, goOn }) {
   const depths = Array.from({ length: deepest }, (_, index) => index + 1);
   const button = (depth, label) =>
     h(
@@ -130,13 +130,13 @@ function actions(slot, deepest, forced, { force, goOn }) {
   return h(
     "section",
     { class: "actions" },
-    h("div", { class: "segments", role: "group", "aria-label": "Depth of this token" }, button(0, "By rule"), ...depths.map((depth) => button(depth, `${depth}×`))),
+    halts && h("div", { class: "segments", role: "group", "aria-label": "Depth of this token" }, button(0, "By rule"), ...depths.map((depth) => button(depth, `${depth}×`))),
     h("button", { type: "button", class: "plain", id: "go-on", onclick: () => goOn(slot) }, "Write on from here"),
   );
 }
 
 /** Draws the inspector of one slot of a reading; `hands` are the actions `force`, `goOn` and `replace`. */
-export function inspect(element, { reading, other, slot, deepest, rule, forced, hands }) {
+export function inspect(element, { reading, other, slot, deepest, halts, rule, forced, hands }) {
   const token = reading?.tokens[slot];
   element.classList.toggle("idle", !token);
   if (!token) {
@@ -153,7 +153,7 @@ export function inspect(element, { reading, other, slot, deepest, rule, forced, 
     heading(token, slot, reading.tokens.length, deepest, hands.close),
     surprise(token),
     second(other?.tokens.length === reading.tokens.length ? other : null, slot, deepest),
-    actions(slot, deepest, forced[slot], hands),
+    actions(slot, deepest, halts, forced[slot], hands),
     guesses(token, next, (guess) => hands.replace(slot, guess)),
     gatesOf(token, rule, deepest),
     gain(token, next, deepest),

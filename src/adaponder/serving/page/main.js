@@ -11,7 +11,7 @@ import { inspect } from "./inspector.js";
 import { paint } from "./palette.js";
 import { question, Reader } from "./reader.js";
 import { offered, runs, usual } from "./rules.js";
-import { scaled } from "./spelling.js";
+import { scaled, written } from "./spelling.js";
 import { address, fromFragment, keepAddress, set, state, watch } from "./state.js";
 import { sentence, summarise } from "./summary.js";
 import { Editor } from "./text.js";
@@ -73,7 +73,7 @@ function drawInspector() {
   const rule = reading?.policy ?? state.a;
   const other = comparison.shown()?.reading ?? null;
   const hands = { force, goOn, replace, close: () => set({ selected: null }) };
-  inspect(byId("inspector"), { reading, other, slot, deepest: model.iterations, rule, forced: state.forced, hands });
+  inspect(byId("inspector"), { reading, other, slot, deepest: model.iterations, halts: model.halts, rule, forced: state.forced, hands });
 }
 
 const extra = (slot) => ({ forced: state.forced[slot], written: reading.tokens[slot].written });
@@ -139,7 +139,7 @@ function force(slot, depth) {
 }
 
 const goOn = (slot) => desk.write({ keep: slot + 1 });
-const replace = (slot, guess) => desk.write({ keep: slot + 1, add: { id: guess.id, text: guess.text, written: true } });
+const replace = (slot, guess) => desk.write({ keep: slot + 1, add: { id: guess.id, text: written(guess.text), written: true } });
 
 function ask() {
   if (!model || desk.busy) return;
@@ -182,11 +182,12 @@ function firstLook() {
   if (slots.length) set({ selected: slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)) });
 }
 
-/** Goes to what an address says; rules that this model cannot run are replaced by its own. */
+/** Goes to what an address says; rules that this model cannot run are replaced by its own, depths are left out. */
 function arrive(found) {
   desk.stop();
   const own = usual(offered(model)[0], model);
-  set({ ...found, a: runs(found.a, model) ? found.a : own, b: runs(found.b, model) ? found.b : null });
+  const forced = model.halts ? found.forced : {};
+  set({ ...found, forced, a: runs(found.a, model) ? found.a : own, b: runs(found.b, model) ? found.b : null });
 }
 
 function wireTools() {
@@ -221,7 +222,8 @@ function wireTools() {
 
 function introduce() {
   document.title = `${model.name} – AdaPonder`;
-  put(byId("model"), h("strong", {}, model.name), ` ${scaled(model.parameters, " parameters")} · up to ${model.iterations} reads per token`);
+  const reads = model.iterations === 1 ? "1 read" : `up to ${model.iterations} reads`;
+  put(byId("model"), h("strong", {}, model.name), ` ${scaled(model.parameters, " parameters")} · ${reads} per token`);
   for (const axis of [byId("axis"), byId("axis-b")]) {
     put(axis, Array.from({ length: model.iterations }, (_, index) => h("span", {}, `${index + 1}×`)));
   }

@@ -31,6 +31,7 @@ const KNOWN = {
     round: digits,
     start: () => 0.5,
   },
+  alike: { name: "All alike", says: () => "this model reads every token equally often" },
   router: { name: "Router", says: () => "a token is read on while its router says so" },
   fixed: {
     name: "Fixed depth",
@@ -91,7 +92,9 @@ function calibrated(model) {
 /** The words of the rules that this model can run, in the order they are offered in. */
 export function offered(model) {
   const words = Object.keys(KNOWN).filter((word) => word !== "budget" && model.policies.includes(word));
-  return calibrated(model).length && words.length ? [words[0], "budget", ...words.slice(1)] : words;
+  // Of a model that halts no token the server takes no policy.
+  if (!words.length) return ["alike"];
+  return calibrated(model).length ? [words[0], "budget", ...words.slice(1)] : words;
 }
 
 /** The parts of a rule: its word, its number (`null` where it has none) and what is known of its word. */
@@ -129,6 +132,7 @@ export function turned(rule, where, model) {
 /** A rule as the request's `adaponder` says it. */
 export function asked(rule) {
   const { word, value } = parse(rule);
+  if (word === "alike") return {};
   return word === "budget" ? { budget: value } : { policy: rule };
 }
 

@@ -66,6 +66,9 @@ export function spoken(text) {
   return (text.startsWith(" ") ? "space " : "") + trimmed;
 }
 
+/** What a predicted token adds to the text: a part of a character, which the server spells `bytes:\\xe2`, adds nothing yet. */
+export const written = (text) => (/^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text);
+
 const REACH = 16;
 
 function find(text, piece, place) {
