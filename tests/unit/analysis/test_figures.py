@@ -239,6 +239,26 @@ def test_the_busiest_stretch_is_found():
     assert grid.busiest(depth, np.arange(90), 12) == (0, 12)
 
 
+def test_the_grid_names_every_depth_within_the_page():
+    depths = np.arange(32) % 12 + 1
+    measured = grid.Measured(["word"] * 32, depths, first=0, deepest=12, after="halted: K/V reused")
+    with house() as theme:
+        figure = grid.draw(measured, theme)
+        FigureCanvasAgg(figure).draw()
+        box = figure.legends[0].get_window_extent()
+        names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [*(f"computed, depth {depth}" for depth in range(1, 13)), measured.after]
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+
+
+def test_a_stretch_of_equal_depths_is_not_said_to_be_chosen_for_variety():
+    measured = grid.Measured(["word"] * 2, np.array([2, 2]), first=0, deepest=2, after="reused")
+    assert grid.caption(measured) == (
+        "Tokens 0 to 1 of the text: 4 of 4 rows are computed (100.0%), 0 of 2 tokens halt early."
+    )
+
+
 @pytest.mark.parametrize("depth", [1, 4])
 def test_collapse_to_one_depth_is_called_by_its_name(depth):
     trace = made_up(300, depth=np.full(300, depth))

@@ -15,6 +15,8 @@ from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
 from adaponder.analysis.trace import Trace
 
 TOKENS = 32
+# Entries of the legend side by side, as many as the page is wide, and the height of a line of them.
+_ENTRIES, _LINE = 5, 0.2
 
 
 class Measured(NamedTuple):
@@ -60,7 +62,9 @@ def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, 
 
 def draw(measured: Measured, theme: Theme) -> Figure:
     count, deepest = len(measured.words), measured.deepest
-    figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest)
+    used = np.unique(measured.depths).tolist()
+    more_lines = len(used) // _ENTRIES  # of the legend, which has an entry beside those of the depths
+    figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest + _LINE * more_lines)
     axes = figure.subplots()
     colours = depth_colours(deepest)
     for column, depth in enumerate(measured.depths):
@@ -92,10 +96,10 @@ def draw(measured: Measured, theme: Theme) -> Figure:
         spine.set_visible(False)
     axes.set_ylabel("iteration")
     axes.set_xlabel("token read")
-    used = [depth for depth in range(1, deepest + 1) if (measured.depths == depth).any()]
     handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
     handles.append(Patch(facecolor=theme.paper, edgecolor=theme.muted, hatch="////", label=measured.after))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), columnspacing=1.2, handlelength=1.4)
+    columns = min(len(handles), _ENTRIES)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, columnspacing=1.2, handlelength=1.4)
     return figure
 
 
@@ -103,10 +107,13 @@ def caption(measured: Measured) -> str:
     count, spent = len(measured.depths), int(measured.depths.sum())
     whole = count * measured.deepest
     halted = int((measured.depths < measured.deepest).sum())
+    where, chosen = "", ""
+    if len(np.unique(measured.depths)) > 1:
+        where, chosen = ", where depths differ most", "; being chosen for variety, the stretch is not typical"
     return (
-        f"Tokens {measured.first:,} to {measured.first + count - 1:,} of the text, where depths differ most: "
-        f"{spent} of {whole} rows are computed ({percent(spent / whole)}), {halted} of {count} tokens halt early; "
-        "being chosen for variety, the stretch is not typical."
+        f"Tokens {measured.first:,} to {measured.first + count - 1:,} of the text{where}: "
+        f"{spent} of {whole} rows are computed ({percent(spent / whole)}), {halted} of {count} tokens halt early"
+        f"{chosen}."
     )
 
 
