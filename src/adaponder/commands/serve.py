@@ -74,7 +74,8 @@ def _serve(options: ServeOptions, settings: Settings, worker: Worker, listening:
         facts = served.facts()
         # One plain line first: what starts the server from a script looks for it.
         print(f"Serving {served.name} at {address} (API: {address}/v1)", flush=True)
-        halting = f"up to {served.iterations} iterations a token" + ("" if facts["halts"] else ", none halts earlier")
+        times = "once" if served.iterations == 1 else f"{served.iterations} times"
+        halting = f"up to {served.iterations} iterations a token" if facts["halts"] else f"every token read {times}"
         where = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
         console.print(line(f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"))
         console.print(
