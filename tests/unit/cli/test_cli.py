@@ -11,6 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import __version__, cli, terminal
+from adaponder.cli.app import PANELS
 from adaponder.commands import demo, doctor, generate
 from adaponder.commands.options import DemoOptions, GenerateOptions
 from adaponder.commands.recipes import flat, show_recipe
@@ -52,6 +53,9 @@ def test_help_teaches_every_command():
         assert one.exit_code == 0
         assert len(one.output) > 200
     assert "read up to K times" in " ".join(result.output.split())
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(get_command(cli.app).commands)
+    order = [result.output.index(f"│ {name} ") for name in ("demo", "train", "eval", "reproduce")]
+    assert order == sorted(order), "as a newcomer meets them"
 
 
 def commands(app=cli.app) -> dict[str, object]:
