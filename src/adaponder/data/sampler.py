@@ -65,7 +65,7 @@ class Sampler:
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):
         if global_batch < 1:
-            raise InputError(f"global_batch={global_batch}: a step needs at least one row")
+            raise InputError(f"global_batch={global_batch}: a step needs at least one window")
         self.shards, self.sequence, self.global_batch, self.seed = shards, sequence, global_batch, seed
         self.windows = count_windows(shards, sequence)
         if self.windows < global_batch:
@@ -82,7 +82,8 @@ class Sampler:
     def part(self, step: int, first: int, count: int) -> Batch:
         """Windows ``first … first + count - 1`` of ``batch(step)``; only those are read."""
         if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
-            raise InputError(f"step {step}, rows {first} … {first + count}: a step has rows 0 … {self.global_batch}")
+            last = self.global_batch - 1
+            raise InputError(f"step {step}: {count} windows from {first} on; a step has windows 0 … {last}")
         return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
 
     def fingerprint(self) -> str:

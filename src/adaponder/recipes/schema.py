@@ -72,7 +72,7 @@ class DataRecipe:
 
     source: str
     tokenizer: str = "train-bpe:4096"
-    sequence: int = limited(1, 10_000_000, default=2048, because="a row must predict at least one token")
+    sequence: int = limited(1, 10_000_000, default=2048, because="a window must predict at least one token")
     attend_across_documents: bool = True
     validation: float = limited(0, 1, default=0.01, below=True, because="something must be left to train on")
 
@@ -135,8 +135,8 @@ class TrainRecipe:
     """
 
     steps: int = limited(1, STEPS, default=MISSING)
-    global_batch: int = limited(1, 1_000_000, default=MISSING, because="at least one row is needed")
-    micro_batch: int | None = limited(1, 1_000_000, because="at least one row is needed")
+    global_batch: int = limited(1, 1_000_000, default=MISSING, because="at least one window is needed")
+    micro_batch: int | None = limited(1, 1_000_000, because="at least one window is needed")
     lr: float = limited(0, 100, default=1e-3, above=True)
     gate_lr: float | None = limited(0, 100)
     min_lr_ratio: float = limited(0, 1, default=0.1)
@@ -311,7 +311,7 @@ class Recipe:
                 raise ConfigError(f"data.sequence={sequence} exceeds model.backbone.max_position_embeddings={longest}")
         if self.train.eval_tokens < sequence:
             raise ConfigError(
-                f"train.eval_tokens={self.train.eval_tokens}: at least one row of data.sequence={sequence}"
+                f"train.eval_tokens={self.train.eval_tokens}: at least one window of data.sequence={sequence}"
             )
 
     def as_dict(self) -> dict[str, Any]:

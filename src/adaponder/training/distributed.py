@@ -32,7 +32,7 @@ class World:
         return self.rank == 0
 
     def share(self, total: int, name: str) -> int:
-        """How many of ``total`` rows are this process's."""
+        """How many of the ``total`` windows of ``name`` are this process's."""
         if total % self.size:
             raise ConfigError(f"{name}={total} cannot be shared evenly by {self.size} processes")
         return total // self.size

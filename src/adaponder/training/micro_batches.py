@@ -38,7 +38,7 @@ class MicroBatches:
         share = world.share(recipe.train.global_batch, "train.global_batch")
         size = min(recipe.train.micro_batch or share, share)
         if share % size:
-            raise TrainingError(f"train.micro_batch={size} does not divide a process's {share} rows of a step")
+            raise TrainingError(f"train.micro_batch={size} does not divide a process's {share} windows of a step")
         across = recipe.data.attend_across_documents
         return cls(sampler, world, size, share // size, across, recipe.train.seed)
 
