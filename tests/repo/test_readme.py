@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from typer.main import get_command
 
@@ -43,8 +44,14 @@ def test_the_python_of_the_documents_runs(monkeypatch, tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in ids(2, 6)]
     names = {"dataset": rows}
     exec(code, names)
-    depths = ", ".join(str(depth) for depth in names["output"].depth[0].tolist())
+    output = names["output"]
+    depths = ", ".join(str(depth) for depth in output.depth[0].tolist())
     assert f"[batch, time]: {depths}\n" in README
+    assert "lower half of all gates; for this model a gate counts 0 once its token has halted" in README
+    reached = torch.arange(output.gates.shape[-1]) < output.depth[..., None]
+    counted = (output.gates * reached).flatten().sort().values
+    lower = counted[: len(counted) // 2].mean()
+    assert output.loss.item() == pytest.approx((output.terms["cross_entropy"] + 0.1 * lower).item(), abs=1e-6)
     assert any(isinstance(one, PonderCallback) for one in begun[0].callback_handler.callbacks)
 
 

@@ -55,7 +55,7 @@ def run(options: DemoOptions) -> dict[str, Any]:
     settings = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95}
     show(generate(model, words, [PROMPT], settings=settings), colours=True)
 
-    console.rule("4  beside it, a checkpoint that comes with adaponder: adaponder generate sample")
+    console.rule("4  beside it, a trained model that comes along: adaponder generate sample")
     result |= {"beside": beside(done.final)}
 
     console.rule("5  where the needed depth is known: adaponder puzzle")
@@ -87,7 +87,7 @@ def beside(trained: Path) -> list[dict[str, Any]]:
     """
     sample = sample_path()
     model = AdaPonderForCausalLM.from_pretrained(sample).eval()
-    settings = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 1}
+    settings = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 6}
     (made,) = generate(model, open_tokenizer(model, sample, None), [PROMPT], settings=settings)
     console.print(by_depth(made.pieces, made.depths, made.deepest))
     console.print()
@@ -128,7 +128,7 @@ def validation_tokens(trainer: Trainer, tokens: int) -> int:
 
 
 def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
-    """Prints what ``assess`` returned: a table of losses and one of the tokens that halted early."""
+    """Prints what ``assess`` returned: a table of losses and one of the tokens of each depth."""
     rows = [
         ("before training (uniform)", f"{result['uniform']:.3f}", ""),
         ("token frequencies alone", f"{result['unigram']:.3f}", ""),
@@ -140,9 +140,9 @@ def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
     ]
     title = f"Validation loss (nats per token, its first {result['tokens']:,} tokens)"
     console.print(table(title, ("", "loss", "mean depth"), rows))
-    halted = result["validation_halted"]
-    rows = [(f"after iteration {i}", f"{share:.1%}") for i, share in enumerate(halted, 1)]
-    console.print(table("\nTokens halted early", ("", "share of all tokens"), rows))
+    halted = [0.0, *result["validation_halted"], 1.0]  # after 0, 1, … K iterations: each share has those before in it
+    rows = [(f"{depth}x", f"{halted[depth] - halted[depth - 1]:.1%}") for depth in range(1, len(halted))]
+    console.print(table("\nHow often tokens were read", ("read", "share of all tokens"), rows))
 
 
 def _readme(out: Path, data: Path, result: dict[str, Any]) -> str:

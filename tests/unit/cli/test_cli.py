@@ -1,6 +1,7 @@
 """The command line: what it prints, what it exits with, and that its errors name the field and the cure."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -398,7 +399,9 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
     found = demo.run(DemoOptions(out=tmp_path / "runs" / "demo", overrides=small))
     shown = capsys.readouterr().out
     assert "token frequencies alone" in shown
-    assert "Tokens halted early" in shown
+    shares = re.findall(r"^(\d)x +([\d.]+)%$", shown[shown.index("How often tokens were read") :], flags=re.MULTILINE)
+    assert [depth for depth, _ in shares] == ["1", "2", "3", "4"]
+    assert sum(float(share) for _, share in shares) == pytest.approx(100, abs=0.3), "no token counts twice"
     assert len(found["forced"]) == 4
     assert found["forced"][-1] == pytest.approx(found["validation_loss"], abs=0.05)
     assert found["unigram"] < found["uniform"]
