@@ -64,6 +64,7 @@ def attend(
     lane: Lane | LedgerLane | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """What a decoder's attention module calls: the ``lane``'s attention where its pass has one, else ``sdpa``."""
     if lane is not None:
         lane.arrived.append(True)
         mixed = lane.mix(

@@ -143,7 +143,7 @@ def arrange_tokens(
         if ledger is not None:
             raise InputError(
                 "document_ids (or position_ids that restart): a cache does not keep packed documents apart; "
-                "send them one per row, or without a cache"
+                "send one document per sequence, or all without a cache"
             )
         document_ids = _as_grid(document_ids, input_ids, "document_ids")
     if position_ids is not None:

@@ -84,11 +84,11 @@ def gains_ahead(losses: Tensor) -> Tensor:
 
 
 def mean_over_sequences(values: Tensor, chosen: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
-    """The mean of chosen entries in each row of ``[batch, time]``, averaged over the rows that have any; else 0.
+    """The mean of each sequence's chosen entries (``[batch, time]``), averaged over sequences that have any; else 0.
 
-    ``mean_count``: see :class:`adaponder.methods.objectives.Objective`; parts of the rows then have the mean of all.
+    ``mean_count``: see :class:`adaponder.methods.objectives.Objective`; processes together then have the mean of all.
     """
     count = chosen.sum(1)
     means = (values * chosen).sum(1) / count.clamp_min(1)
-    rows = mean_count((count > 0).sum())
-    return means.sum() / (rows + (rows == 0))
+    sequences = mean_count((count > 0).sum())
+    return means.sum() / (sequences + (sequences == 0))

@@ -58,6 +58,7 @@ def cohort_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
 ):
+    """Attention of a tile's rows, all of one lane and iteration, and one head over the rows that the index names."""
     tile, head = tiles + tl.program_id(1) * 4, tl.program_id(0)
     first, stop = tl.load(tile), tl.load(tile + 1)
     if first >= stop:

@@ -294,6 +294,7 @@ def alone_kernel(
     ROTARY: tl.constexpr,  # noqa: N803
     DEPENDENT: tl.constexpr,  # noqa: N803
 ):
+    """Attention of one row and key head over a part of its keys; whoever ends last combines the parts."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -316,9 +317,8 @@ def alone_kernel(
     else:
         at = tl.arange(0, 1)[:, None] + FIRST + group * STEP
         q = _turned(query, (group * GROUPS + width) * STEP, mask, bias, query_norm, cosine, sine, EPSILON, SIZE, ROTARY)
-        k = _turned(query, at, part < SIZE, bias, key_norm, cosine, sine, EPSILON, SIZE, ROTARY).to(
-            keys.dtype.element_ty
-        )
+        k = _turned(query, at, part < SIZE, bias, key_norm, cosine, sine, EPSILON, SIZE, ROTARY)
+        k = k.to(keys.dtype.element_ty)
         v = _read(query, at + NEXT, part, part < SIZE, bias).to(values.dtype.element_ty)
         own_row = tl.load(own_rows + row)
         _put(k, keys, own_row, key_row, split, SIZE)

@@ -89,6 +89,7 @@ def _pointwise() -> Pointwise:
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk: int | None, pointwise: Pointwise
 ) -> Tensor:
+    """:func:`linear_cross_entropy`, with ``pointwise`` between the products of each chunk."""
     rows, chunk = _as_rows(hidden, weight, targets, chunk, pointwise.elements)
     with torch.autocast(hidden.device.type, enabled=False):
         losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.flatten(), chunk, pointwise)
@@ -104,6 +105,7 @@ def chunked_cross_entropy_sum(
     chunk: int | None,
     pointwise: Pointwise,
 ) -> Tensor:
+    """:func:`linear_cross_entropy_sum`, with ``pointwise`` between the products of each chunk."""
     if token_weights.shape != targets.shape:
         raise ValueError(
             f"token_weights has shape {tuple(token_weights.shape)}, targets {tuple(targets.shape)}: they must agree"

@@ -92,6 +92,7 @@ def gated_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
+    """One block of outputs ``activation(gate(x)) * up(x)`` of all rows, which are normed already."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)

@@ -12,6 +12,7 @@ from adaponder.ops.dependent import allow_next, wait_for_previous
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
+    """1: GELU, 2: GELU by tanh, 3: ReLU, 4: SiLU, 0: x itself; triton.py gives them these numbers."""
     if ACTIVATION == 1:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 2:
@@ -149,6 +150,7 @@ def gated_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """One block of outputs ``activation(gate(n)) * up(n)`` of one row, ``n`` being its norm."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
@@ -195,6 +197,7 @@ def residual_kernel(
     BIASED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """One block of outputs of one row: its residual plus one linear map, or two, each of an input of its own."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)

@@ -82,6 +82,7 @@ def chunked_expectation(
     keep_logits: bool,
     pointwise: Pointwise,
 ) -> Tensor:
+    """:func:`vocab_expectation`, with ``pointwise`` between the products of each chunk."""
     if not hidden.device == weight.device == table.device:
         raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
