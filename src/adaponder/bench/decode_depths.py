@@ -29,7 +29,7 @@ def shares_of(mean: float, iterations: int) -> tuple[float, ...]:
     low, high = -40.0, 40.0
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if _mean(_geometric(middle, iterations)) < mean else (low, middle)
+        low, high = (middle, high) if mean_depth(_geometric(middle, iterations)) < mean else (low, middle)
     return _geometric(low, iterations)
 
 
@@ -40,7 +40,8 @@ def _geometric(slope: float, iterations: int) -> tuple[float, ...]:
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def _mean(shares: Sequence[float]) -> float:
+def mean_depth(shares: Sequence[float]) -> float:
+    """The mean of depths 1, 2, … in these shares."""
     return sum(depth * share for depth, share in enumerate(shares, start=1))
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from adaponder.backbones.shape import Shape
+from adaponder.bench.decode_depths import mean_depth
 from adaponder.config import AdaPonderConfig
 from adaponder.methods import method_class
 
@@ -76,13 +77,9 @@ def limit(
     copy_rate: float,
 ) -> float:
     """Tokens per second if bytes moved at the rate of a large copy and nothing else took time."""
-    depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else _mean(shares)
+    depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
     moved = tick_bytes(config, shape, shares, lanes=lanes, context=context, dtype=dtype).total
     return copy_rate * lanes / depth / moved
-
-
-def _mean(shares: Sequence[float]) -> float:
-    return sum(depth * share for depth, share in enumerate(shares, start=1))
 
 
 def _any(share: float, lanes: float) -> float:

@@ -36,7 +36,25 @@ from adaponder.ops.ledger_attention import LedgerRows
 
 
 class Runner:
-    """Everything of an engine that lives on the device."""
+    """Everything of an engine that lives on the device.
+
+    Args:
+        model: whose method runs between passes.
+        body: reads the backbone's layers over the pools.
+        lanes: sequences at a time.
+        iterations: the most times a token is read.
+        tokens: of the longest sequence.
+        rows: of the pools, in pages of ``page_size``.
+        eos_ids: end a sequence.
+        ahead: rows that a lane may use before the host has heard of them.
+        window: tokens of a sequence that are read at a time; above 1 the engine drafts.
+
+    Attributes:
+        drafts: the windows of all lanes; ``None`` where nothing is drafted.
+        graphs: replays ticks as CUDA graphs; ``None`` where they run eagerly.
+        lock: makes lanes wait for each other (``batching="padded"``); ``None`` where none does.
+        top_k: of the expectation over the vocabulary, instead of the config's.
+    """
 
     def __init__(
         self,
@@ -69,7 +87,7 @@ class Runner:
         self.replayed: Body | None = None
         self._gates: tuple[Any, RowGates] | None = None
         self.lock: Lockstep | None = None
-        self.top_k: int | None = None  # instead of the config's
+        self.top_k: int | None = None
         shape = {"passes": self.passes, "tokens": tokens, "width": self.width, "page_size": page_size}
         self.lanes = Lanes(lanes, **shape, ahead=ahead, like=first, window=window)
         self.drafts: Drafting | None = None

@@ -64,6 +64,9 @@ class Scheduler:
         passes: in which a token is read, at most.
 
     Attributes:
+        rounds: who takes part in each tick, where sequences that have halted are dropped (``batching="dropping"``).
+        drafts: the windows of an engine that drafts: their tokens need rows too.
+        preemptions: how often a sequence gave its rows up.
         most_resident: sequences that were on the device at a time.
         tokens_reused: tokens of those that came in whose rows an earlier request had left.
     """
