@@ -220,7 +220,8 @@ def _ids(request: Request, name: str, vocabulary: int) -> list[int]:
     """The token ids in a field, as Python integers."""
     values = getattr(request, name)
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or isinstance(values, Mapping):
-        raise InputError(f"{name}={shown(values)}: a list of token ids is needed")
+        cure = "; encode a text first: tokenizer(text).input_ids" if isinstance(values, str) else ""
+        raise InputError(f"{name}={shown(values)}: a list of token ids is needed{cure}")
     return [_check_id(name, value, vocabulary) for value in values]
 
 

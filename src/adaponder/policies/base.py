@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adaponder.errors import InputError
+from adaponder.errors import InputError, shown
 from adaponder.policies.text import PolicyLine, number_text
 
 
@@ -180,7 +180,8 @@ def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
         return policy
     if callable(policy):
         return Custom(policy)
-    raise InputError(f"policy={policy!r}: a Policy object or a callable taking PolicyInput is needed")
+    cure = "; adaponder.policies.parse_policy makes one of a text" if isinstance(policy, str) else ""
+    raise InputError(f"policy={shown(policy)}: a Policy object or a callable taking PolicyInput is needed{cure}")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ def test_a_prompt_of_anything_else_is_refused(model: AdaPonderForCausalLM, promp
         check(model, Request(prompt))
 
 
+def test_who_gives_a_text_is_told_to_encode_it(model: AdaPonderForCausalLM) -> None:
+    with pytest.raises(InputError, match=r"^prompt='def ': .*tokenizer\(text\).input_ids"):
+        check(model, Request("def "))  # type: ignore[arg-type]
+
+
 NO_NUMBERS = (math.nan, "1", True, None, [1.0])
 
 

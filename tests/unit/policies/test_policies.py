@@ -710,6 +710,11 @@ def test_the_wrong_values_are_refused_where_they_enter_and_the_field_is_named(fi
         make()
 
 
+def test_who_gives_a_policy_as_text_is_told_what_reads_it():
+    with pytest.raises(AdaPonderError, match=r"policy='fixed:2': .*adaponder.policies.parse_policy"):
+        as_policy("fixed:2")
+
+
 TOO_SHORT: list[tuple[str, Policy]] = [
     ("tau", LearnedGate((0.0, 0.0))),
     ("threshold", Entropy((0.0, 0.0))),
