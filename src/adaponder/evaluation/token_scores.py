@@ -1,7 +1,7 @@
 """A text scored token by token, and iteration by iteration; one that begins like an earlier one is read from there on.
 
 Equals one uncached forward over the whole text: depth, gates, and the loss and the likeliest tokens after each
-iteration of each row.
+iteration of each token.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reading:
 
 
 @dataclass
-class Row:
+class TokenScore:
     """What reading one token said.
 
     Attributes:
@@ -67,8 +67,8 @@ class Row:
         top: the likeliest next tokens after each iteration, with their log-probabilities; as many as the last reading
             that asked for any.
         hidden: final-normed hidden state after each iteration: what another next token would be scored by.
-        notes: what users of the row have made of it and may want again, by name; a row that says something else is
-            another row, without notes.
+        notes: what users of the score have made of it and may want again, by name; where anything else of it changes
+            it is another score, without notes.
     """
 
     gates: list[float] = field(default_factory=list)
@@ -81,30 +81,30 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """A row for each token of the text; ``cached`` of them were kept from an earlier text.
+    """A score for each of the text's ``tokens``; ``cached`` of them were kept from an earlier text.
 
-    What the last row says in ``nll`` has no meaning: no token follows.
+    The ``nll`` of the last one has no meaning: no token follows.
     """
 
-    rows: list[Row]
+    tokens: list[TokenScore]
     cached: int
 
     @property
     def depths(self) -> list[int]:
-        return [row.depth for row in self.rows]
+        return [score.depth for score in self.tokens]
 
     @property
     def nll(self) -> list[float]:
         """Loss of each token from the second on."""
-        return [row.nll[-1] for row in self.rows[:-1]]
+        return [score.nll[-1] for score in self.tokens[:-1]]
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A text that was scored: its tokens, what its rows said, and their keys and values."""
+    """A text that was scored: its tokens, their scores, and their keys and values."""
 
     ids: list[int]
-    rows: list[Row]
+    scores: list[TokenScore]
     ledger: Ledger
 
 
@@ -177,17 +177,17 @@ class TokenScorer:
         number, entry, common = self._find(key, ids)
         if entry is not None and common == len(ids):
             self._kept.move_to_end(number)
-            rows = entry.rows[: len(ids)]
-            self._name_likeliest(rows, how.top)
-            return TokenScores(rows, len(ids))
+            scores = entry.scores[: len(ids)]
+            self._name_likeliest(scores, how.top)
+            return TokenScores(scores, len(ids))
         entry = self._cut(number, entry, common, how.max_iterations)
-        past = len(entry.rows)
+        past = len(entry.scores)
         try:
             if past:
-                entry.rows[-1] = self._followed_by(entry.rows[-1], ids[past])
+                entry.scores[-1] = self._followed_by(entry.scores[-1], ids[past])
             for start in range(past, len(ids), size):
                 end = min(start + size, len(ids))
-                entry.rows += self._read(ids, start, end, entry.ledger, how, rule)
+                entry.scores += self._read(ids, start, end, entry.ledger, how, rule)
                 entry.ids = ids[:end]
                 if end < len(ids):
                     yield
@@ -196,9 +196,9 @@ class TokenScorer:
                 self._numbers += 1
                 self._kept[self._numbers] = (key, entry)
                 self._make_room()
-        rows = list(entry.rows)
-        self._name_likeliest(rows, how.top)
-        return TokenScores(rows, past)
+        scores = list(entry.scores)
+        self._name_likeliest(scores, how.top)
+        return TokenScores(scores, past)
 
     def _check(self, ids: list[int], how: Reading) -> None:
         config = self.model.config
@@ -237,11 +237,11 @@ class TokenScorer:
         if entry is None or (cut and common < _WORTH_COPYING):
             return _Kept([], [], self.model.new_ledger(max_iterations))
         if cut:
-            entry = _Kept(list(entry.ids), list(entry.rows), copy.deepcopy(entry.ledger))
+            entry = _Kept(list(entry.ids), list(entry.scores), copy.deepcopy(entry.ledger))
         else:
             del self._kept[number]
         entry.ledger.crop(common - entry.ledger.get_seq_length())
-        return _Kept(entry.ids[:common], entry.rows[:common], entry.ledger)
+        return _Kept(entry.ids[:common], entry.scores[:common], entry.ledger)
 
     def _make_room(self) -> None:
         while len(self._kept) > self._most or (self._kept and self.nbytes > self._most_bytes):
@@ -250,38 +250,40 @@ class TokenScorer:
     # --- reading ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _followed_by(self, row: Row, token: int) -> Row:
-        """The row with the loss of another next token."""
-        log_p = self._log_probabilities(torch.stack(row.hidden))
-        return replace(row, nll=(-log_p[:, token]).tolist())
+    def _followed_by(self, score: TokenScore, token: int) -> TokenScore:
+        """The score where another token is next."""
+        log_p = self._log_probabilities(torch.stack(score.hidden))
+        return replace(score, nll=(-log_p[:, token]).tolist())
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
         return torch.log_softmax(widened(self.model.wrapped.logits(hidden)), -1)
 
     @torch.inference_mode()
-    def _name_likeliest(self, rows: list[Row], top: int) -> None:
-        """Gives each row its ``top`` likeliest tokens after each iteration, unless it has just so many."""
+    def _name_likeliest(self, scores: list[TokenScore], top: int) -> None:
+        """Gives each score the ``top`` likeliest tokens after each iteration, unless it has just so many."""
         top = min(top, self.model.config.vocab_size)
-        lacking = [row for row in rows if top and not (row.top and len(row.top[0]) == top)]
-        states = [(row, state) for row in lacking for state in row.hidden]
-        for row in lacking:
-            row.top = []
-        size = self._rows_at_once
+        lacking = [score for score in scores if top and not (score.top and len(score.top[0]) == top)]
+        states = [(score, state) for score in lacking for state in score.hidden]
+        for score in lacking:
+            score.top = []
+        size = self._states_at_once
         for start in range(0, len(states), size):
             some = states[start : start + size]
             log_p = self._log_probabilities(torch.stack([state for _, state in some]))
-            for (row, _), likeliest in zip(some, _likeliest(log_p, top), strict=True):
-                row.top.append(likeliest)
+            for (score, _), likeliest in zip(some, _likeliest(log_p, top), strict=True):
+                score.top.append(likeliest)
 
     @property
-    def _rows_at_once(self) -> int:
+    def _states_at_once(self) -> int:
         return max(1, _CHUNK // self.model.config.vocab_size)
 
     @torch.inference_mode()
-    def _read(self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy) -> list[Row]:
+    def _read(
+        self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy
+    ) -> list[TokenScore]:
         """What the tokens from ``past`` to ``end`` say; those before have rows in the ledger."""
         model, device = self.model, self.model.device
-        rows = [Row() for _ in ids[past:end]]
+        scores = [TokenScore() for _ in ids[past:end]]
         targets = torch.tensor([*ids, 0][past + 1 : end + 1], device=device)
         policy = how.policy
         if how.depths:
@@ -293,7 +295,7 @@ class TokenScorer:
 
         def watch(iteration: Iteration) -> None:
             active = iteration.active[0].nonzero().squeeze(1)
-            self._note(iteration, active, targets, rows, how.top)
+            self._note(iteration, active, targets, scores, how.top)
 
         output = model(
             torch.tensor([ids[past:end]], device=device),
@@ -306,17 +308,17 @@ class TokenScorer:
             output_logits=False,
             output_gates=False,
         )
-        for row, depth in zip(rows, output.depth[0].tolist(), strict=True):
-            row.depth = depth
-        return rows
+        for score, depth in zip(scores, output.depth[0].tolist(), strict=True):
+            score.depth = depth
+        return scores
 
-    def _note(self, iteration: Iteration, active: Tensor, targets: Tensor, rows: list[Row], top: int) -> None:
-        """Writes down what these rows say after an iteration."""
-        size = self._rows_at_once
+    def _note(self, iteration: Iteration, active: Tensor, targets: Tensor, scores: list[TokenScore], top: int) -> None:
+        """Writes down what an iteration says of its active tokens."""
+        size = self._states_at_once
         numbers = active.tolist()
         if iteration.gate is not None:
             for number, gate in zip(numbers, iteration.gate[0, active].tolist(), strict=True):
-                rows[number].gates.append(gate)
+                scores[number].gates.append(gate)
         for start in range(0, len(numbers), size):
             some = active[start : start + size]
             hidden = iteration.hidden[0, some]
@@ -325,15 +327,15 @@ class TokenScorer:
             if not bool(losses.isfinite().all()):
                 raise EvaluationError("prompt: the model's loss is not finite: its weights overflow in this precision")
             for number, loss, state in zip(numbers[start : start + size], losses.tolist(), hidden, strict=True):
-                rows[number].nll.append(loss)
-                rows[number].hidden.append(state)
+                scores[number].nll.append(loss)
+                scores[number].hidden.append(state)
             if top:
                 for number, likeliest in zip(numbers[start : start + size], _likeliest(log_p, top), strict=True):
-                    rows[number].top.append(likeliest)
+                    scores[number].top.append(likeliest)
 
 
 def _likeliest(log_p: Tensor, top: int) -> list[list[tuple[int, float]]]:
-    """Of each row the ``top`` likeliest tokens and their log-probabilities."""
+    """The ``top`` likeliest tokens of each distribution and their log-probabilities."""
     values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
     return [list(zip(*one, strict=True)) for one in zip(ids.tolist(), values.tolist(), strict=True)]
 

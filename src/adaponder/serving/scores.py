@@ -10,7 +10,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from adaponder.errors import AdaPonderError
-from adaponder.evaluation.token_scores import Reading, Row, TokenScorer, TokenScores
+from adaponder.evaluation.token_scores import Reading, TokenScore, TokenScorer, TokenScores
 from adaponder.serving.answers import finite, top_tokens
 from adaponder.serving.depths import Depth
 from adaponder.serving.served import Served
@@ -49,35 +49,37 @@ class Scores:
         if full is not None:
             answer["full_loss"] = _means("loss", full.nll)["loss"]
         answer["usage"] = self._usage(scores, depth)
-        tokens = self._tokens(ids, scores.rows, None if full is None else full.rows, gates=gates, top=top)
+        tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, gates=gates, top=top)
         answer["seconds"] = time.perf_counter() - began
         return f'{_json(answer)[:-1]},"tokens":[{tokens}]}}'.encode()
 
-    def _tokens(self, ids: Sequence[int], rows: list[Row], full: list[Row] | None, *, gates: bool, top: int) -> str:
-        """The tokens of an answer. What a row says is written once: after an edit only rows that it changed are."""
-        before: list[Row | None] = [None, *rows[:-1]]
-        fuller: list[Row | None] = [None] * len(rows) if full is None else [None, *full[:-1]]
+    def _tokens(
+        self, ids: Sequence[int], scores: list[TokenScore], full: list[TokenScore] | None, *, gates: bool, top: int
+    ) -> str:
+        """The tokens of an answer. A score is written once: after an edit only those that it changed are."""
+        before: list[TokenScore | None] = [None, *scores[:-1]]
+        fuller: list[TokenScore | None] = [None] * len(scores) if full is None else [None, *full[:-1]]
         told = []
-        for token, text, row, earlier, deeper in zip(
-            ids, pieces(self.served.tokenizer, ids), rows, before, fuller, strict=True
+        for token, text, score, earlier, deeper in zip(
+            ids, pieces(self.served.tokenizer, ids), scores, before, fuller, strict=True
         ):
-            parts = [f'{{"id":{token},"text":{encode_basestring(text)}', _loss(earlier), self._depth(row, gates, top)]
+            parts = [f'{{"id":{token},"text":{encode_basestring(text)}', _loss(earlier), self._depth(score, gates, top)]
             if full is not None:
                 parts.append(_full_loss(deeper))
             told.append(",".join(parts) + "}")
         return ",".join(told)
 
-    def _depth(self, row: Row, gates: bool, top: int) -> str:
+    def _depth(self, score: TokenScore, gates: bool, top: int) -> str:
         """What reading a token said of it and of what comes next."""
         name = ("depth", gates, top)
-        if name not in row.notes:
-            told: dict[str, Any] = {"depth": row.depth}
+        if name not in score.notes:
+            told: dict[str, Any] = {"depth": score.depth}
             if gates:
-                told["gates"] = [finite(gate) for gate in row.gates]
+                told["gates"] = [finite(gate) for gate in score.gates]
             if top:
-                told["iteration_top"] = [top_tokens(self.served, tuple(one)) for one in row.top]
-            row.notes[name] = _json(told)[1:-1]
-        return row.notes[name]
+                told["iteration_top"] = [top_tokens(self.served, tuple(one)) for one in score.top]
+            score.notes[name] = _json(told)[1:-1]
+        return score.notes[name]
 
     def _usage(self, scores: TokenScores, depth: Depth) -> dict[str, Any]:
         deepest, depths = depth.max_iterations or self.served.iterations, scores.depths
@@ -99,8 +101,8 @@ class Scores:
         }
 
 
-def _loss(earlier: Row | None) -> str:
-    """How well the row before a token foresaw it."""
+def _loss(earlier: TokenScore | None) -> str:
+    """How well a token was foreseen, by the score of the one before it."""
     if earlier is None:
         return '"nll":null,"nll_by_iteration":[]'
     if "loss" not in earlier.notes:
@@ -108,7 +110,7 @@ def _loss(earlier: Row | None) -> str:
     return earlier.notes["loss"]
 
 
-def _full_loss(earlier: Row | None) -> str:
+def _full_loss(earlier: TokenScore | None) -> str:
     return f'"full_nll":{"null" if earlier is None else _json(earlier.nll[-1])}'
 
 

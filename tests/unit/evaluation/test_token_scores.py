@@ -63,21 +63,21 @@ def parted(scorer, text, how, size):
 
 
 def check(model, scorer, text, how=None, size=None) -> int:
-    """Compares with :func:`by_forward`; returns how many rows were kept from before."""
+    """Compares with :func:`by_forward`; returns how many tokens were kept from before."""
     how = how or Reading(top=3)
     scores = scorer.score(text, how) if size is None else parted(scorer, text, how, size)[0]
-    assert len(scores.rows) == len(text)
-    for slot, (row, expected) in enumerate(zip(scores.rows, by_forward(model, text, how), strict=True)):
-        assert row.depth == expected["depth"]
-        assert row.gates == pytest.approx(expected["gates"], abs=1e-12)
-        assert len(row.top) == len(row.nll) == len(expected["logs"])
-        for top, logs in zip(row.top, expected["logs"], strict=True):
+    assert len(scores.tokens) == len(text)
+    for slot, (score, expected) in enumerate(zip(scores.tokens, by_forward(model, text, how), strict=True)):
+        assert score.depth == expected["depth"]
+        assert score.gates == pytest.approx(expected["gates"], abs=1e-12)
+        assert len(score.top) == len(score.nll) == len(expected["logs"])
+        for top, logs in zip(score.top, expected["logs"], strict=True):
             values, likeliest = logs.topk(how.top)
             assert [token for token, _ in top] == likeliest.tolist()
             assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-12)
         if slot + 1 < len(text):
             losses = [-float(logs[text[slot + 1]]) for logs in expected["logs"]]
-            assert row.nll == pytest.approx(losses, abs=1e-12)
+            assert score.nll == pytest.approx(losses, abs=1e-12)
     return scores.cached
 
 
@@ -140,27 +140,27 @@ def test_parts_that_nobody_goes_on_with_are_kept():
     assert check(model, scorer, text) == 16
 
 
-def test_more_likeliest_tokens_are_told_of_rows_that_were_read_without():
+def test_more_likeliest_tokens_are_told_of_tokens_that_were_read_without():
     model = tiny()
     scorer = TokenScorer(model)
     text = ids(1, 12)[0].tolist()
     for top in (0, 3, 1, VOCABULARY + 5):
         how = Reading(top=top)
         if top > VOCABULARY:
-            assert {len(one) for row in scorer.score(text, how).rows for one in row.top} == {VOCABULARY}
+            assert {len(one) for score in scorer.score(text, how).tokens for one in score.top} == {VOCABULARY}
         elif top:
             assert check(model, scorer, text, how) == 12
         else:
-            assert not any(row.top for row in scorer.score(text, how).rows)
+            assert not any(score.top for score in scorer.score(text, how).tokens)
 
 
-def test_notes_of_a_row_are_gone_when_it_says_something_else():
+def test_notes_of_a_score_are_gone_when_it_says_something_else():
     scorer = TokenScorer(tiny())
     text = ids(1, 12)[0].tolist()
-    for row in scorer.score(text, Reading()).rows:
-        row.notes["mark"] = True
-    rows = scorer.score([*text[:8], 1, 2], Reading()).rows
-    assert [bool(row.notes) for row in rows] == [True] * 7 + [False] * 3  # of the eighth the next token is another
+    for score in scorer.score(text, Reading()).tokens:
+        score.notes["mark"] = True
+    scores = scorer.score([*text[:8], 1, 2], Reading()).tokens
+    assert [bool(score.notes) for score in scores] == [True] * 7 + [False] * 3  # the eighth has another next token
 
 
 def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():

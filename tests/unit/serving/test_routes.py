@@ -109,7 +109,7 @@ def test_scores_are_those_of_the_model(server):
     assert [token["depth"] for token in tokens] == scores.depths
     assert tokens[0]["nll"] is None
     assert [token["nll"] for token in tokens[1:]] == pytest.approx(scores.nll, abs=1e-12)
-    assert [token["nll_by_iteration"] for token in tokens[1:]] == [row.nll for row in scores.rows[:-1]]
+    assert [token["nll_by_iteration"] for token in tokens[1:]] == [score.nll for score in scores.tokens[:-1]]
     assert [token["full_nll"] for token in tokens[1:]] == pytest.approx(full.nll, abs=1e-12)
     assert [len(token["gates"]) for token in tokens] == [min(depth, 2) for depth in scores.depths]
     assert [len(token["iteration_top"]) for token in tokens] == scores.depths
