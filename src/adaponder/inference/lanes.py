@@ -74,9 +74,9 @@ class Lanes:
         books.used.index_fill_(0, lane, 0)
 
     def add_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
-        """(lane, place in its page table, page)."""
-        lane, place, page = self._columns(entries)
-        self.books.pages[lane, place] = page.int()
+        """(lane, index in its page table, page)."""
+        lane, index, page = self._columns(entries)
+        self.books.pages[lane, index] = page.int()
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> Any:
         return torch.tensor(entries).to(self.books.token.device, non_blocking=True).unbind(1)

@@ -23,7 +23,7 @@ class Plan:
         entering: sequences whose prompt is read and whose last token begins to be decoded.
         decoding: sequences that give one row per tick, in the order of their lanes.
         chunks: chunks of prompts that are read in the first tick, each with its pool rows.
-        pages: (lane, place, page) entries that the lanes' page tables get.
+        pages: (lane, index, page): what the lanes' page tables get at that index.
         ticks: how many ticks follow each other before the host looks again.
         rounds: who takes part in each of them, where that is not everybody who decodes.
         longest: a bound on the slots of the sequences that decode.
@@ -120,8 +120,8 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self._full = True  # nobody comes in before somebody has left, or the two would take turns for ever
-        place = next((i for i, other in enumerate(self.waiting) if other.number > sequence.number), len(self.waiting))
-        self.waiting.insert(place, sequence)
+        older = sum(other.number < sequence.number for other in self.waiting)  # they wait in the order of their numbers
+        self.waiting.insert(older, sequence)
 
     def clear(self) -> None:
         """Forgets every sequence; the pages must have been freed."""
@@ -254,7 +254,7 @@ class Scheduler:
         if pages is None:
             return False
         assert sequence.lane is not None
-        plan.pages += [(sequence.lane, len(stream.pages) + place, page) for place, page in enumerate(pages)]
+        plan.pages += [(sequence.lane, index, page) for index, page in enumerate(pages, len(stream.pages))]
         stream.pages += pages
         return True
 
