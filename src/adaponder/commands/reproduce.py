@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def _work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, m
     runs = list(labels.values())[::-1]
     waiting = [each for each in runs if each.label in unserved]
     console.print(f"{len(runs)} runs: {len(runs) - len(waiting)} have a record, {len(waiting)} to do")
-    cost = _costs(queue, waiting, known, setup.device, jobs, limited=minutes is not None)
+    alone = _seconds_alone(queue, waiting, known, setup.device, limited=minutes is not None)
     setup.runs.mkdir(parents=True, exist_ok=True)
     running: list[_Running] = []
     failed, said, before = 0, begin, signal.getsignal(signal.SIGTERM)
@@ -194,7 +194,10 @@ def _work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, m
             for ended in [each for each in running if each.process.poll() is not None]:
                 running.remove(ended)
                 failed += _report(ended)
-            while len(running) < jobs and (each := choose(waiting, cost.__getitem__, left=left())) is not None:
+            while len(running) < jobs:
+                each = choose(waiting, _until_all_end(queue, running, setup, alone), left=left())
+                if each is None:
+                    break
                 waiting.remove(each)
                 running.append(_start(each, setup, beside=jobs - 1))
             if not running:
@@ -223,19 +226,13 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _costs(
-    queue: Queue,
-    waiting: Sequence[Experiment],
-    known: Sequence[Mapping[str, Any]],
-    device: str,
-    jobs: int,
-    *,
-    limited: bool,
+def _seconds_alone(
+    queue: Queue, waiting: Sequence[Experiment], known: Sequence[Mapping[str, Any]], device: str, *, limited: bool
 ) -> dict[Experiment, float]:
-    """Seconds that each run takes with ``jobs`` at a time; all 0 if time is not ``limited``."""
+    """Seconds that each run takes alone on the device; all 0 if time is not ``limited``."""
     if not limited:
         return dict.fromkeys(waiting, 0.0)
-    hardware, costs = hardware_name(device), {}
+    hardware, found = hardware_name(device), {}
     for each in waiting:
         seconds = device_seconds(each, queue, known, hardware)
         if seconds is None:
@@ -243,13 +240,14 @@ def _costs(
                 f"--minutes: no run of this kind has been timed on {hardware}, so nobody knows what fits; "
                 f"time one first: adaponder reproduce --run {each.label} --device {device}"
             )
-        costs[each] = wall_seconds(seconds, queue, jobs)
-    return costs
+        found[each] = seconds
+    return found
 
 
 def _start(experiment: Experiment, setup: Setup, *, beside: int) -> _Running:
     """Starts one run in a process of its own."""
     log = setup.runs / f"{experiment.label}.log"
+    _metrics(experiment, setup).unlink(missing_ok=True)  # of an earlier try: the steps it took are not this one's
     with log.open("wb") as out:
         process = subprocess.Popen(setup.command(experiment, beside), stdout=out, stderr=subprocess.STDOUT)
     console.print(line("started ", (experiment.label, "bold"), f", log in {log}"), soft_wrap=True)
@@ -269,18 +267,36 @@ def _report(ended: _Running) -> bool:
 
 def _progress(running: Sequence[_Running], setup: Setup, waiting: Sequence[Experiment], left: float | None) -> str:
     """One line: the step of each run, how many wait, and the minutes left if there is a limit."""
-    parts = [f"{each.experiment.label} {_step(setup.runs / each.experiment.label)}" for each in running]
+    steps = [(each.experiment.label, _step(each.experiment, setup)) for each in running]
+    parts = [f"{label} {f'step {step:,}' if step else 'starting'}" for label, step in steps]
     rest = "" if left is None else f"; {left / 60:.1f} minutes left"
     return f"{' · '.join(parts)}; {len(waiting)} waiting{rest}"
 
 
-def _step(run: Path) -> str:
-    """The last step in a run's ``metrics.jsonl``, as ``step 1,200``, or ``starting`` before the first."""
+def _until_all_end(
+    queue: Queue, running: Sequence[_Running], setup: Setup, alone: Mapping[Experiment, float]
+) -> Callable[[Experiment], float]:
+    """What tells how long it takes until a new run and those that are running are all done."""
+    rest = sum(alone[each.experiment] * _undone(each.experiment, setup) for each in running)
+    return lambda new: wall_seconds(rest + alone[new], queue)
+
+
+def _undone(experiment: Experiment, setup: Setup) -> float:
+    """The share of a run's steps that are still to be taken; 1 while it trains what it continues."""
+    return 1 - _step(experiment, setup) / experiment.resolved().train.steps
+
+
+def _metrics(experiment: Experiment, setup: Setup) -> Path:
+    return setup.runs / experiment.label / "metrics.jsonl"
+
+
+def _step(experiment: Experiment, setup: Setup) -> int:
+    """The steps that a run has taken and written down; 0 before the first."""
     try:
-        last = (run / "metrics.jsonl").read_text().splitlines()[-1]
-        return f"step {jsonlib.loads(last)['step'] + 1:,}"
+        last = _metrics(experiment, setup).read_text().splitlines()[-1]
+        return jsonlib.loads(last)["step"] + 1
     except (OSError, IndexError, ValueError, KeyError):
-        return "starting"
+        return 0
 
 
 def _end(running: Sequence[_Running]) -> None:
@@ -313,10 +329,11 @@ def show(
         for each in (each for each in chosen if each.claim == claim):
             record = record_of(each, records, corpora[each.corpus])
             entries.append(_entry(each, record))
-            changed = " ".join(change.partition(".")[2] for change in each.changes) + _continued(each)
+            # One column says what a run is, so that a narrow window does not part its settings from its figures.
+            setting = " ".join([each.recipe, *(change.partition(".")[2] for change in each.changes)]) + _continued(each)
             loss, depth, scale = ("—", "—", "—") if record is None else _figures(record)
-            rows.append((each.recipe, changed, str(each.seed), scale, loss, depth, entries[-1]["state"]))
-        columns = ("recipe", "changed", "seed", "emb. scale", "loss", "depth", "state")
+            rows.append((setting, str(each.seed), scale, loss, depth, entries[-1]["state"]))
+        columns = ("run", "seed", "emb. scale", "loss", "depth", "state")
         console.print(table(f"\n{claim}: {queue.claims[claim]}", columns, rows))
     write_json(json, {"data": corpora[""].hash, "runs": entries})
 

@@ -10,8 +10,8 @@ from adaponder.recipes import Recipe
 from adaponder.registry import method_class
 from adaponder.reproduction.queue import Experiment, Queue, identity
 
-# What a run may take beyond its estimate before it is too late.
-MARGIN = 1.15
+# What runs may take beyond their estimate before it is too late.
+MARGIN = 1.1
 # The steps that ``Queue.iteration`` is measured on: 3,000 of 32 x 1,024 tokens.
 _MEASURED_TOKENS = 3000 * 32 * 1024
 
@@ -43,9 +43,13 @@ def device_seconds(
     return before + queue.iteration * _iterations(recipe) * tokens / _MEASURED_TOKENS
 
 
-def wall_seconds(device: float, queue: Queue, jobs: int) -> float:
-    """How long a run takes from start to record while ``jobs`` share the device."""
-    return queue.start + MARGIN * device * jobs
+def wall_seconds(work: float, queue: Queue) -> float:
+    """How long it takes until runs that share the device, one of them yet to start, all have their records.
+
+    ``work`` is the sum of the seconds that each would still need alone: however the device is shared out, all are done
+    by then.
+    """
+    return queue.start + MARGIN * work
 
 
 def choose(

@@ -199,7 +199,7 @@ def test_seconds_come_from_runs_of_the_same_model_on_the_same_hardware(tmp_path)
     assert device_seconds(experiment, queue, [timed], "another") == pytest.approx(100)
     deeper = dataclasses.replace(experiment, recipe="mini/ponder")
     assert device_seconds(deeper, queue, [timed], "another") is None
-    assert wall_seconds(100, queue, jobs=3) >= 10 + 300
+    assert wall_seconds(150, queue) >= 10 + 150
 
 
 def test_what_cannot_finish_is_not_started_and_a_shorter_run_may_go_first():
@@ -337,6 +337,45 @@ def test_runs_that_time_the_device_do_not_share_it(tmp_path, monkeypatch, capsys
     assert started[1:] == [(0, 0), (1, 0)]
 
 
+@pytest.mark.parametrize(("steps", "started"), [(0, 2), (1, 3)])
+def test_as_many_runs_start_as_all_end_in_time(tmp_path, monkeypatch, data, steps, started):
+    """Runs of 100 seconds each and 10 to start: two of them end within 250, and three if each has half behind it."""
+    path = written(tmp_path, runs=[{"claim": "lr", "recipe": str(tmp_path / "tiny.yaml"), "seeds": [0, 1, 2, 3]}])
+    begun = []
+
+    def start(experiment, where, *, beside):
+        metrics = where.runs / experiment.label / "metrics.jsonl"
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(steps)))
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return command._Running(experiment, begun[-1], tmp_path / "log")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(command, "_seconds_alone", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 100.0))
+    monkeypatch.setattr(command, "_SAY", 0.0)
+    monkeypatch.setattr(command, "_progress", interrupt)
+    place = place_of(tmp_path, data, path)
+    assert command.run(ReproduceOptions(claim="lr", jobs=3, minutes=250 / 60, **place)) == 130
+    assert len(begun) == started
+
+
+def test_a_run_that_is_repeated_begins_with_no_step_taken(tmp_path, monkeypatch, data):
+    (experiment, _) = read_queue(written(tmp_path)).of_claim("lr")
+    setup = command.Setup(
+        tmp_path / "queue.yaml", {"": Corpus("", str(data), "", "")}, tmp_path, tmp_path, "cpu", "abc"
+    )
+    metrics = tmp_path / experiment.label / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 0}\n')
+    assert command._undone(experiment, setup) == 0.5
+    monkeypatch.setattr(command.subprocess, "Popen", lambda *_, **__: None)
+    command._start(experiment, setup, beside=0)
+    assert command._undone(experiment, setup) == 1
+
+
 class _Ended:
     returncode = 0
 
@@ -369,8 +408,8 @@ def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monke
         return command._Running(experiment, children[-1], tmp_path / "log")
 
     monkeypatch.setattr(command, "_start", start)
-    monkeypatch.setattr(command, "_costs", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 0.0))
-    path = written(tmp_path)
+    path = written(tmp_path, seconds={"hardware": "NVIDIA H200", "start": 0, "iteration": 30})
+    monkeypatch.setattr(command, "_seconds_alone", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 0.0))
     place = {"queue": path, "data": data, "commit": "abc", "runs": tmp_path / "runs"}
     assert command.run(ReproduceOptions(claim="lr", jobs=2, minutes=0.02, records=tmp_path / "records", **place)) == 1
     assert len(children) == 2
