@@ -1,10 +1,12 @@
 """An option is one field: its dataclass is the command line, and the object that the command is called with."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 from adaponder import cli
 from adaponder.cli.parsing import App, options_from
 from adaponder.commands import options as every
-from adaponder.commands.options import EvalOptions, Option
+from adaponder.commands.options import EvalOptions, Option, values
 from adaponder.commands.options.option import fields_of
 from adaponder.commands.options.values import between, numbers
 from adaponder.errors import InputError
@@ -131,3 +133,11 @@ def test_options_and_help_import_neither_torch_nor_the_libraries_of_commands():
     code += "import adaponder.cli; print(sorted({'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["False", "[]"]
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (*map(Path, ("/dev/stdout", "/dev/null", "/dev/fd/1", "/proc/self/fd/1")), tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=f"{path} is a device or a pipe, not a file"):
+            values.file(path)
+    assert values.file(tmp_path / "new.json") == tmp_path / "new.json"

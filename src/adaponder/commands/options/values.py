@@ -84,6 +84,9 @@ def one_of(*names: str) -> Callable[[Any], Any]:
     return check
 
 
+_STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+
+
 def folder(path: Path | None) -> Path | None:
     """A folder that is there, or can be made."""
     if path is not None:
@@ -99,6 +102,9 @@ def file(path: Path | None) -> Path | None:
         _refuse_unwritable(path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder, not a file")
+        # What is written takes the place of what is there: of /dev/stdout itself, where one may do that.
+        if path.absolute().parent in _STREAMS or (path.exists() and not path.is_file()):
+            raise ValueError(f"{path} is a device or a pipe, not a file")
     return path
 
 
