@@ -22,7 +22,6 @@ from adaponder.terminal import console, counted, line, progress_bars, table, wri
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
 TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
-_SPREAD = HEAD.index("95 %")
 RESULT = "policies.json"
 
 
@@ -117,7 +116,7 @@ def described_intervals(halves: Halves) -> str:
     """How the confidence intervals are made, or why there are none."""
     count = len(halves.held_out.own_text.starts)
     if count < FEW:
-        return f"left out, {count} {halves.drawn} being too few to draw again"
+        return f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to draw again"
     return f"95 %, {halves.drawn} drawn again"
 
 
@@ -147,10 +146,8 @@ def budget_table(rows: Sequence[Measurement], budget: float) -> Any:
     """Two tables of one budget, the policy as trained first: how each policy was tuned, and what was measured."""
     shown = [cells(row) for row in rows if row.budget in (None, budget)]
     parts = []
-    spreads = any(cell[_SPREAD] for cell in shown)
-    measured = [column for column in MEASURED if spreads or column != _SPREAD]
     # Two tables: one of nine columns would break words in a terminal of 80.
-    for title, columns in ((f"\nMean depth {budget:.3f}, tuned", TUNED), ("\nMeasured on the other half", measured)):
+    for title, columns in ((f"\nMean depth {budget:.3f}, tuned", TUNED), ("\nMeasured on the other half", MEASURED)):
         head = [HEAD[column] for column in columns]
         parts.append(table(title, head, [[line[column] for column in columns] for line in shown]))
     return Group(*parts)

@@ -118,6 +118,17 @@ def test_a_table_that_fits_is_one_table():
     assert lines == ["Narrow", "   loss  depth held out", "a   1.0            2.00", "b   1.5            3.00"]
 
 
+def test_a_column_without_any_value_is_left_out():
+    head = ("", "loss", "95 %", "bits/byte")
+    assert drawn(80, "None", head, [("a", "1.0", "", "–"), ("b", "1.5", " ", "")]) == [
+        "None",
+        "   loss  bits/byte",
+        "a   1.0          –",
+        "b   1.5           ",
+    ]
+    assert drawn(80, "Empty", head, [])[1].split() == ["loss", "95", "%", "bits/byte"]
+
+
 def test_words_stand_left_and_figures_right():
     heads = ("", "loss", "95 %", "policy", "state", "")
     rows = [("a", "1.25", "1.2 … 1.3", "gate:0.1", "done", "12"), ("b", "out of memory", "–", "fixed:2", "open", "7")]
