@@ -132,7 +132,7 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
         here = [row for row in rows if row["budget"] == budget]
         shown = [row for row in here if row["difference"] is not None]
         shown += [row for row in here if row["loss"] is None]
-        figure = new_figure(width=PAGE, height=0.9 + 0.19 * len(shown))
+        figure = new_figure(width=PAGE, height=1.05 + 0.19 * len(shown))
         axis = figure.subplots()
         low, high = _limits([row for row in shown if row["policy"] != ORACLE])
         axis.set_xlim(low, high)
@@ -147,9 +147,9 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
                 _mark(axis, row, height, low, high, theme)
         axis.set_yticks(range(len(shown)), [row["policy"] for row in shown])
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel(f"loss minus the learned gate's (nats per token; {_promise(shown, low, high)})")
+        axis.set_xlabel(f"loss minus the learned gate's (nats per token)\n{_promise(shown, low, high)}")
         ahead = "" if all(row["causal"] for row in shown) else f"; hollow{_AHEAD}"
-        axis.set_title(f"Mean depth {budget:.2f}, held-out text{ahead}", loc="left")
+        axis.set_title(f"Tuned to mean depth {budget:.2f}, held-out text{ahead}", loc="left")
     return figure
 
 
@@ -211,7 +211,7 @@ def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False
         _only(panels, len(shown), columns)
         ahead = "" if all(row["causal"] for row in shown) else f"    (†{_AHEAD})"
         figure.supxlabel(f"iteration{ahead}", fontsize=8.0)
-        figure.supylabel(f"share of tokens read, mean depth {budget:.2f}", fontsize=8.0)
+        figure.supylabel(f"share of tokens read, tuned to mean depth {budget:.2f}", fontsize=8.0)
     return figure
 
 

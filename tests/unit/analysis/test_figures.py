@@ -288,9 +288,10 @@ def _drawn(plate, trace: Trace, *, dark: bool = False):
     return figure
 
 
+@pytest.mark.parametrize("deepest", [4, 16])
 @pytest.mark.parametrize("plate", PLATES, ids=lambda plate: plate.name)
-def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, trace):
-    figure = _drawn(plate, trace)
+def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, deepest):
+    figure = _drawn(plate, made_up(deepest=deepest))
     for axes in figure.axes:
         for axis, ends in ((axes.xaxis, ("x0", "x1")), (axes.yaxis, ("y0", "y1"))):
             boxes = [
@@ -303,6 +304,36 @@ def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, trace):
             assert all(before[1] <= after[0] for before, after in pairwise(inside)), (plate.name, axis)
         if axes.get_visible() and axes.axison and plate.name != "grid":
             assert axes.get_ylabel() or axes.get_xlabel() or axes.get_shared_x_axes(), plate.name
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_rounding_errors_do_not_fill_an_axis(depth):
+    trace = made_up(300, depth=np.full(300, depth))
+    noise = 3.0 + 1e-7 * np.random.default_rng(0).normal(size=(300, 4))
+    trace.frame[[f"full_nll_{i}" for i in range(1, 5)]] = noise
+    for plate in (forgone.PLATE, gains_figure.PLATE):
+        for axes in _drawn(plate, trace).axes:
+            low, high = axes.get_ylim()
+            assert low < 0 < high
+            assert high - low > 3e-4
+            assert not axes.yaxis.get_offset_text().get_text()
+
+
+@pytest.mark.parametrize(
+    ("depth", "groups"),
+    [(1, ["all tokens", "tokens that had halted"]), (4, ["all tokens", "tokens that read on"])],
+)
+def test_a_group_of_no_tokens_is_not_in_the_legend(depth, groups):
+    right = _drawn(gains_figure.PLATE, made_up(300, depth=np.full(300, depth))).axes[1]
+    assert [entry.get_text() for entry in right.get_legend().get_texts()] == groups
+
+
+def test_a_loss_that_rounds_to_nothing_has_no_sign():
+    trace = made_up()
+    trace.frame[["nll", "full_nll_1", "full_nll_4"]] = -1e-9
+    (excerpt,) = excerpts.easiest(trace, 1)
+    assert "NLL 0.000 after one iteration, 0.000 as read, 0.000 had" in excerpt.remark
+    assert "-0.00" not in excerpts.as_html(excerpt)
 
 
 def test_a_depth_without_tokens_has_no_line_across_it():

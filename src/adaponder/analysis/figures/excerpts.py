@@ -88,9 +88,10 @@ def _words(trace: Trace, rows: np.ndarray) -> tuple[list[str], list[int], list[f
 
 def _remark(trace: Trace, row: int) -> str:
     deepest, one = trace.about.deepest, trace.frame.iloc[row]
-    losses = f"NLL {one['full_nll_1']:.3f} after one iteration, {one['nll']:.3f} as read"
+    # Rounding may leave a loss just below 0: z writes no -0.000.
+    losses = f"NLL {one['full_nll_1']:z.3f} after one iteration, {one['nll']:z.3f} as read"
     if deepest > 1:
-        losses += f", {one[f'full_nll_{deepest}']:.3f} had every token been read {times(deepest)}"
+        losses += f", {one[f'full_nll_{deepest}']:z.3f} had every token been read {times(deepest)}"
     return f"“{on_one_line(str(one['target']))}” after a token that was read {times(int(one['depth']))}: {losses}."
 
 
@@ -99,7 +100,7 @@ def as_html(excerpt: Excerpt) -> str:
     spans = []
     for index, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
         kind = f"d{depth}" + (" target" if index == excerpt.target else "")
-        about = "never read" if depth == 0 else f"read {times(depth)}; predicts the next token at {loss:.2f} nats"
+        about = "never read" if depth == 0 else f"read {times(depth)}; predicts the next token at {loss:z.2f} nats"
         # A line's end lies between two spans, so that the box of a token of several lines is closed on each of them.
         lines = for_html(word).split("\n")
         spans.append("\n".join(f'<span class="{kind}" title="{about}">{line}</span>' if line else "" for line in lines))

@@ -14,12 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from adaponder.analysis.figures.plate import Plate, needs_halting, spread, times, whiskers
+from adaponder.analysis.figures.plate import Plate, needs_halting, not_of_noise, spread, times, whiskers
 from adaponder.analysis.style import PAGE, PALETTE, Theme, depth_colours, new_figure
 from adaponder.analysis.tables import Means, means
 from adaponder.analysis.trace import Kind, Trace
 
 _HATCH = "////"
+_ROOM = 5
 
 
 class Measured(NamedTuple):
@@ -98,6 +99,7 @@ def draw(measured: Measured, theme: Theme) -> Figure:
     right.set_xticks([0, 1], [f"these\ndepths\n{measured.halted:+.4f}", f"dealt at\nrandom\n{middle:+.4f}"])
     right.set_xlim(-0.6, 1.6)
     right.margins(y=0.15)
+    not_of_noise(right)
     right.grid(visible=False, axis="x")
     right.set_ylabel("forgone per token of\nthe text (nats)")
     return figure
@@ -114,9 +116,11 @@ def _draw_groups(axes: Axes, measured: Measured, theme: Theme) -> None:
     axes.axhline(0.0, color=theme.ink, linewidth=0.8)
     places = range(1, deepest)
     names = [f"{depth}\n({n:,} tokens)" for depth, n in zip(places, measured.groups.tokens, strict=True)]
-    axes.set_xticks(places, names)
+    # Among many iterations there is no room for numbers of tokens.
+    axes.set_xticks(places, names if deepest <= _ROOM else [str(depth) for depth in places])
     axes.set_xlim(0.4, deepest - 0.4)
     axes.margins(y=0.12)
+    not_of_noise(axes)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("iteration after which tokens halted")
     axes.set_ylabel(f"NLL gained by\nreading {times(deepest)} (nats)")

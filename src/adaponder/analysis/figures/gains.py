@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from adaponder.analysis.figures.plate import Plate, listed, needs_iterations, whiskers
+from adaponder.analysis.figures.plate import Plate, listed, needs_iterations, not_of_noise, whiskers
 from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, new_figure
 from adaponder.analysis.tables import Means, means
 from adaponder.analysis.trace import Trace
@@ -75,6 +75,7 @@ def _draw_curves(axes: Axes, measured: Measured, theme: Theme) -> None:
             markeredgecolor=theme.ink,
             label=f"depth {depth} ({measured.tokens[depth - 1]:,})",
         )
+    not_of_noise(axes)
     axes.set_xticks(iterations)
     axes.set_xlabel("iterations of every token")
     axes.set_ylabel("change of NLL since\nthe first iteration (nats)")
@@ -87,15 +88,17 @@ def _draw_gains(axes: Axes, measured: Measured, theme: Theme) -> None:
         {"color": PALETTE[0]},
         {"color": theme.paper, "hatch": "////"},
     )
-    shown = 3 if measured.halts else 1
-    wide = 0.8 / shown
-    for index in range(shown):
+    # Where no token halts, or all do at once, one of the groups is empty.
+    shown = [index for index in range(3 if measured.halts else 1) if measured.gains[index].tokens.any()]
+    wide = 0.8 / len(shown)
+    for place, index in enumerate(shown):
         some = measured.gains[index].tokens > 0
         gains = measured.gains[index].pick(some)
-        x = iterations[some] + wide * (index - (shown - 1) / 2)
+        x = iterations[some] + wide * (place - (len(shown) - 1) / 2)
         axes.bar(x, gains.mean, wide, label=_NAMES[index], **looks[index])
         whiskers(axes, x, gains.mean, gains.bars, theme)
     axes.axhline(0.0, color=theme.ink, linewidth=0.8)
+    not_of_noise(axes)
     axes.set_xticks(iterations)
     axes.set_xlim(1.4, deepest + 0.6)
     axes.grid(visible=False, axis="x")

@@ -97,7 +97,7 @@ def draw(measured: Measured, theme: Theme) -> Figure:
         line = measured.lines[i]
         if line is not None:
             axes.axvline(_clipped_log_odds(line), color=_LINE, linestyle="--", label="threshold")
-        axes.set_xticks(*_ticks(measured.edges[0], measured.edges[-1]))
+        axes.set_xticks(*_ticks(measured.edges[0], measured.edges[-1], apart=0.2 if columns < 4 else 0.25))
         axes.set_xlim(measured.edges[0], measured.edges[-1])
         axes.set_title(f"gate {i + 1}: halts {percent(float(measured.closed[i]))}", loc="left")
         axes.set_xlabel(measured.meaning)
@@ -115,13 +115,12 @@ def _clipped_log_odds(threshold: float) -> float:
     return float(np.clip(log_odds(np.array(threshold)), -_END, _END))
 
 
-def _ticks(low: float, high: float) -> tuple[list[float], list[str]]:
-    """(log-odds, labels) of round probabilities on this axis, far enough apart to be legible."""
+def _ticks(low: float, high: float, *, apart: float) -> tuple[list[float], list[str]]:
+    """(log-odds, labels) of round probabilities on this axis, at least this share of it ``apart``."""
     chosen: dict[float, str] = {}
     for value, name in sorted(_TICKS.items(), key=lambda tick: abs(tick[0] - 0.5)):
         odds = _clipped_log_odds(value)
-        apart = all(abs(odds - other) >= (high - low) / 5 for other in chosen)
-        if low <= odds <= high and apart:
+        if low <= odds <= high and all(abs(odds - other) >= apart * (high - low) for other in chosen):
             chosen[odds] = name
     return list(chosen), list(chosen.values())
 

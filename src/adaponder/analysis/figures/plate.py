@@ -18,6 +18,8 @@ from adaponder.analysis.trace import Kind, Trace
 from adaponder.methods import Method, method_class, method_names
 
 DEPTH = "depth (iterations read)"
+# Nats: captions tell four decimals.
+_LEAST_HEIGHT = 4e-4
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,13 @@ def whiskers(axes: Axes, x: ArrayLike, y: ArrayLike, bars: ArrayLike, theme: The
     drawn = axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
     for line in (*drawn.lines[1], *drawn.lines[2]):
         line.set_path_effects([Stroke(linewidth=2.6, foreground=theme.paper), Normal()])
+
+
+def not_of_noise(axes: Axes) -> None:
+    """Makes an axis of nats at least so high that rounding errors do not fill it."""
+    low, high = axes.get_ylim()
+    if (more := _LEAST_HEIGHT - (high - low)) > 0:
+        axes.set_ylim(low - more / 2, high + more / 2)
 
 
 def depth_axis(axes: Axes, deepest: int) -> None:
