@@ -18,7 +18,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.halves import halve
 from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab import profiles
-from adaponder.evaluation.lab.calibration import Calibration, budgets_between, calibrate
+from adaponder.evaluation.lab.calibration import Calibration, budgets_between, calibrate, check_rule
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
 from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget, require_halting
 from adaponder.evaluation.summary import Interval
@@ -96,6 +96,8 @@ def _checked_data(options: CalibrateOptions) -> str:
         raise InputError("--data: say on which text to calibrate")
     if options.budget is None and not options.frontier:
         raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
+    if options.budget is not None:
+        check_rule(options.rule, options.budget)
     if options.name is not None and options.budget is None:
         raise InputError("--name: a profile is made for a --budget")
     if options.out is not None and options.out.exists() and not options.out.is_dir():

@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused_by_name(lab):
             meet(lab, budget)
     with pytest.raises(AdaPonderError, match=r"--rule fast.*gate.*entropy"):
         meet(lab, 2.0, rule="fast")
-    with pytest.raises(AdaPonderError, match=r"--budget 1\.5: kl cannot.*at least 2"):
+    with pytest.raises(AdaPonderError, match=r"--budget 1\.5: kl reads every token at least 2 times"):
         calibrate(lab, 1.5, rule="kl")
 
 
@@ -251,6 +251,13 @@ def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
     assert command.list_profiles(str(checkpoint))["mine"] == before
     command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked | {"budget": 3.0}, replace=True))
     assert command.list_profiles(str(checkpoint))["mine"]["budget"] == 3.0
+
+
+@pytest.mark.parametrize("rule", ["kl", "change", "similarity"])
+def test_a_budget_below_the_least_depth_of_a_rule_is_refused_before_anything_is_opened(rule):
+    asked = CalibrateOptions(checkpoint="no such folder", data="no such text", budget=1.5, rule=rule)
+    with pytest.raises(AdaPonderError, match=rf"--budget 1\.5: {rule} reads every token at least 2 times"):
+        command.run(asked)
 
 
 def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data, tmp_path, monkeypatch, capsys):

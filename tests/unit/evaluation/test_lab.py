@@ -238,6 +238,17 @@ def test_what_ties_leave_out_of_reach_is_reported_and_not_run_again():
     assert found.runs == 2
 
 
+def test_on_a_short_text_the_search_ends_with_the_nearest_depth():
+    def measure(setting):
+        # Of 24 tokens: one more iteration than asked for, until the aim is corrected.
+        depth = (round(24 * float(setting.words)) + 1) / 24
+        return type("Fake", (), {"depth": np.full(24, depth)})()
+
+    found = tune(fake_dial(), 2.75, measure, iterations=K)
+    assert found.depth == pytest.approx(2.75)
+    assert found.missed is None
+
+
 def test_what_a_rule_cannot_do_is_reported_and_not_run():
     found = tune(fake_dial(shallowest=2.0), 1.5, lambda setting: pytest.fail("was run"), iterations=K)
     assert found.scores is None
@@ -426,6 +437,21 @@ def test_a_line_is_promised_where_one_is_drawn(result):
     assert "too few documents or windows for a 95 % interval" in label
 
 
+def test_the_words_around_the_differences_fit_the_page(result):
+    rows = [
+        row | {"difference": row["difference"] and row["difference"] | {"interval": None}} for row in result["rows"]
+    ]
+    unable = rows[-1] | {"budget": BUDGET, "loss": None, "missed": "reads every token at least 2 times"}
+    figure = figures.differences([*rows, unable], BUDGET)
+    figure.draw_without_rendering()
+    axis = figure.axes[0]
+    assert "arrow" in axis.get_xlabel()
+    for text in (axis.xaxis.label, axis._left_title):
+        box = text.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+
+
 def test_shares_of_iterations_do_not_wear_the_colours_of_depths(result):
     drawn = figures.keep_probability(result["rows"], BUDGET)
     bars = [patch.get_facecolor() for axis in drawn.axes for patch in axis.patches]
@@ -487,3 +513,5 @@ def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
     documents, windows = halve(made_up([32] * 24), WINDOWS), halve(made_up([300]), Windows(32))
     assert command.described_intervals(documents) == "95 %, documents drawn again"
     assert command.described_intervals(windows) == "left out, 5 windows being too few to draw again"
+    one = halve(made_up([64]), Windows(32))
+    assert command.described_intervals(one) == "left out, 1 window being too few to draw again"

@@ -19,9 +19,9 @@ import torch
 from adaponder.errors import InputError
 from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import Dial, FullDepth, scaled_shares, threshold_at
+from adaponder.evaluation.lab.dials import SHALLOWEST, Dial, FullDepth, scaled_shares, threshold_at
 from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget
-from adaponder.evaluation.lab.tuning import Tuned
+from adaponder.evaluation.lab.tuning import Tuned, too_shallow
 from adaponder.evaluation.summary import paired_difference
 from adaponder.evaluation.text import Text
 from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresholds_for
@@ -90,8 +90,17 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
     """The ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
+    check_rule(rule, budget)
     ways = [lab.tune(dial, budget) for dial in _dials(lab.full_depth, budget, rule)]
     return ordered(ways, lab.halves.tuning.own_text, seed=lab.seed)
+
+
+def check_rule(rule: str, budget: float) -> None:
+    """Raises for a rule that is not known, and for one that reads every token more often than ``budget``."""
+    if rule not in ("gate", *RULES):
+        raise InputError(f"--rule {rule}: one of gate, {', '.join(RULES)}")
+    if (why := too_shallow(budget, SHALLOWEST.get(rule, 1.0))) is not None:
+        raise InputError(f"--budget {budget:g}: {rule} {why}")
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
@@ -114,8 +123,6 @@ def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tun
 def _dials(full: FullDepth, budget: float, rule: str) -> list[Dial]:
     if rule == "gate":
         return [dials.gate_dial(full, ONE), *(dials.shares_dial(full, shape, EACH) for shape in propose(full, budget))]
-    if rule not in RULES:
-        raise InputError(f"--rule {rule}: one of gate, {', '.join(RULES)}")
     return [RULES[rule](full)]
 
 

@@ -49,6 +49,9 @@ _SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
     "random": lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
 }
 
+# The least mean depth of rules that compare two iterations; every other can halt all tokens after the first.
+SHALLOWEST = {"kl": 2.0, "change": 2.0, "similarity": 2.0}
+
 
 class FullDepth(NamedTuple):
     """A half scored at full depth: losses ``[n, K]``, and the values of each signal ``[n, K-1]``, by name."""
@@ -145,11 +148,13 @@ def entropy_dial(full: FullDepth) -> Dial:
 
 
 def divergence_dial(full: FullDepth) -> Dial:
-    return _threshold_dial("KL between iterations", full.signals["kl"], Divergence, "nats", shallowest=2.0)
+    return _threshold_dial("KL between iterations", full.signals["kl"], Divergence, "nats", shallowest=SHALLOWEST["kl"])
 
 
 def change_dial(full: FullDepth) -> Dial:
-    return _threshold_dial("hidden-state change", full.signals["change"], Change, "relative", shallowest=2.0)
+    return _threshold_dial(
+        "hidden-state change", full.signals["change"], Change, "relative", shallowest=SHALLOWEST["change"]
+    )
 
 
 def confidence_dial(full: FullDepth) -> Dial:
@@ -157,7 +162,9 @@ def confidence_dial(full: FullDepth) -> Dial:
 
 
 def similarity_dial(full: FullDepth) -> Dial:
-    return _ceiling_dial("hidden-state similarity", full.signals["similarity"], Similarity, "cosine", shallowest=2.0)
+    return _ceiling_dial(
+        "hidden-state similarity", full.signals["similarity"], Similarity, "cosine", shallowest=SHALLOWEST["similarity"]
+    )
 
 
 def random_dial(full: FullDepth) -> Dial:

@@ -36,12 +36,16 @@ class Tuned(NamedTuple):
         return None if self.scores is None else float(self.scores.depth.mean())
 
 
+def too_shallow(budget: float, shallowest: float) -> str | None:
+    """Why a rule of this least mean depth cannot meet ``budget``; ``None`` if it can."""
+    return f"reads every token at least {shallowest:g} times" if budget < shallowest - REACHED else None
+
+
 def tune(
     dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int, most: int = MOST_RUNS
 ) -> Tuned:
     """The setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
-    if budget < dial.shallowest - REACHED:
-        why = f"reads every token at least {dial.shallowest:g} times"
+    if (why := too_shallow(budget, dial.shallowest)) is not None:
         return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, why)
     aim = min(max(budget, dial.shallowest), float(iterations))
     low, high = (dial.shallowest, dial.shallowest), (float(iterations), float(iterations))
@@ -55,8 +59,9 @@ def tune(
             scores = measure(setting)
             measured[key] = float(scores.depth.mean()), setting, scores
         depth = measured[key][0]
-        # A short text's mean depth moves in steps; there is no use in asking for less than one.
-        if abs(depth - budget) <= max(CLOSE, iterations / len(measured[key][2].depth)):
+        # A short text's mean depth moves in steps: less than one is asked for only where the budget would be missed.
+        step = iterations / len(measured[key][2].depth)
+        if abs(depth - budget) <= max(CLOSE, min(REACHED, step)):
             break
         low, high = ((aim, depth), high) if depth < budget else (low, (aim, depth))
         # Equal signals make one setting of many aims: then halving leads fastest to the next one.
