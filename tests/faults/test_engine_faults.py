@@ -3,8 +3,10 @@
 import math
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig
@@ -146,6 +148,14 @@ def test_bad_requests_are_refused_one_by_one_while_others_go_on(model, engine):
     while engine.busy:
         done += engine.step()
     assert done[-1].completion.ids == solo(model, GOOD, tokens=40)[0].ids
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("numbers", [{"seed": np.uint64((1 << 64) - 1)}, {"max_new_tokens": np.uint64(4)}])
+def test_whole_numbers_of_numpy_are_as_good_as_pythons(engine, numbers):
+    request = replace(GOOD, **numbers)
+    (one,), (other,) = engine.generate([GOOD, request])
+    assert one.ids == other.ids
     assert_empty(engine)
 
 

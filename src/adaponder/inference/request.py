@@ -18,6 +18,12 @@ MOST_TOP = 20
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 100.0
+LOWEST_REPETITION, HIGHEST_REPETITION = 1e-6, 1e6
+
+_WHOLE_NUMBERS = (
+    *("max_new_tokens", "min_new_tokens", "top_k", "seed", "samples"),
+    *("log_probabilities", "prompt_log_probabilities", "max_iterations", "iteration_top"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,12 @@ class Request:
     gates: bool = False
     iteration_top: int = 0
     salt: str = ""
+
+    def __post_init__(self) -> None:
+        # numpy's whole numbers wrap around, and some are no index of torch's. What is no number is refused later.
+        for name in _WHOLE_NUMBERS:
+            if (number := _as_int(getattr(self, name))) is not None:
+                object.__setattr__(self, name, number)
 
     @property
     def greedy(self) -> bool:
@@ -150,8 +162,7 @@ def _check_sampling(request: Request) -> None:
     if _number(request, "top_p", 0.0, 1.0) == 0.0:
         raise InputError("top_p=0: a number above 0 is needed; temperature=0 takes the likeliest token")
     _number(request, "min_p", 0.0, 1.0)
-    if _number(request, "repetition_penalty", 0.0, 1e6) == 0.0:
-        raise InputError("repetition_penalty=0: a number above 0 is needed; 1 is none")
+    _number(request, "repetition_penalty", LOWEST_REPETITION, HIGHEST_REPETITION)
     _number(request, "presence_penalty", -2.0, 2.0)
     _number(request, "frequency_penalty", -2.0, 2.0)
     if _as_int(request.seed) is None:
@@ -184,7 +195,7 @@ def _check_depth(request: Request, prompt: int, iterations: int, model: AdaPonde
             raise InputError(f"tau={shown(request.tau)}: {model.config.method} has no learned threshold; leave it out")
         if not _is_number(request.tau) or not (0.0 <= request.tau <= 1.0 or request.tau == math.inf):
             raise InputError(f"tau={shown(request.tau)}: a number from 0 to 1 is needed, or inf (nobody reads on)")
-    slots = prompt + operator.index(request.max_new_tokens) - 1
+    slots = prompt + request.max_new_tokens - 1
     if request.policy is not None:
         model.check_policy(request.policy)
         policy = as_policy(request.policy)
@@ -219,10 +230,19 @@ def _check_forced(request: Request, slots: int, iterations: int, model: AdaPonde
 def _ids(request: Request, name: str, vocabulary: int) -> list[int]:
     """The token ids in a field, as Python integers."""
     values = getattr(request, name)
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or isinstance(values, Mapping):
+    if isinstance(values, (str, bytes, Mapping)) or not _is_list(values):
         cure = "; encode a text first: tokenizer(text).input_ids" if isinstance(values, str) else ""
         raise InputError(f"{name}={shown(values)}: a list of token ids is needed{cure}")
     return [_check_id(name, value, vocabulary) for value in values]
+
+
+def _is_list(values: Any) -> bool:
+    """Whether these can be gone through, and more than once: no iterator, and no tensor without an axis."""
+    try:
+        len(values)
+    except TypeError:
+        return False
+    return hasattr(values, "__iter__")
 
 
 def _check_id(name: str, value: Any, vocabulary: int) -> int:

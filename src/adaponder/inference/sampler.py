@@ -13,7 +13,6 @@ Settings of all lanes lie in device tensors that never move, shapes depend on th
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -117,8 +116,8 @@ class SamplerState:
     ) -> None:
         """Gives a lane to one sample of a request; ``output_ids`` are what it has generated already."""
         features = Features.of(request)
-        top_k = min(operator.index(request.top_k), self.vocabulary) or self.vocabulary
-        integers = [stream_key(operator.index(request.seed), sample), top_k]
+        top_k = min(request.top_k, self.vocabulary) or self.vocabulary
+        integers = [stream_key(request.seed, sample), top_k]
         numbers = [
             0.0 if request.greedy else float(request.temperature),
             float(request.top_p),

@@ -62,7 +62,10 @@ def test_a_prompt_may_be_any_list_of_whole_numbers(model: AdaPonderForCausalLM, 
 
 @pytest.mark.parametrize(
     "prompt",
-    [[], "text", b"text", 5, {1: 2}, [1.0], [True], [-1], [VOCABULARY], [None], [[1]], ["1"], [1 << 300], None],
+    [
+        *([], "text", b"text", 5, {1: 2}, [1.0], [True], [-1], [VOCABULARY], [None], [[1]], ["1"], [1 << 300], None),
+        *(iter([1, 2]), torch.tensor(5), np.array(5)),
+    ],
 )
 def test_a_prompt_of_anything_else_is_refused(model: AdaPonderForCausalLM, prompt: Any) -> None:
     with pytest.raises(InputError, match=r"^prompt"):
@@ -86,13 +89,13 @@ NO_NUMBERS = (math.nan, "1", True, None, [1.0])
         ("top_k", (-1, 0.5, math.nan, True)),
         ("top_p", (0, 0.0, -0.1, 1.01, math.inf, *NO_NUMBERS)),
         ("min_p", (-0.1, 1.1, *NO_NUMBERS)),
-        ("repetition_penalty", (0, -1, math.inf, *NO_NUMBERS)),
+        ("repetition_penalty", (0, -1, 1e-7, 5e-324, math.inf, *NO_NUMBERS)),
         ("presence_penalty", (-2.1, 2.1, -math.inf, *NO_NUMBERS)),
         ("frequency_penalty", (-2.1, 2.1, math.inf, *NO_NUMBERS)),
         ("logit_bias", ({VOCABULARY: 1.0}, {-1: 1.0}, {1.5: 1.0}, {1: math.nan}, {1: -math.inf}, {1: 101}, [1], None)),
         ("seed", (1.5, True, "1", None)),
         ("samples", (0, 129, 1.0, True)),
-        ("stop_ids", ([VOCABULARY], [-1], [0.5], "ab", None, [1] * 257)),
+        ("stop_ids", ([VOCABULARY], [-1], [0.5], "ab", None, [1] * 257, iter([1]))),
         ("ignore_eos", (1, None)),
         ("log_probabilities", (-1, 21, 0.5, True)),
         ("prompt_log_probabilities", (-1, 21, "3")),
@@ -110,6 +113,15 @@ def test_absurd_values_are_refused_by_the_name_of_their_field(
     for value in values:
         with pytest.raises(InputError, match=rf"^{field}"):
             check(model, Request(PROMPT, **{"max_new_tokens": 40} | {field: value}))
+
+
+def test_whole_numbers_of_any_kind_become_pythons() -> None:
+    """numpy's would wrap around in the middle of a step, which ends every request."""
+    settings = {"max_new_tokens": np.uint8(200), "top_k": torch.tensor(5), "seed": np.uint64((1 << 64) - 1)}
+    request = Request(PROMPT, **settings, samples=np.int64(2), max_iterations=None)
+    assert (request.max_new_tokens * 9, request.top_k, request.seed + 1) == (1800, 5, 1 << 64)
+    assert {type(getattr(request, name)) for name in (*settings, "samples")} == {int}
+    assert request.max_iterations is None
 
 
 def test_too_many_biases_are_refused(model: AdaPonderForCausalLM) -> None:
