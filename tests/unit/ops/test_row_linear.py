@@ -138,6 +138,27 @@ def test_many_rows_equal_the_plain_version_too(name, monkeypatch):
     assert error(ours, computations(Case(5, 40), true)[name](plain)) <= 5e-7
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_and_weights_that_lie_across_are_read_as_they_lie(rows):
+    """As ``nn.Parameter(kernel.T)`` does."""
+
+    def across(x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+    case, like = Case(rows, 40), torch.empty(0, dtype=torch.float32)
+    x, norm = case.x(like), case.norm(like, 3, centred=False)
+    linear = case.linear(like, 10, 7)
+    turned = linear._replace(weight=across(linear.weight))
+    for given, one in ((x, turned), (across(x), linear)):
+        wanted = plain.gated_linear(x, linear, linear, norm, activation="silu")
+        assert error(kernels.gated_linear(given, one, linear, norm, activation="silu"), wanted.double()) <= 1e-6
+        wanted = plain.normed_linears(x, [Piece((linear,), norm)])[0]
+        assert error(kernels.normed_linears(given, [Piece((one,), norm)])[0], wanted.double()) <= 1e-6
+        term, other = Term(x, linear), Term(given, one)
+        wanted = plain.residual_linears(x[:, :10], (term,))
+        assert error(kernels.residual_linears(x[:, :10], (other,)), wanted.double()) <= 1e-6
+
+
 @pytest.mark.parametrize("centred", [True, False])
 def test_the_plain_norm_equals_the_module(centred):
     case, like = Case(3, 20), torch.empty(0, dtype=torch.float64)

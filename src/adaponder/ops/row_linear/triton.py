@@ -53,6 +53,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
     """``[count, n, d]``: each row through the first norm, or through both, which are of one kind."""
     rows, inputs = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
     result = torch.empty(count, rows, inputs, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(inputs)
     if rows:
@@ -144,9 +145,10 @@ def _each(x: Tensor, maps: Sequence[_Map]) -> Tensor:
 
 def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
-    if x.shape[0] > FEW:
+    plain = _plain(x, (gate, up))
+    if x.shape[0] > FEW or not plain:
         normed = row_norm(x, norm)
-        if x.shape[0] <= SOME and _plain(x, (gate, up)):
+        if x.shape[0] <= SOME and plain:
             return some.gated(normed, gate, up, _CODES[activation])
         return ACTIVATIONS[activation](functional.linear(normed, *gate)).mul_(functional.linear(normed, *up))
     rows, inputs = x.shape
