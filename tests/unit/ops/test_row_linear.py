@@ -159,6 +159,14 @@ def test_rows_and_weights_that_lie_across_are_read_as_they_lie(rows):
         assert error(kernels.residual_linears(x[:, :10], (other,)), wanted.double()) <= 1e-6
 
 
+def test_a_map_with_a_norm_and_one_without_read_the_same_slice():
+    case, like = Case(3, 40), torch.empty(0, dtype=torch.float32)
+    x, norm = case.strided(like, 40, 21), case.norm(like, 3, centred=False)
+    pieces = [Piece((case.linear(like, 11, 2),), norm), Piece((case.linear(like, 9, 4),))]
+    for ours, theirs in zip(kernels.normed_linears(x, pieces), plain.normed_linears(x, pieces), strict=True):
+        assert error(ours, theirs.double()) <= 1e-6
+
+
 @pytest.mark.parametrize("centred", [True, False])
 def test_the_plain_norm_equals_the_module(centred):
     case, like = Case(3, 20), torch.empty(0, dtype=torch.float64)

@@ -218,7 +218,7 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
     """``x`` through each norm; the same one twice is computed once, and two of one kind by one kernel."""
     distinct = {norm.weight.data_ptr(): norm for norm in norms if norm is not None}
-    done = {None: x}
+    done = {None: x.contiguous()}  # kernels are told one stride for all
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct.values()}
     if len(distinct) == 2 and len(kinds) == 1:
         done |= dict(zip(distinct, _norms(x, *distinct.values(), 2), strict=True))
