@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,5 +22,15 @@ def saving(
     try:
         with replacing_folder(folder, partial, make_way=make_way):
             yield partial
+            share_weights(partial)
     except (OSError, SafetensorError) as error:  # the second where weights do not fit on the disk
         raise CheckpointError(f"{folder} could not be saved: {error}; {intact}") from error
+
+
+def share_weights(folder: Path) -> None:
+    """Lets those read the weights in ``folder`` who may read its ``config.json``.
+
+    safetensors 0.8 writes files that only their owner may read, whatever the umask says.
+    """
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", path)

@@ -18,6 +18,7 @@ from adaponder.checkpoints.loading import (
     require_room,
 )
 from adaponder.checkpoints.manifest import verify_files, write_manifest
+from adaponder.checkpoints.saving import share_weights
 from adaponder.checkpoints.special_tokens import require_agreement
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
@@ -105,6 +106,7 @@ class StrictCheckpointMixin:
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
         if not is_main_process:
             return
+        share_weights(folder)
         card = folder / "README.md"
         if not card.exists():
             added = sum(parameter.numel() for parameter in self.method.parameters())
