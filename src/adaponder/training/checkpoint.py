@@ -111,8 +111,10 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The model's whole state dict, on the CPU."""
-    return {name: full(value) for name, value in model.state_dict().items()}
+    """The model's whole state dict, on the CPU; a weight of two names (a tied head) is one tensor, to be saved once."""
+    weights = model.state_dict(keep_vars=True)  # so that a tied weight is one object under both names
+    whole = {id(value): full(value) for value in weights.values()}
+    return {name: whole[id(value)] for name, value in weights.items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -260,6 +260,19 @@ def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkey
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
+def test_a_tied_weight_is_saved_once_and_resumed_under_both_names(shards, tmp_path):
+    recipe = small(shards, "model.backbone.tie_word_embeddings=true", "train.steps=4")
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    middle = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    train(recipe, out=tmp_path / "resumed", resume=str(middle), quiet=True)
+    whole, resumed = (weights(tmp_path / name / "final") for name in ("whole", "resumed"))
+    for saved in (weights(middle), whole):
+        assert saved.keys() & {"backbone.gpt_neox.embed_in.weight", "backbone.lm_head.weight"} == {
+            "backbone.gpt_neox.embed_in.weight"
+        }
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
 LAUNCH = """
 import sys
 from pathlib import Path
