@@ -220,7 +220,7 @@ def test_temperature_0_is_greedy(checkpoint, tmp_path):
 def test_rows_of_drafts_are_counted_in_words_that_fit_a_window(checkpoint, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     (done,) = generate.run(GenerateOptions(checkpoint=str(checkpoint), prompt="x", max_new_tokens=3))
-    for rows, said in ((1, "Beside this, 1 row of drafts"), (2, "Beside this, 2 rows of drafts")):
+    for rows, said in ((1, "Not counted: 1 row of drafted"), (2, "Not counted: 2 rows of drafted")):
         capsys.readouterr()
         generate.show([replace(done, dropped_rows=rows)], colours=True)
         shown = capsys.readouterr().out
