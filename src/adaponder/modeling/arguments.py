@@ -56,7 +56,7 @@ class RunTime:
 
 
 class Wanted(NamedTuple):
-    """What a forward is to return beside hidden states, and for which positions."""
+    """What a forward is to return beside depths and losses, and for which positions its logits."""
 
     positions: slice | Tensor
     logits: bool
