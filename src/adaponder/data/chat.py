@@ -10,9 +10,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from adaponder.data.compression import without_compression
 from adaponder.data.formats import Conversation, Counts, InputPart, sound
 from adaponder.data.manifest import CHAT_TEMPLATE, DataError
-from adaponder.data.packing import without_packing
 from adaponder.data.records import records
 from adaponder.data.tokenizers import SpecialTokens, special_tokens, tokenizer_file
 from adaponder.errors import InputError, in_one_line
@@ -64,7 +64,7 @@ class ChatFormat:
     def _read(self, part: InputPart, counts: Counts, *, original: InputPart) -> Iterator[Conversation]:
         for fields, place in records(original, self.fields, counts):
             source = fields.get("source")
-            source = source if isinstance(source, str) else without_packing(part.path).stem or part.argument
+            source = source if isinstance(source, str) else without_compression(part.path).stem or part.argument
             yield self.conversation(self._messages(fields, place, counts), source, place)
 
     # --- records to messages ------------------------------------------------------------------------------------

@@ -13,16 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from adaponder.data.compression import decompressed, inner_suffix, without_compression
 from adaponder.data.manifest import DataError
 from adaponder.data.megatron import megatron
-from adaponder.data.packing import inner_suffix, unpacked, without_packing
 from adaponder.errors import InputError
 from adaponder.files import open_plain
 
 # The most bytes of one document: it is held in memory several times over while it is encoded.
 LONGEST = 2**30
 _HEAD = 8192
-# Rows of a table that are unpacked together, unless one alone is larger.
+# Rows of a table that are decompressed together, unless one alone is larger.
 _BATCH_BYTES = 2**24
 
 
@@ -120,7 +120,7 @@ def sound(text: str) -> str:
 
 
 def text(part: InputPart, counts: Counts) -> Iterator[Document]:
-    with unpacked(part.path) as opened:
+    with decompressed(part.path) as opened:
         content = _rest(opened.stream, part.path)
     yield Document(_decoded(content, counts), inner_suffix(part.path)[1:] or "text")
 
@@ -137,8 +137,8 @@ def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def looks_binary(path: Path) -> bool:
-    """Whether a file, unpacked, begins like a picture or a program and not like text."""
-    with unpacked(path) as opened:
+    """Whether a file, decompressed, begins like a picture or a program and not like text."""
+    with decompressed(path) as opened:
         head = opened.stream.read(_HEAD)
     # Text in an old encoding has some bytes that are not UTF-8; pictures and programs have mostly such.
     return b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head)
@@ -159,7 +159,7 @@ def _too_long(where: str) -> str:
 
 
 def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
-    default = without_packing(part.path).stem
+    default = without_compression(part.path).stem
     for line, where in lines(part, counts):
         document = _parse_line(line, default, where)
         del line  # a long one need not be held while its document is worked on
@@ -169,7 +169,7 @@ def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
 def lines(part: InputPart, counts: Counts) -> Iterator[tuple[str, str]]:
     """(text, place) of every line of a .jsonl that is not blank; a mark of UTF-8 at its beginning is none of them."""
     start, number = counts.read, 0
-    with unpacked(part.path) as opened:
+    with decompressed(part.path) as opened:
         while line := opened.stream.readline(LONGEST + 1):
             number += 1
             line = line.removeprefix(BOM_UTF8) if number == 1 else line
@@ -213,7 +213,7 @@ def parquet(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def _group_bytes(about: Any, columns: list[str]) -> Iterator[int]:
-    """Unpacked bytes of each chunk of the columns that are read."""
+    """Bytes of each chunk of the columns that are read, decompressed."""
     for group in range(about.num_row_groups):
         for column in range(about.num_columns):
             chunk = about.row_group(group).column(column)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaponder.data import formats, generated
+from adaponder.data.compression import compression_of, inner_suffix
 from adaponder.data.formats import AnyDocument, Conversation, Counts, Document, InputPart, Pretokenised
 from adaponder.data.manifest import DataError
 from adaponder.data.megatron import megatron
-from adaponder.data.packing import inner_suffix, packing_of
 from adaponder.errors import InputError
 from adaponder.files import read_json, sha256_of_each
 
@@ -34,9 +34,9 @@ _STDLIB_WITHOUT = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"),
 }
-# Files of files, and tables that are read as such but not from inside a packed file.
+# Files of files, and tables that are read as such but not from inside a compressed file.
 _ARCHIVES = {".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".arrow"}
-_UNPACKED_ONLY = {".parquet", ".idx", ".bin"}
+_UNCOMPRESSED_ONLY = {".parquet", ".idx", ".bin"}
 
 __all__ = ["Counts", "Document", "InputPart", "Pretokenised", "describe", "documents", "find", "megatron", "read"]
 
@@ -45,7 +45,7 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
     """The documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles or ``hf:NAME[:CONFIG][:SPLIT]``.
 
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and perhaps ``source``; any other file is one document. Text
-    and records may be packed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one that
+    and records may be compressed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one that
     ``datasets`` saved is read as that dataset. Puzzles are named in :mod:`adaponder.data.generated`.
     """
     counts = counts or Counts()
@@ -191,7 +191,7 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
 def _named_file(argument: str, path: Path) -> Iterator[InputPart]:
     """A file that was named by itself; one that would be read as garbage, a container or a program, is refused."""
     inner = inner_suffix(path)
-    if inner in _ARCHIVES or (packing_of(path) and inner in _UNPACKED_ONLY):
+    if inner in _ARCHIVES or (compression_of(path) and inner in _UNCOMPRESSED_ONLY):
         raise InputError(
             f"input {argument}: {path.name} is no text but a container: unpack it (of a saved dataset, name the folder)"
         )

@@ -124,7 +124,7 @@ def open_text(
     """The text behind ``data`` in tokens of ``vocabulary``; ``whose`` names its checkpoint in errors.
 
     ``data`` is a folder made by ``adaponder prepare`` (its ``split``), or anything ``prepare`` reads: a text file, a
-    folder of them, ``.jsonl`` (all of these also packed), ``.parquet``, ``stdlib``, ``hf:NAME``. ``max_tokens``
+    folder of them, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``. ``max_tokens``
     keeps the first ones.
     """
     if max_tokens is not None and max_tokens < 1:

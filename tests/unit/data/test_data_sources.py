@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from adaponder.data import formats, sources
+from adaponder.data.compression import Opened
 from adaponder.data.formats import parse_hub
 from adaponder.data.manifest import DataError
-from adaponder.data.packing import Opened
 from adaponder.data.sources import Counts, Document, documents, megatron
 from adaponder.errors import InputError
 
@@ -84,45 +84,45 @@ def test_nul_far_from_the_start_and_an_old_encoding_are_still_text(tmp_path):
     assert second.text == "F\ufffd\ufffde \ufffdber \ufffdpfeln"
 
 
-def packed(data: bytes, packing: str) -> bytes:
-    if packing == ".zst":
+def compressed(data: bytes, compression: str) -> bytes:
+    if compression == ".zst":
         compress = pytest.importorskip("zstandard").ZstdCompressor().compress
     else:
-        compress = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[packing]
+        compress = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[compression]
     # Two frames end to end, as parallel packers write.
     return compress(data[:20]) + compress(data[20:])
 
 
-@pytest.mark.parametrize("packing", ["", ".gz", ".xz", ".bz2", ".zst", ".GZ"])
-def test_text_and_records_are_the_same_however_they_are_packed(tmp_path, packing):
-    path = tmp_path / f"part.jsonl{packing}"
-    path.write_bytes(packed(LINES, packing.lower()))
+@pytest.mark.parametrize("compression", ["", ".gz", ".xz", ".bz2", ".zst", ".GZ"])
+def test_text_and_records_are_the_same_however_they_are_compressed(tmp_path, compression):
+    path = tmp_path / f"part.jsonl{compression}"
+    path.write_bytes(compressed(LINES, compression.lower()))
     wanted = [Document("one", "web"), Document("zwei — 2", "part"), Document("drei\n\n3", "part")]
     assert list(documents([str(path)])) == wanted
-    text = "a text of some length, of which parts are packed"
+    text = "a text of some length, of which parts are compressed"
     for name in ("notes.txt", "notes", "x.py"):
-        (tmp_path / (name + packing)).write_bytes(packed(text.encode(), packing.lower()))
-    (tmp_path / f"picture{packing}").write_bytes(packed(b"GIF\0 and twenty more bytes", packing.lower()))
+        (tmp_path / (name + compression)).write_bytes(compressed(text.encode(), compression.lower()))
+    (tmp_path / f"picture{compression}").write_bytes(compressed(b"GIF\0 and twenty more bytes", compression.lower()))
     counts = Counts()
     found = list(documents([str(tmp_path)], counts=counts))
     assert sorted(found) == sorted([*wanted, *(Document(text, source) for source in ("txt", "text", "py"))])
     assert counts.binary == 1
-    assert list(documents([str(tmp_path / f"notes.txt{packing}")])) == [Document(text, "txt")]
+    assert list(documents([str(tmp_path / f"notes.txt{compression}")])) == [Document(text, "txt")]
 
 
-@pytest.mark.parametrize("packing", [".gz", ".xz", ".bz2", ".zst"])
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".bz2", ".zst"])
 @pytest.mark.parametrize("name", ["part.jsonl", "part.txt"])
-def test_a_packed_file_that_was_cut_off_is_never_taken_for_a_shorter_one(tmp_path, name, packing):
-    path = tmp_path / (name + packing)
+def test_a_compressed_file_that_was_cut_off_is_never_taken_for_a_shorter_one(tmp_path, name, compression):
+    path = tmp_path / (name + compression)
     line = b'{"text": "a text of some length"}\n'
-    data = packed(line * 9, packing)
-    first = len(packed(line * 9, packing)) - len(packed(b"", packing)) // 2
+    data = compressed(line * 9, compression)
+    first = len(compressed(line * 9, compression)) - len(compressed(b"", compression)) // 2
     for cut in (1, 5, 9, first // 2):
         path.write_bytes(data[:-cut])
-        with pytest.raises(DataError, match=rf"{name}{packing}: damaged or not a whole {packing} file"):
+        with pytest.raises(DataError, match=rf"{name}{compression}: damaged or not a whole {compression} file"):
             list(documents([str(path)]))
-    path.write_bytes(b"this was never packed at all")
-    with pytest.raises(DataError, match=rf"{name}{packing}: damaged or not a whole {packing} file"):
+    path.write_bytes(b"this was never compressed at all")
+    with pytest.raises(DataError, match=rf"{name}{compression}: damaged or not a whole {compression} file"):
         list(documents([str(path)]))
 
 
@@ -174,7 +174,7 @@ class Bounded(io.BytesIO):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_what_is_too_long_is_never_read_to_its_end(tmp_path, monkeypatch, name):
     monkeypatch.setattr(formats, "LONGEST", 150)
-    monkeypatch.setattr(formats, "unpacked", lambda path: nullcontext(Opened(io.BytesIO(), Bounded(b"x" * 9999))))
+    monkeypatch.setattr(formats, "decompressed", lambda path: nullcontext(Opened(io.BytesIO(), Bounded(b"x" * 9999))))
     (tmp_path / name).write_text("x")
     with pytest.raises(DataError, match="longer than 150 bytes"):
         list(documents([str(tmp_path / name)]))

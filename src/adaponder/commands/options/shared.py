@@ -21,7 +21,7 @@ CHECKPOINT = Option(
     help="A model folder, a run folder, a step folder or a hub name. Its checksums are compared first, a second "
     "or two for each gigabyte; ADAPONDER_VERIFY=0 leaves that out.",
 )
-DATA = "A folder made by prepare, text or .jsonl (packed too), .parquet, stdlib, sample, hops:seed=3."
+DATA = "A folder made by prepare, text or .jsonl (compressed too), .parquet, stdlib, sample, hops:seed=3."
 TOKENIZER = Option(metavar="NAME", help="Folder or hub name; default: the checkpoint's own.")
 RECIPE = Option(argument=True, metavar="RECIPE", help="A name from adaponder recipes, or a YAML file.")
 

@@ -1,6 +1,6 @@
 """Task records from local files, with the fields of the public datasets.
 
-A folder of task data holds one file of JSON lines per task and split, plain or packed (``.gz``, ``.xz``, …)::
+A folder of task data holds one file of JSON lines per task and split, plain or compressed (``.gz``, ``.xz``, …)::
 
     DIR/arc_easy/test.jsonl.xz
     DIR/arc_easy/train.jsonl.xz         needed for few-shot examples only
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adaponder.data.packing import PACKINGS, unpacked
+from adaponder.data.compression import COMPRESSIONS, decompressed
 from adaponder.errors import InputError
 from adaponder.files import parse_json, read_yaml
 
@@ -36,7 +36,7 @@ TaskRecord = dict[str, Any]
 
 SPLITS = ("train", "validation", "test")
 _ALIASES = {"validation": ("val", "valid", "dev")}
-_ENDINGS = tuple(f".jsonl{packing}" for packing in ("", *PACKINGS))
+_ENDINGS = tuple(f".jsonl{compression}" for compression in ("", *COMPRESSIONS))
 # The longest record of the known tasks has some 10 KB.
 _LONGEST = 2**26
 # Names that authors gave their files, where neither task nor split can be guessed from them.
@@ -88,7 +88,7 @@ class TaskData:
     def looked_for(self, task: str, split: str) -> str:
         """Where a split is looked for, for messages."""
         first = self._candidates(task, split)[0]
-        return f"{first}[{'|'.join(PACKINGS)}] (or a {split} file of {task} named in map.yaml)"
+        return f"{first}[{'|'.join(COMPRESSIONS)}] (or a {split} file of {task} named in map.yaml)"
 
     def read(self, task: str, split: str) -> list[TaskRecord]:
         """The records of a split, in the layout that lm-eval's task expects."""
@@ -133,7 +133,7 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
 
 def _lines(path: Path) -> Iterator[TaskRecord]:
     number = 0
-    with unpacked(path, InputError) as opened:
+    with decompressed(path, InputError) as opened:
         while line := opened.stream.readline(_LONGEST + 1):
             number += 1
             where = f"{path}: line {number}"
