@@ -245,8 +245,8 @@ def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None
         rows = "1 row" if dropped == 1 else f"{dropped} rows"
         console.print(
             f"Not counted: {rows} of drafted tokens that were not kept ({dropped / max(1, read):.0%} of the rows of "
-            f"the tokens after the prompt), and memory for {deepest} rows of each of those, whatever its depth; --drafts 0 "
-            "saves both"
+            f"the tokens after the prompt), and memory for {deepest} rows of each of those, whatever its depth; "
+            "--drafts 0 saves both"
         )
 
 
