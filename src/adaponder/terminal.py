@@ -186,7 +186,7 @@ def _grouped(widths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:
     """A table to print, its cells as strings; a column without any value is left out."""
     cells = [[str(cell) for cell in row] for row in rows]
-    kept = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip() for row in cells)]
+    kept = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip(" –—") for row in cells)]
     return Titled(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in cells])
 
 

@@ -119,14 +119,14 @@ def test_a_table_that_fits_is_one_table():
 
 
 def test_a_column_without_any_value_is_left_out():
-    head = ("", "loss", "95 %", "bits/byte")
-    assert drawn(80, "None", head, [("a", "1.0", "", "–"), ("b", "1.5", " ", "")]) == [
+    head = ("", "loss", "95 %", "bits/byte", "peak GiB")
+    assert drawn(80, "None", head, [("a", "1.0", "", "–", "–"), ("b", "1.5", " ", "2", "–")]) == [
         "None",
         "   loss  bits/byte",
         "a   1.0          –",
-        "b   1.5           ",
+        "b   1.5          2",
     ]
-    assert drawn(80, "Empty", head, [])[1].split() == ["loss", "95", "%", "bits/byte"]
+    assert drawn(80, "Empty", head, [])[1].split() == ["loss", "95", "%", "bits/byte", "peak", "GiB"]
 
 
 def test_words_stand_left_and_figures_right():
