@@ -28,9 +28,12 @@ def saving(
 
 
 def share_weights(folder: Path) -> None:
-    """Lets those read the weights in ``folder`` who may read its ``config.json``.
+    """Lets those read the weights in ``folder`` who may read the configuration beside them.
 
     safetensors 0.8 writes files that only their owner may read, whatever the umask says.
     """
-    for path in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", path)
+    found = [path for name in ("config.json", "adapter_config.json") if (path := folder / name).exists()]
+    for path in folder.glob("*.safetensors") if found else ():
+        # Where a file system gives all files one mode, it may refuse to set another.
+        if path.stat().st_mode != found[0].stat().st_mode:
+            shutil.copymode(found[0], path)
