@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,10 +221,38 @@ def quiet_libraries() -> None:
         logging.set_verbosity_error()
 
 
+# The path of a result that is to go to standard output, and the last result that was written there.
+STDOUT = Path("-")
+_last: list[str] = []
+
+
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Writes ``result`` as JSON, replacing the file atomically; does nothing if ``path`` is ``None``."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        from adaponder.files import replace_file  # here, since it imports YAML, which --help does not need
+    if path is None:
+        return
+    text = json.dumps(result, indent=2) + "\n"
+    if path == STDOUT:
+        _last[:] = [text]
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from adaponder.files import replace_file  # here, since it imports YAML, which --help does not need
 
-        replace_file(path, (json.dumps(result, indent=2) + "\n").encode())
+    replace_file(path, text.encode())
+
+
+@contextmanager
+def json_alone(path: Path | None) -> Iterator[None]:
+    """While a command runs that writes its result to ``path``: if that is ``-``, standard output gets it alone.
+
+    It gets the last result, when the command has ended, however it ended; all that is printed goes to standard error.
+    """
+    if path != STDOUT:
+        yield
+        return
+    _last.clear()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.write("".join(_last))
+        sys.stdout.flush()

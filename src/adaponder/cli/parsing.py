@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from adaponder.commands.options.option import Field, fields_of
 from adaponder.commands.options.values import LARGEST
 from adaponder.errors import InputError
+from adaponder.terminal import json_alone
 
 Options = TypeVar("Options")
 
@@ -48,7 +49,9 @@ class App(typer.Typer):
 
         def register(function: Callable[[Options], None]) -> Callable[..., None]:
             def called(**typed: Any) -> None:
-                function(options_from(options, typed))
+                asked = options_from(options, typed)
+                with json_alone(getattr(asked, "json", None)):
+                    function(asked)
 
             parameters = [_parameter(field) for field in fields_of(options)]
             called.__name__, called.__doc__ = function.__name__, function.__doc__

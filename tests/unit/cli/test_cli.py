@@ -228,6 +228,37 @@ def test_rows_of_drafts_are_counted_in_words_that_fit_a_window(checkpoint, capsy
         assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_result_on_standard_output_stands_there_alone(monkeypatch, capsys, checkpoint, tmp_path):
+    record, asked = tmp_path / "out.json", ["generate", str(checkpoint), "--prompt", "def f", "--max-new-tokens", "6"]
+    code, shown, _ = run(monkeypatch, capsys, *asked, "--json", str(record))
+    assert code == 0
+    code, out, err = run(monkeypatch, capsys, *asked, "--json", "-")
+    assert code == 0
+    written, printed = json.loads(record.read_text()), json.loads(out)
+    assert written.keys() == printed.keys()
+    assert all(written[key] == printed[key] for key in ("text", "depths"))
+    assert err.splitlines()[0] == shown.splitlines()[0], "what was on standard output is on standard error"
+    assert not (tmp_path / "-").exists()
+
+
+def test_of_several_results_standard_output_gets_the_last_also_of_a_command_that_fails(capsys):
+    def failing():
+        with terminal.json_alone(terminal.STDOUT):
+            terminal.write_json(terminal.STDOUT, {"complete": False})
+            print("on the way")
+            terminal.write_json(terminal.STDOUT, {"complete": True})
+            raise AdaPonderError("in the end")
+
+    with pytest.raises(AdaPonderError):
+        failing()
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"complete": True}
+    assert shown.err == "on the way\n"
+    with terminal.json_alone(terminal.STDOUT):
+        pass
+    assert capsys.readouterr().out == "", "a command that has no result prints none, not the last one's"
+
+
 def test_every_command_but_serve_has_json():
     without = {name for name, one in commands().items() if not any(p.name == "json" for p in one.params)}
     assert {name for name in without if not hasattr(commands()[name], "commands")} == {"serve"}

@@ -139,5 +139,5 @@ def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (*map(Path, ("/dev/stdout", "/dev/null", "/dev/fd/1", "/proc/self/fd/1")), tmp_path / "pipe"):
         with pytest.raises(ValueError, match=f"{path} is a device or a pipe, not a file"):
-            values.file(path)
-    assert values.file(tmp_path / "new.json") == tmp_path / "new.json"
+            values.result(path)
+    assert values.result(tmp_path / "new.json") == tmp_path / "new.json"

@@ -31,7 +31,12 @@ class Json:
     """Where the result goes, beside the screen."""
 
     json: Annotated[
-        Path | None, Option(metavar="PATH", help="Write the result here as JSON too.", check=values.file)
+        Path | None,
+        Option(
+            metavar="PATH",
+            help="Write the result here as JSON too; -: to standard output, and all else to standard error.",
+            check=values.result,
+        ),
     ] = None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaponder.errors import InputError
 from adaponder.settings import Limit, fits, needed
+from adaponder.terminal import STDOUT
 
 if TYPE_CHECKING:
     from adaponder.policies import Policy
@@ -96,15 +97,15 @@ def folder(path: Path | None) -> Path | None:
     return path
 
 
-def file(path: Path | None) -> Path | None:
-    """A file that can be written, in a folder that is there or can be made."""
-    if path is not None:
+def result(path: Path | None) -> Path | None:
+    """A file that can be written, in a folder that is there or can be made; or ``-``, standard output."""
+    if path is not None and path != STDOUT:
         _refuse_unwritable(path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder, not a file")
         # What is written takes the place of what is there: of /dev/stdout itself, where one may do that.
         if path.absolute().parent in _STREAMS or (path.exists() and not path.is_file()):
-            raise ValueError(f"{path} is a device or a pipe, not a file")
+            raise ValueError(f"{path} is a device or a pipe, not a file; - is standard output")
     return path
 
 
