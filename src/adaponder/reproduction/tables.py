@@ -245,15 +245,19 @@ def claim_table(judge: Judge, claim: str) -> list[str]:
         cells.append(", ".join(map(str, points)))
         cells.append(", ".join(f"{point.loss:.4f}" for point in points.values()))
         cells.append(", ".join(f"{point.depth:.2f}" for point in points.values()))
-        shares = [100 * statistics.fmean(each) for each in zip(*(p.shares for p in points.values()), strict=True)]
-        cells.append(" / ".join(f"{share:.1f}" for share in shares) if len(shares) > 1 else NONE)
+        cells.append(", ".join(map(_shares, points.values())) if len(next(iter(points.values())).shares) > 1 else NONE)
         if base is not None:
             collapsed = sum(point.collapsed for point in points.values())
             cells += [_against(judge, base, setting, points), f"{collapsed} of {len(points)}"]
         rows.append(cells)
-    head = ["", "lr", "seeds", "loss by seed", "iterations by seed", "% of tokens by depth 1 … K"]
+    head = ["", "lr", "seeds", "loss by seed", "iterations by seed", "% of tokens at depth 1/…/K by seed"]
     head += [] if base is None else [f"minus {judge.title(base)}", "99 % of tokens at one depth, in seeds"]
     return markdown(head, rows) if rows else []
+
+
+def _shares(point: Point) -> str:
+    """Percent of tokens by depth: of each seed on its own, since a mean over seeds that differ is of no model."""
+    return "/".join(f"{100 * share:.0f}" for share in point.shares)
 
 
 def _against(judge: Judge, base: str, setting: str, points: Mapping[int, Point]) -> str:

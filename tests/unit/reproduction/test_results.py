@@ -284,10 +284,19 @@ def test_a_setting_has_one_row_for_all_its_seeds_and_is_held_against_its_base_at
     rows = [row.split(" | ") for row in claim_table(edited(judge, changes), "gates")[2:]]
     (one,) = (row for row in rows if row[0] == "| AdaPonder, one gate for all iterations")
     assert one[2:5] == ["0, 1, 2", "3.7500, 3.7500, 3.7500", "1.00, 1.00, 1.00"]
-    assert one[5:] == ["100.0 / 0.0 / 0.0 / 0.0", "+0.2500 [+0.2500, +0.2500] (seeds 0, 1, 2)", "3 of 3 |"]
+    assert one[5] == ", ".join(["100/0/0/0"] * 3)
+    assert one[6:] == ["+0.2500 [+0.2500, +0.2500] (seeds 0, 1, 2)", "3 of 3 |"]
     assert next(row for row in rows if row[0] == "| AdaPonder, K = 4")[6:] == ["–", "0 of 3 |"]
     assert {row[6] for row in rows if row[1] == "0.001"} == {"–"}
     assert "minus" not in claim_table(judge, "kv-reuse")[0]
+
+
+def test_shares_of_tokens_by_depth_stand_by_seed_since_a_mean_of_seeds_that_differ_is_of_no_model(judge):
+    half, shut = {"validation_halted": [0.0, 0.25, 0.5]}, {"validation_halted": [1.0, 1.0, 1.0]}
+    changes = {f"ablation-shared-gate-lr-0.004-seed-{seed}": each for seed, each in enumerate((half, shut, half))}
+    rows = [row.split(" | ") for row in claim_table(edited(judge, changes), "gates")[2:]]
+    (one,) = (row for row in rows if row[0] == "| AdaPonder, one gate for all iterations")
+    assert one[5] == "0/25/25/50, 100/0/0/0, 0/25/25/50"
 
 
 def test_costs_are_of_the_first_row_whatever_shape_the_others_have(judge):
