@@ -34,7 +34,8 @@ class AdaptiveComputationTime(Method):
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
-        self.gates = nn.ModuleList([Gate(config.hidden_size, width=0, bias=-config.gate_bias)])
+        units = min(1, config.gates())  # none where there is nothing to decide
+        self.gates = nn.ModuleList(Gate(config.hidden_size, width=0, bias=-config.gate_bias) for _ in range(units))
         self.signals = nn.ParameterList(nn.Parameter(torch.zeros(config.hidden_size)) for _ in range(config.gates()))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
@@ -89,7 +90,7 @@ class AdaptiveComputationTime(Method):
 
     @classmethod
     def own_parameters(cls, config: AdaPonderConfig) -> int:
-        return config.hidden_size + 1 + config.gates() * config.hidden_size
+        return min(1, config.gates()) * (config.hidden_size + 1) + config.gates() * config.hidden_size
 
     @classmethod
     def complete(cls, config: AdaPonderConfig) -> None:

@@ -33,7 +33,8 @@ class PonderNet(Method):
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
-        self.gates = nn.ModuleList([Gate(config.hidden_size, width=0, bias=-config.gate_bias)])
+        units = min(1, config.gates())  # none where there is nothing to decide
+        self.gates = nn.ModuleList(Gate(config.hidden_size, width=0, bias=-config.gate_bias) for _ in range(units))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         x = self.scaled(embedded)
@@ -73,7 +74,7 @@ class PonderNet(Method):
 
     @classmethod
     def own_parameters(cls, config: AdaPonderConfig) -> int:
-        return config.hidden_size + 1
+        return min(1, config.gates()) * (config.hidden_size + 1)
 
     @classmethod
     def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float:

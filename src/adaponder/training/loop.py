@@ -161,9 +161,10 @@ class Trainer:
 
     def _clip(self, largest: float) -> Tensor:
         """Clips the gradients and returns the norm they had; where gates learn apart, the backbone's norm."""
-        if not self.model.method.gates_apart:
+        gates = list(self.model.method.parameters())
+        if not self.model.method.gates_apart or not gates:
             return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
-        own = nn.utils.clip_grad_norm_(self.model.method.parameters(), largest)
+        own = nn.utils.clip_grad_norm_(gates, largest)
         norm = nn.utils.clip_grad_norm_(self.model.backbone.parameters(), largest)
         return norm + 0.0 * own  # so that gates which are not finite are noticed too
 

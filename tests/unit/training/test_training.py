@@ -260,6 +260,17 @@ def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkey
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
+@pytest.mark.filterwarnings("error:.*gradient clipping")
+@pytest.mark.parametrize("method", METHODS)
+def test_with_one_iteration_every_parameter_trains_and_a_run_resumes(shards, tmp_path, method):
+    recipe = small(shards, "model.iterations=1", "train.steps=2", "train.save_every=1", method=method)
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-00000001")
+    train(recipe, out=tmp_path / "resumed", resume=middle, quiet=True)
+    whole, resumed = (weights(tmp_path / name / "final") for name in ("whole", "resumed"))
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
 def test_a_tied_weight_is_saved_once_and_resumed_under_both_names(shards, tmp_path):
     recipe = small(shards, "model.backbone.tie_word_embeddings=true", "train.steps=4")
     train(recipe, out=tmp_path / "whole", quiet=True)
