@@ -9,6 +9,7 @@ from adaponder.checkpoints.loading import fetch
 from adaponder.data import Sampler, Shards
 from adaponder.data.prepare import prepare
 from adaponder.data.tokenizers import hash_of_file
+from adaponder.errors import InputError
 from adaponder.recipes import Recipe
 from adaponder.terminal import console, line
 from adaponder.training.distributed import World, local_share
@@ -29,13 +30,21 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
     name = f"{source.name}-{recipe.data.tokenizer.replace(':', '-').replace('/', '-')}"
     folder = data / name
     if world.leads:
-        manifest = prepare(
-            [recipe.data.source],
-            out=folder,
-            tokenizer=recipe.data.tokenizer,
-            validation=recipe.data.validation,
-            workers=min(8, os.cpu_count() or 1),
-        )
+        try:
+            manifest = prepare(
+                [recipe.data.source],
+                out=folder,
+                tokenizer=recipe.data.tokenizer,
+                validation=recipe.data.validation,
+                workers=min(8, os.cpu_count() or 1),
+            )
+        except InputError as error:
+            # Its --out is not the one that the user typed, which is the run folder.
+            elsewhere = (
+                " (adaponder prepare --out DIR, then data.source=DIR)" if f"--out {folder}" in str(error) else ""
+            )
+            message = str(error).replace(f"--out {folder}", str(folder))
+            raise InputError(f"data.source={recipe.data.source}: {message}{elsewhere}") from None
         for remark in manifest.remarks():
             console.print(line((f"{folder}:", "yellow"), f" {remark}"), soft_wrap=True)
     world.wait()

@@ -465,6 +465,18 @@ def test_what_is_not_there_is_said_before_any_work(tmp_path, how, kind, word):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_data_prepared_otherwise_is_said_to_be_the_datas_folder_and_not_the_runs(tmp_path):
+    (tmp_path / "one.txt").write_text("the cat sat " * 99)
+    source = f"data.source={tmp_path / 'one.txt'}"
+    train(small(tmp_path, source, "train.steps=1"), out=tmp_path / "a", data=tmp_path / "data", quiet=True)
+    with pytest.raises(InputError, match=r"validation was 0\.01, is 0\.5") as refused:
+        train(small(tmp_path, source, "data.validation=0.5"), out=tmp_path / "b", data=tmp_path / "data", quiet=True)
+    said = str(refused.value)
+    assert said.startswith(source)
+    assert said.endswith("(adaponder prepare --out DIR, then data.source=DIR)")
+    assert said.count("--out") == 1
+
+
 def test_gates_that_agree_on_one_depth_are_called_collapsed(shards, tmp_path, capsys, monkeypatch):
     """As seen in a real run: the second gate closes for every token, so the model is a shallower one in disguise."""
     recipe = small(shards, "model.tau=0.9", "train.ponder_start=0", "train.ponder_full=0", "train.steps=2")
