@@ -42,6 +42,7 @@ from adaponder.data.tokenizers import (
     check_tokenizer,
     load_tokenizer,
     special_tokens,
+    tokenizer_file,
     tokenizer_hash,
     vocabulary_size,
 )
@@ -324,7 +325,5 @@ def _tokenizer_of(inputs: Sequence[str]) -> str:
 
 def _file_hash(spec: str) -> str | None:
     """SHA-256 of a tokenizer that is a local file; ``None`` where the hub or training gives it."""
-    for path in (Path(spec), Path(spec) / "tokenizer.json"):
-        if os.path.isfile(path):
-            return sha256_of(path, InputError)
-    return None
+    file = tokenizer_file(spec) if os.path.exists(spec) else None
+    return None if file is None else sha256_of(file, InputError)

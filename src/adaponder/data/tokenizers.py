@@ -34,9 +34,9 @@ def load_tokenizer(
 ) -> tuple[Tokenizer, int]:
     """(tokenizer, id of the end token) of ``spec``.
 
-    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, ``sample``, ``symbols`` (the
-    words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained on ``documents``
-    (a small corpus has fewer pairs to merge).
+    ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, a run folder, ``sample``,
+    ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained
+    on ``documents`` (a small corpus has fewer pairs to merge).
     ``end_token`` is, unless given, what ``tokenizer_config.json`` calls ``eos_token``, else ``<|endoftext|>``.
 
     The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
@@ -198,9 +198,12 @@ def _file_of(spec: str) -> Path:
     if os.path.isfile(path):
         return path
     if os.path.isdir(path):
-        if not os.path.isfile(path / "tokenizer.json"):
+        # A run folder means its final model, else its newest step, as it does wherever a checkpoint is named.
+        steps = sorted(path.glob("checkpoints/step-*"), reverse=True)
+        files = [folder / "tokenizer.json" for folder in (path, path / "final", *steps)]
+        if (file := next(filter(os.path.isfile, files), None)) is None:
             raise InputError(f"--tokenizer {spec}: the folder has no tokenizer.json")
-        return path / "tokenizer.json"
+        return file
     if spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".json"):
         raise InputError(f"--tokenizer {spec}: no such file or folder")
     return _download(spec)

@@ -280,6 +280,20 @@ def test_the_end_token_is_the_tokenizers_own_unless_named(tmp_path):
     assert load_tokenizer(str(tmp_path), end_token="<eos>")[1] == words.token_to_id("<eos>")
 
 
+@pytest.mark.parametrize("where", ["final", "checkpoints/step-00000010"])
+def test_the_tokenizer_of_a_run_folder_is_that_of_the_checkpoint_it_means(tmp_path, tokenizer, where):
+    for name, content in (("checkpoints/step-00000009", "no tokenizer"), (where, Path(tokenizer).read_text())):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "tokenizer.json").write_text(content)
+    (tmp_path / "one.txt").write_text("a word or two")
+    made = [
+        prepare([str(tmp_path / "one.txt")], out=tmp_path / str(number), tokenizer=str(spec))
+        for number, spec in enumerate((tmp_path / "run", tokenizer))
+    ]
+    assert made[0].tokenizer_hash == made[1].tokenizer_hash
+    assert made[0].fingerprint["tokenizer_file"] == made[1].fingerprint["tokenizer_file"] is not None
+
+
 def test_the_hash_is_of_the_tokenizer_not_of_its_layout_or_habits(tokenizer):
     words = Tokenizer.from_file(str(tokenizer))
     assert tokenizer_hash(words) == hash_of_json(words.to_str(pretty=True))
