@@ -121,7 +121,7 @@ def sound(text: str) -> str:
 
 def text(part: InputPart, counts: Counts) -> Iterator[Document]:
     with decompressed(part.path) as opened:
-        content = _rest(opened.stream, part.path)
+        content = _rest(opened.stream, part.path).removeprefix(BOM_UTF8)  # a mark of the encoding, no text
     yield Document(_decoded(content, counts), inner_suffix(part.path)[1:] or "text")
 
 

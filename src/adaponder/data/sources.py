@@ -1,10 +1,11 @@
 """Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
 
-What happens to the odd ones: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); an empty document
-is left out (counted); one of a single character or token is kept; NUL is a character like any other in records, while a
-file with NUL near its start, or little UTF-8 there, is binary: an error where it was named, left out of a folder
-(counted), as are hidden ones, pipes, devices and links that lead to folders or nowhere; what cannot be read is an
-error; a document may have :data:`adaponder.data.formats.LONGEST` bytes.
+What happens to the odd ones: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); a mark of UTF-8 at
+the beginning of a file (BOM) is none of its text; an empty document is left out (counted); one of a single character or
+token is kept; NUL is a character like any other in records, while a file with NUL near its start, or little UTF-8
+there, is binary: an error where it was named, left out of a folder (counted), as are hidden ones, pipes, devices and
+links that lead to folders or nowhere; what cannot be read is an error; a document may have
+:data:`adaponder.data.formats.LONGEST` bytes.
 """
 
 from __future__ import annotations

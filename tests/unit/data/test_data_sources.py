@@ -53,6 +53,14 @@ def test_lines_of_windows_are_records_like_any(tmp_path):
         assert found == [record["text"] for record in RECORDS]
 
 
+def test_the_mark_that_windows_writes_before_text_is_no_part_of_it(tmp_path):
+    (tmp_path / "a.txt").write_text("one \ufeff", encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("", encoding="utf-8-sig")
+    counts = Counts()
+    assert list(documents([str(tmp_path)], counts=counts)) == [Document("one \ufeff", "txt")]
+    assert counts.empty == 1
+
+
 def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path):
     for name in ("b/2.txt", "b/1.txt", "a.txt", "c/.hidden", ".git/config"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
