@@ -251,10 +251,9 @@ def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for anything it cannot read
-        raise InputError(
-            f"--tokenizer: {name} has no tokenizer that can be read ({in_one_line(error)}); name a folder or hub model "
-            "that has"
-        ) from error
+        # Where there are no files, what transformers says is about packages that would not help.
+        why = f" that can be read ({in_one_line(error)})" if has_tokenizer(folder) else ""
+        raise InputError(f"--tokenizer: {name} has no tokenizer{why}; name a folder or hub model that has") from error
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -77,10 +77,12 @@ def _serve(options: ServeOptions, settings: Settings, worker: Worker, listening:
         times = "once" if served.iterations == 1 else f"{served.iterations} times"
         halting = f"up to {served.iterations} iterations a token" if facts["halts"] else f"every token read {times}"
         where = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
-        console.print(line(f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"))
+        model = f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"
+        console.print(line(model), soft_wrap=True)
         console.print(
             f"Limits: {options.lanes} lanes, {limits.waiting} completions waiting, {served.tokens} tokens a sequence, "
-            f"n up to {limits.n}"
+            f"n up to {limits.n}",
+            soft_wrap=True,
         )
         console.print(f"API key: {'needed' if settings.access.keys else 'none needed'}; page: {address}/")
         console.print("Ctrl-C, or SIGTERM, ends it when what is under way is done; a second one at once", style="dim")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import os
 import signal
@@ -21,6 +23,8 @@ from adaponder.serving.worker import Worker
 
 _log = logging.getLogger("adaponder.serving")
 _KEEP_ALIVE_SECONDS = 30
+# How long clients may take to read that they were broken off at the end of the drain.
+_LAST_WORDS_SECONDS = 3
 # How long the two threads may keep the interpreter from each other; Python's own 5 ms are most of a small model's step.
 _SWITCH_SECONDS = 0.0005
 
@@ -31,8 +35,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as problem:
-        raise InputError(f"--host {host}: there is no such address here ({problem.strerror or problem})") from None
+    except (OSError, UnicodeError) as problem:  # the second: a name that no name server could be asked for
+        said = getattr(problem, "strerror", None) or problem
+        raise InputError(f"--host {host}: there is no such address here ({said})") from None
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,6 +45,8 @@ def listen(host: str, port: int) -> socket.socket:
         made.listen(2048)
     except OSError as problem:
         made.close()
+        if problem.errno == errno.EADDRNOTAVAIL:
+            raise InputError(f"--host {host}: this machine has no such address; 0.0.0.0 is all that it has") from None
         cure = "choose another --port, or 0 for any that is free"
         raise InputError(f"--port {port}: {host} cannot be listened at ({problem.strerror}); {cure}") from None
     made.setblocking(False)
@@ -70,30 +77,41 @@ def run(app: ASGIApp, worker: Worker, listening: socket.socket, limits: Limits, 
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=max(1, round(limits.drain_seconds)),
+        timeout_graceful_shutdown=round(limits.drain_seconds) + _LAST_WORDS_SECONDS,
         limit_concurrency=limits.connections,
     )
-    server = Server(config, worker, started)
+    server = Server(config, worker, started, drain_seconds=limits.drain_seconds)
     server.run(sockets=[listening])
     if server.signal == signal.SIGINT:
         raise KeyboardInterrupt
 
 
 class Server(uvicorn.Server):
-    """Ends by a signal with exit code 0, after a drain.
+    """Ends by a signal with exit code 0, after a drain; what is not done by then is told so.
 
     Attributes:
         signal: the one that ended it.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, started: Callable[[], None]):
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, started: Callable[[], None], *, drain_seconds: float = 30.0
+    ):
         super().__init__(config)
         self.signal: int | None = None
-        self._worker, self._tell = worker, started
+        self._worker, self._tell, self._drain_seconds = worker, started, drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._tell()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        late = asyncio.create_task(self._stop_late())
+        await super().shutdown(sockets)
+        late.cancel()
+
+    async def _stop_late(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        await self._worker.stop()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -59,7 +59,7 @@ def test_the_same_tokenizer_from_elsewhere_is_taken_and_so_is_one_where_there_is
     assert open_tokenizer(model, folder, str(folders / "same")).get_vocab() == words().get_vocab()
     with pytest.raises(InputError, match="its ids go up to"):
         open_tokenizer(model, folder, str(folders / "large"))
-    with pytest.raises(InputError, match="has no tokenizer"):
+    with pytest.raises(InputError, match="bare has no tokenizer; name a folder"):
         open_tokenizer(model, folder, None)
 
 

@@ -85,6 +85,28 @@ def test_sigterm_lets_what_is_under_way_finish_and_ends_with_0(checkpoint):
     assert "API key: needed" in output
 
 
+def test_what_is_not_done_when_the_drain_is_over_is_told_so(checkpoint):
+    server = Process(checkpoint, "--drain", "0.1")
+    try:
+        with httpx.Client(base_url=server.address, timeout=30, verify=False) as client:
+            while client.get("/ready").status_code == 503:
+                time.sleep(0.02)
+            body = {"model": "little", "prompt": ["ab"] * 8, "max_tokens": 60, "stream": True, "n": 16}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                parts = response.iter_text()
+                text = next(parts)
+                server.process.send_signal(signal.SIGTERM)
+                text += "".join(parts)
+        last = json.loads(text.rstrip().rpartition("data: ")[2])
+        assert last["error"]["message"] == "engine: the server is stopping"
+        assert server.process.wait(20) == 0
+    finally:
+        server.process.kill()
+        output = server.process.communicate()[0]
+    assert "Traceback" not in output
+    assert "iterations a token\n" in output  # no line is broken in two on its way to a file
+
+
 def test_a_second_signal_ends_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr("adaponder.serving.server.os._exit", ended.append)
@@ -115,6 +137,10 @@ def test_what_is_wrong_is_one_line(checkpoint, tmp_path, monkeypatch):
         assert "in use" in said
         assert "\n" not in said
     assert "--host" in refusal(str(checkpoint), "--host", "no.such.host.invalid", "--no-auth")
+    for host in ("192.0.2.1", "a..b", "a" * 80):  # an address of nobody's, and names that cannot be any
+        said = refusal(str(checkpoint), "--host", host, "--no-auth")
+        assert said.startswith(f"--host {host}: ")
+        assert "no such address" in said
     assert "--no-auth" in refusal(str(checkpoint), "--host", "0.0.0.0")
     assert "65535" in refusal(str(checkpoint), "--port", "70000")
     assert "--name" in refusal(str(checkpoint), "--name", "a/b", "--port", "0")
