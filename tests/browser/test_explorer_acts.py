@@ -223,6 +223,24 @@ def test_a_predicted_part_of_a_character_is_not_written_as_its_name(explorer):
     assert "bytes:" not in explorer.text()
 
 
+def test_a_character_is_shown_once_its_last_part_is_written(explorer):
+    *begun, end = [token["id"] for token in post(explorer.address, "tokenize", prompt="café")["tokens"]]
+    page, address = explorer.page, urllib.parse.urlencode({"text": "caf\ufffd", "ids": ".".join(map(str, begun))})
+    page.evaluate(f"location.hash = '{address}'")
+    explorer.until("document.getElementById('text').value === 'caf\ufffd'")
+    explorer.settle()
+    choice = {"index": 0, "text": "é", "adaponder": {"tokens": [{"id": end, "text": "é"}]}, "finish_reason": "length"}
+    said = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(body=said, content_type="text/event-stream"))
+    page.click("#continue")
+    explorer.until("document.getElementById('text').value === 'café'")
+    explorer.settle()
+    page.unroute("**/v1/completions")
+    assert [text for text, _ in explorer.tokens()] == ["c", "a", "f", "é"]
+    assert urllib.parse.parse_qs(explorer.fragment())["text"] == ["café"]
+    assert page.is_enabled("#again")
+
+
 def test_an_empty_pace_takes_no_line(explorer):
     explorer.page.set_viewport_size({"width": 1100, "height": 900})
     explorer.page.evaluate("() => { document.getElementById('pace').textContent = ''; }")

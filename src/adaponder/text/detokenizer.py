@@ -27,13 +27,17 @@ class Detokenizer:
 
     Args:
         tokenizer: any tokenizer of transformers.
-        before: ids that the sequence begins with, of which no text is returned: a prompt.
+        before: ids that the sequence begins with, of which no text is returned: a prompt. A character that it ends
+            within is returned with the token that completes it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
         self._decode_ids = _decoder_of(tokenizer)
         # The last tokens: the text of ids[:returned] has been returned, or is the prompt's.
-        self._ids = self._context(list(before))
+        ids = list(before)
+        self._begun = self._unfinished(ids)  # the last ids of the prompt, until something is returned
+        whole = len(ids) - self._begun
+        self._ids = self._context(ids[:whole]) + ids[whole:]
         self._returned = len(self._ids)
 
     @property
@@ -64,13 +68,24 @@ class Detokenizer:
     def _return(self, end: int, text: str) -> str:
         """The part of ``text``, which is that of ``ids[:end]``, that was not returned before."""
         shown = self._decode(self._ids[: self._returned])
+        completes = self._begun and not text.startswith(shown)
+        if completes:
+            shown = self._decode(self._ids[: self._returned - self._begun])
+        self._begun = 0
         piece = text[len(shown) :] if text.startswith(shown) else self._decode(self._ids[self._returned : end])
-        if piece:  # it is context enough for what comes next
+        if piece and not completes:  # it is context enough for what comes next
             self._ids, self._returned = self._ids[self._returned :], end - self._returned
         else:
             kept = self._context(self._ids[:end])
             self._ids, self._returned = kept + self._ids[end:], len(kept)
         return piece
+
+    def _unfinished(self, ids: list[int]) -> int:
+        """How many of the last of ``ids`` are a part of a character that they do not finish."""
+        for count in range(min(_OF_A_CHARACTER, len(ids)) + 1):
+            if not self._decode(self._context(ids[: len(ids) - count])).endswith(UNFINISHED):
+                return count
+        return 0
 
     def _context(self, ids: list[int]) -> list[int]:
         """The last of ``ids``, a few, beginning between two characters where they are text."""

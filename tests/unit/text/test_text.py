@@ -55,16 +55,25 @@ def test_pieces_join_to_the_text_and_show_no_half_character(tokenizer):
 
 @TOKENIZERS
 def test_a_prompt_is_context_and_no_text(tokenizer):
-    """Wherever the prompt ends between two characters, what comes after it is the rest of the text."""
+    """Wherever the prompt ends, also within a character, what comes after it is the rest of the text."""
     for text in (TEXT, "é日本" * 9):
         ids = tokenizer()(text).input_ids
+        texts = pieces(tokenizer(), ids)
         for cut in range(len(ids)):
-            before = decoded(tokenizer(), ids[:cut])
-            if not before.endswith("\ufffd"):
-                decoder = Detokenizer(tokenizer(), ids[:cut])
-                after = "".join(decoder.add(token) for token in ids[cut : cut + 12])
-                assert text.startswith(before + after), cut
-                assert cut + 12 < len(ids) or before + after == text
+            before = "".join(texts[:cut])
+            decoder = Detokenizer(tokenizer(), ids[:cut])
+            after = "".join(decoder.add(token) for token in ids[cut : cut + 12])
+            assert text.startswith(before + after), cut
+            assert cut + 12 < len(ids) or before + after == text
+
+
+@TOKENIZERS
+def test_what_a_prompt_ends_with_is_not_said_again(tokenizer):
+    """A sign that stands for bytes that are no text may be the prompt's own, or stay what it is."""
+    x = tokenizer()("x").input_ids
+    for prompt in (tokenizer()("a \ufffd").input_ids, tokenizer()("a 日").input_ids[:-1]):
+        decoder = Detokenizer(tokenizer(), prompt)
+        assert "".join(decoder.add(token) for token in x).lstrip() == "x"
 
 
 def test_a_token_without_text_changes_nothing_around_it():

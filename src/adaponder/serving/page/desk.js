@@ -43,7 +43,7 @@ export class Desk {
     for (const [id, name] of Object.entries(FIELDS)) if (names.has(name)) byId(id).value = String(state[name]);
     byId("continue").disabled = state.text === "" && !this.busy;
     // What was typed since is not thrown away by writing once more.
-    if (names.has("text") && !this.busy && state.text !== this.wrote) this.last = null;
+    if (names.has("ids") && !this.busy && state.ids?.join() !== this.wrote) this.last = null;
     byId("again").disabled = this.busy || !this.last;
   }
 
@@ -92,7 +92,7 @@ export class Desk {
       this.notice(failure);
     }
     this.writing = null;
-    this.wrote = writing.text;
+    this.wrote = writing.kept.map((token) => token.id).join();
     this.pace(writing);
     this.face();
     this.ended(writing);

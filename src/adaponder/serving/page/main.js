@@ -95,6 +95,8 @@ function shown(answer, detailed) {
   // What the detailed answer adds to the same tokens stays until its successor is there.
   if (!detailed && reading?.full_loss !== undefined && answer.loss === reading.loss) answer.full_loss = reading.full_loss;
   reading = answer;
+  // Exact tokens say what the text is: writing may have completed a character that it had left unfinished before.
+  if (state.ids) set({ text: reading.tokens.map((token) => token.text).join("") });
   draw();
   summarise(byId("summary-a"), reading, model.iterations);
   comparison.draw();
