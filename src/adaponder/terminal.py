@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -227,10 +228,13 @@ _last: list[str] = []
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes ``result`` as JSON, replacing the file atomically; does nothing if ``path`` is ``None``."""
+    """Writes ``result`` as JSON, replacing the file atomically; does nothing if ``path`` is ``None``.
+
+    An infinity or NaN becomes null: JSON has neither.
+    """
     if path is None:
         return
-    text = json.dumps(result, indent=2) + "\n"
+    text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
     if path == STDOUT:
         _last[:] = [text]
         return
@@ -238,6 +242,15 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
     from adaponder.files import replace_file  # here, since it imports YAML, which --help does not need
 
     replace_file(path, text.encode())
+
+
+def _finite(value: Any) -> Any:
+    """The value with ``None`` for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from adaponder.commands.options import OpsBenchOptions, PrefillBenchOptions, Tra
 from adaponder.devices import product_dtype
 from adaponder.errors import InputError
 from adaponder.recipes import Recipe, load_recipe
-from adaponder.terminal import console, table
+from adaponder.terminal import STDOUT, console, table
 
 ON_GPU, ON_CPU = "paper/adaponder-70m", "cpu/demo"
 
@@ -251,7 +251,9 @@ def collect(
             measured.append(result)
             record.keep({"rows": as_rows(measured)})
     except KeyboardInterrupt:
-        where = f"; {record.options.json} has what there is" if measured and record.options.json is not None else ""
+        path = record.options.json
+        name = "standard output" if path == STDOUT else path
+        where = f"; {name} has what there is" if measured and path is not None else ""
         console.print(f"interrupted: no record is written{where}")
         if measured:
             show(measured)

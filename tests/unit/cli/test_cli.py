@@ -1,6 +1,7 @@
 """The command line: what it prints, what it exits with, and that its errors name the field and the cure."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -257,6 +258,16 @@ def test_of_several_results_standard_output_gets_the_last_also_of_a_command_that
     with terminal.json_alone(terminal.STDOUT):
         pass
     assert capsys.readouterr().out == "", "a command that has no result prints none, not the last one's"
+
+
+def test_a_result_is_json_also_where_a_number_is_not_finite(tmp_path):
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    measured = {"perplexity": math.inf, "rows": [{"interval": (math.nan, 1.0), "tokens": 3}]}
+    terminal.write_json(tmp_path / "result.json", measured)
+    read = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+    assert read == {"perplexity": None, "rows": [{"interval": [None, 1.0], "tokens": 3}]}
 
 
 def test_every_command_but_serve_has_json():

@@ -344,7 +344,8 @@ def test_every_method_that_halts_has_a_lab(method):
 
 @pytest.mark.parametrize("method", [name for name in support.METHODS if name not in support.HALTING])
 def test_methods_that_never_halt_are_refused_and_the_cure_is_named(method):
-    with pytest.raises(AdaPonderError, match=rf"{method}.*--depths"):
+    cure = "once: there is no depth to give out$" if method == "vanilla" else ".*--depths"
+    with pytest.raises(AdaPonderError, match=rf"{method} reads every token {cure}"):
         require_halting(support.tiny(method))
 
 

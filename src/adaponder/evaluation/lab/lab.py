@@ -239,13 +239,13 @@ def _planned(tuned: Tuned) -> Measurement:
 
 def require_halting(model: AdaPonderForCausalLM) -> None:
     """Raises for methods whose tokens all have one depth, and for models of one iteration."""
+    if model.config.iterations < 2:
+        raise InputError(f"{model.config.method} reads every token once: there is no depth to give out")
     if not model.method.halts:
         raise InputError(
             f"{model.config.method} reads every token equally often: there is no depth to give out; "
             "adaponder eval --depths 1,2,… shows what each costs"
         )
-    if model.config.iterations < 2:
-        raise InputError("the model has one iteration: there is no depth to give out")
 
 
 def check_budget(budget: float, iterations: int, option: str) -> None:
