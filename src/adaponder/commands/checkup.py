@@ -13,6 +13,8 @@ from adaponder.commands.options import DoctorOptions
 from adaponder.conversion.open import describe
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation.lab.profiles import stored
+from adaponder.export import modeling_adaponder
+from adaponder.export.folder import CODE
 from adaponder.terminal import console, table, write_json
 
 
@@ -64,7 +66,12 @@ def seal_folder(folder: Path) -> list[str]:
 
 def _safe(folder: Path) -> str:
     refuse_unsafe(folder)
-    return "no code, nothing outside the folder"
+    code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
+    if not code:
+        return "no code, nothing outside the folder"
+    ours = code == {name: Path(modeling_adaponder.__file__).with_name(name).read_bytes() for name in CODE}
+    whose = "as adaponder export writes it" if ours else "not as this version exports it: read before you trust it"
+    return f"nothing outside the folder; code that only trust_remote_code=True runs, {whose}"
 
 
 def _config(folder: Path) -> str:

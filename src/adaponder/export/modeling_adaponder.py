@@ -240,8 +240,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             max_iterations: read each token at most this often.
             num_items_in_batch: what the summed loss is divided by; by default its own number of targets.
         """
-        kwargs.pop("cache_position", None)
-        if asked := sorted(name for name, value in kwargs.items() if value is not None and value is not False):
+        unknown = kwargs.keys() - {"cache_position", "tokenizer"}  # generate hands these on
+        if asked := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
             raise ValueError(f"{', '.join(asked)}: forward has no such argument")
         most = self.config.iterations if max_iterations is None else max_iterations
         if not 1 <= most <= self.config.iterations:

@@ -15,8 +15,8 @@ from adaponder.policies import Policy, PolicyInput
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
-# Hugging Face callers hand these to every model; none asks for anything this model has.
-_HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids"}
+# Hugging Face callers hand these to every model, generate() the tokenizer; none asks for anything this model has.
+_HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
 # What kernels are told of packed sequences beside positions that restart, which say as much as all of these.
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, cli
 from adaponder.commands import export as command
+from adaponder.commands.checkup import examine
 from adaponder.commands.options import ExportOptions
 from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig, is_our_auto_map
 from adaponder.conversion.open import load
@@ -75,6 +77,14 @@ def test_the_folder_holds_all_that_the_hub_needs_and_nothing_else(exported):
     assert set(listed) == files - {"README.md", "manifest.json", *exporting.CODE}  # what the package downloads
 
 
+def test_doctor_tells_of_the_code_and_whether_it_is_ours(exported, run, tmp_path):
+    assert examine(run / "final")["checks"]["files"] == "no code, nothing outside the folder"
+    assert "only trust_remote_code=True runs, as adaponder export writes it" in examine(exported)["checks"]["files"]
+    other = shutil.copytree(exported, tmp_path / "other")
+    (other / exporting.CODE[1]).write_text("import os\n")
+    assert "not as this version exports it" in examine(other)["checks"]["files"]
+
+
 def test_the_result_says_what_was_checked(exported):
     result = json.loads(exported.with_suffix(".json").read_text())
     assert all(check["difference"] <= 1e-12 for check in result["checks"])
@@ -128,6 +138,17 @@ def test_the_python_of_the_card_runs(exported, monkeypatch):
     exec(code, {})
     assert trusted == [("river", True)]
     assert opened.config.tau == 0.01
+
+
+@pytest.mark.parametrize("family", [modeling_adaponder.AdaPonderForCausalLM, AdaPonderForCausalLM])
+def test_generate_stops_at_a_string(exported, family):
+    model, tokenizer = family.from_pretrained(exported), words()
+    inputs = tokenizer("She opened the", return_tensors="pt")
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    whole = model.generate(**inputs, **asked)[0]
+    stop = tokenizer.decode(whole[inputs.input_ids.shape[1]])
+    stopped = model.generate(**inputs, **asked, stop_strings=[stop], tokenizer=tokenizer)[0]
+    assert stopped.tolist() == whole[: inputs.input_ids.shape[1] + 1].tolist()
 
 
 def test_the_page_about_it_shows_commands_and_python_that_work(exported, monkeypatch):
