@@ -191,7 +191,7 @@ class Recurrence:
         1e-4,
         "a token halts once its gate s < tau (eq. 4)",
         Span(0, 1, above=True, below=True, because="it is a threshold on a probability"),
-        option="A token halts below this, 0 to 1; default {default}.",
+        option="A token halts below this, between 0 and 1; default {default}.",
     )
     gate_width: int = setting(
         4,

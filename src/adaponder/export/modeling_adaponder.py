@@ -240,7 +240,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             max_iterations: read each token at most this often.
             num_items_in_batch: what the summed loss is divided by; by default its own number of targets.
         """
-        unknown = kwargs.keys() - {"cache_position", "tokenizer"}  # generate hands these on
+        unknown = kwargs.keys() - {"cache_position", "tokenizer", "token_type_ids"}  # Hugging Face hands these to all
         if asked := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
             raise ValueError(f"{', '.join(asked)}: forward has no such argument")
         most = self.config.iterations if max_iterations is None else max_iterations

@@ -151,6 +151,16 @@ def test_generate_stops_at_a_string(exported, family):
     assert stopped.tolist() == whole[: inputs.input_ids.shape[1] + 1].tolist()
 
 
+@pytest.mark.parametrize("family", [modeling_adaponder.AdaPonderForCausalLM, AdaPonderForCausalLM])
+def test_what_a_tokenizer_returns_can_be_handed_on_whole(exported, family):
+    model, inputs = family.from_pretrained(exported), words()("She opened the", return_tensors="pt")
+    typed = {**inputs, "token_type_ids": torch.zeros_like(inputs.input_ids)}
+    with torch.no_grad():
+        assert torch.equal(model(**typed).logits, model(**inputs).logits)
+    with pytest.raises((ValueError, TypeError), match="no_such"):
+        model(**inputs, no_such=1)
+
+
 def test_the_page_about_it_shows_commands_and_python_that_work(exported, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
     lines = re.findall(r"^adaponder (.+)$", page, flags=re.MULTILINE)
