@@ -265,6 +265,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(shards, tmp_path, monkey
 def test_with_one_iteration_every_parameter_trains_and_a_run_resumes(shards, tmp_path, method):
     recipe = small(shards, "model.iterations=1", "train.steps=2", "train.save_every=1", method=method)
     train(recipe, out=tmp_path / "whole", quiet=True)
+    assert not [name for name in weights(tmp_path / "whole" / "final") if "gates" in name]
     middle = str(tmp_path / "whole" / "checkpoints" / "step-00000001")
     train(recipe, out=tmp_path / "resumed", resume=middle, quiet=True)
     whole, resumed = (weights(tmp_path / name / "final") for name in ("whole", "resumed"))
