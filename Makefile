@@ -8,7 +8,7 @@ JOBS ?= 2
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test test-every test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
+.PHONY: help setup demo test report test-every test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -60,6 +60,9 @@ test-floor: $(FLOOR)/.ready  ## laws and contracts on the oldest supported trans
 
 mutants: setup  ## make each mistake of tests/laws/mistakes in a copy of the source: its tests must fail
 	$(PYTEST) $(BIN)/python tests/laws/mistakes --jobs $(JOBS) --record
+
+report: setup  ## how large the project is: lines, files, longest functions, words of prose
+	@$(BIN)/python tests/repo/report.py
 
 docs: setup  ## the documentation site: open build/site/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -c docs/site . build/site
