@@ -39,6 +39,7 @@ ORDER = [
     "conversion",
     "export",
     "terminal",
+    "journal",
     "text",
     "data",
     "recipes",
