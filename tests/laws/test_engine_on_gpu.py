@@ -105,19 +105,6 @@ def test_drafting_on_the_gpu_says_the_same(method):
         assert (one.ids, one.depths) == (other.ids, other.depths)
 
 
-@pytest.mark.parametrize("batching", ["padded", "dropping"])
-def test_lock_step_on_the_gpu_says_the_same(batching):
-    """Five lanes, of which ever fewer are left: no number that a graph has."""
-    model = tiny("adaponder", iterations=3).eval().cuda()
-    requests = [
-        Request(prompt=[lane], max_new_tokens=9, temperature=0.0, depths=[1 + (place + lane) % 3 for place in range(9)])
-        for lane in range(5)
-    ]
-    wanted = Engine(model, lanes=5, tokens=40).generate(requests)
-    said = Engine(model, lanes=5, tokens=40, batching=batching).generate(requests)
-    assert [one.ids for (one,) in said] == [one.ids for (one,) in wanted]
-
-
 def test_a_pause_token_of_the_vocabulary_is_captured():
     model = tiny("pause", iterations=3, pause_token_id=60).eval()
     requests = [Request(prompt=row.tolist(), max_new_tokens=9, temperature=0.0) for row in ids(2, 5)]

@@ -13,14 +13,13 @@ from adaponder.bench.decode_depths import shares_of
 from adaponder.bench.decode_models import ITERATIONS
 from adaponder.errors import AdaPonderError, in_one_line
 
-# Ours, in the engine: by depth (rows of different iterations in one pass), all lanes together until the deepest is done
-# (padded), the same without the lanes that are done (dropping), and the plain decoder.
-ENGINE, PADDED, DROPPING, VANILLA = "engine", "padded", "dropping", "vanilla"
+# Ours, in the engine, and the plain decoder there.
+ENGINE, VANILLA = "engine", "vanilla"
 # Ours again, next tokens begun before they are certain.
 DRAFTING = "drafting"
 # Outside of it: our `generate`, Hugging Face's on the plain decoder, and its continuous batching.
 PORTABLE, HF, HF_BATCH = "portable", "hf generate", "hf continuous"
-IN_ENGINE = (ENGINE, PADDED, DROPPING, VANILLA, DRAFTING)
+IN_ENGINE = (ENGINE, VANILLA, DRAFTING)
 PLAIN_SIDES = (VANILLA, HF, HF_BATCH)
 
 STEADY, MEMORY, WHOLE = "steady", "memory", "end to end"
@@ -128,7 +127,6 @@ def cases(
             found += [Case(ENGINE, shape, count, context, full) for context in contexts]
             if count == many:
                 found += [Case(ENGINE, shape, count, middle, depth) for depth in depths if depth != full]
-        found += [Case(side, shape, many, middle, depth) for side in (PADDED, DROPPING) for depth in {full: 0, low: 0}]
         found += [Case(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in {full: 0, low: 0}]
         found.append(Case(DRAFTING, shape, min(lanes), min(contexts), full))
         for side in (VANILLA, PORTABLE, HF):
@@ -146,7 +144,6 @@ def subset(shapes: Sequence[str]) -> list[Case]:
         if shape != shapes[-1]:
             continue
         found += [Case(ENGINE, shape, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
-        found += [Case(side, shape, 64, 512, depth) for side in (PADDED, DROPPING) for depth in (4.0, 2.0)]
         found += [Case(ENGINE, shape, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)]
         found += [Case(VANILLA, shape, lanes, 128, 1.0) for lanes in (1, 64)]
         found += [Case(PORTABLE, shape, lanes, 128) for lanes in (1, 64)]
@@ -222,7 +219,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif key.side == ENGINE:
             full = by_case.get(replace(key, depth=float(ITERATIONS)))
             others = {f"over depth {ITERATIONS}": full if key.depth != ITERATIONS else None}
-            others |= {f"over {side}": by_case.get(replace(key, side=side)) for side in (PADDED, DROPPING, PORTABLE)}
+            others["over portable"] = by_case.get(replace(key, side=PORTABLE))
         else:
             continue
         for what, other in others.items():

@@ -15,12 +15,10 @@ from adaponder.backbones.shape import Shape, shape_of
 from adaponder.bench import decode_engine
 from adaponder.bench.decode import (
     DRAFTING,
-    DROPPING,
     HF,
     HF_BATCH,
     IN_ENGINE,
     MEMORY,
-    PADDED,
     PLAIN_SIDES,
     PORTABLE,
     STEADY,
@@ -143,8 +141,6 @@ class Sides:
                 # Rows for `lanes` sequences of full depth and average length, and lanes enough for shallower ones.
                 rows = case.lanes * (case.context + case.new) * model.config.iterations
                 settings |= {"lanes": 3 * case.lanes, "rows": rows}
-            if case.side in (PADDED, DROPPING):
-                settings["batching"] = case.side
             settings["drafts"] = model.config.iterations - 1 if case.side == DRAFTING else 0
             self._held |= {"engine": Engine(model, **settings), "engine_key": key}
         return self._held["engine"]

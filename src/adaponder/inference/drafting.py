@@ -181,12 +181,12 @@ class Drafting:
 FEW_LANES = 4
 
 
-def usual_drafts(lanes: int, *, width: int, passes: int, batching: str) -> int:
+def usual_drafts(lanes: int, *, width: int, passes: int) -> int:
     """What an engine drafts where nothing is said: all that is of use for few lanes, else nothing."""
-    return passes - 1 if lanes <= FEW_LANES and width == 1 and batching == "depth" else 0
+    return passes - 1 if lanes <= FEW_LANES and width == 1 else 0
 
 
-def window_of(drafts: int, *, method: str, width: int, passes: int, batching: str) -> int:
+def window_of(drafts: int, *, method: str, width: int, passes: int) -> int:
     """The tokens of a window that drafts so many; 1 where nothing is drafted.
 
     More than one draft for each iteration after the first is of no use: the first token of a full window halts then.
@@ -199,6 +199,4 @@ def window_of(drafts: int, *, method: str, width: int, passes: int, batching: st
         raise InputError(f"drafts={drafts}: {method} reads all {width} slots of a token in one pass; use drafts=0")
     if passes == 1:
         raise InputError(f"drafts={drafts}: {method} reads a token once, so nothing is left to check; use drafts=0")
-    if batching != "depth":
-        raise InputError(f"drafts={drafts}: not with batching={batching!r}; use batching='depth'")
     return min(drafts, passes - 1) + 1

@@ -17,7 +17,6 @@ from adaponder.inference.drafting import usual_drafts, window_of
 from adaponder.inference.graphs import bucket_of
 from adaponder.inference.lane_policies import runs_on_host, shareable
 from adaponder.inference.launches import Launch, Needs
-from adaponder.inference.lockstep import Lockstep, Rounds, check_batching
 from adaponder.inference.opening import (
     PAGE,
     check_options,
@@ -58,8 +57,6 @@ class Engine:
         prefix_block: they share whole blocks of so many tokens.
         burst: ticks between two looks of the host, at most, while nothing but decoding goes on.
         late: whether the host reads the answers to one launch while the next one runs; by default on a GPU.
-        batching: ``depth``; or, to compare with, lock-step: ``padded`` (who has halted waits, its row is computed all
-            the same) or ``dropping`` (its row is left out; needs requests that force every depth).
         expectation_top_k: the expected embedding of the k likeliest tokens alone, for methods that mix the vocabulary;
             by default as the model was trained. Another model, strictly: see ``docs/design.md``.
         body: ``fused``, ``stock``, or by default whichever is faster here.
@@ -81,7 +78,6 @@ class Engine:
         prefix_block: int = 16,
         burst: int | None = None,
         late: bool | None = None,
-        batching: str = "depth",
         expectation_top_k: int | None = None,
         body: str | None = None,
         drafts: int | None = None,
@@ -95,10 +91,9 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         burst = burst or (16 if on_gpu else 1)
         width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
-        check_batching(batching)
         if drafts is None:
-            drafts = usual_drafts(lanes, width=width, passes=passes, batching=batching)
-        window = window_of(drafts, method=self.config.method, width=width, passes=passes, batching=batching)
+            drafts = usual_drafts(lanes, width=width, passes=passes)
+        window = window_of(drafts, method=self.config.method, width=width, passes=passes)
         rows_alone = bucket_of(bucket_of(lanes) * window * width)
         built = body_of(model, body, rows=rows_alone, positions=self.tokens, width=width)
         numbers = sum(shape.numbers() for shape in built.row_shapes())
@@ -131,10 +126,7 @@ class Engine:
         if expectation_top_k is not None:
             check_top_k(model, expectation_top_k)
             self.runner.top_k = expectation_top_k
-        self.batching, self.scheduler.drafts = batching, self.runner.drafts
-        if batching == "padded":
-            self.runner.lock = Lockstep(lanes + 1, lanes, model.device)
-        self.scheduler.rounds = Rounds() if batching == "dropping" else None
+        self.scheduler.drafts = self.runner.drafts
         self.share_prefixes = share_prefixes
         if on_gpu:
             self.runner.use_graphs(burst)
@@ -342,8 +334,6 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
-        if self.batching == "dropping" and mean_depth(request, self.iterations) is None:
-            raise InputError("depths: with batching='dropping' every depth must be forced")
         if self.runner.width > 1 and request.max_iterations not in (None, self.iterations):
             raise InputError(
                 f"max_iterations={request.max_iterations}: {self.config.method} takes {self.runner.width} slots for "

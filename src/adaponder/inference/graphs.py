@@ -64,16 +64,6 @@ class Graphs:
         """So many ticks over these lanes: tokens and extras, on the host once the stream has come so far."""
         return self._graph(len(lanes), needs, longest).run(lanes, ticks)
 
-    def run_each(self, groups: list[list[int]], needs: Needs, longest: int) -> list[Tensor]:
-        """A tick of each of these groups of lanes, one after the other: what each said, on the host as above."""
-        nobody = self.runner.lanes.nobody
-        graphs = [self._graph(len(group), needs, longest) for group in groups]
-        filled = [group + [nobody] * (graph.bucket - len(group)) for group, graph in zip(groups, graphs, strict=True)]
-        sizes = [graph.bucket for graph in graphs]
-        lanes = self.runner.as_tensor([number for group in filled for number in group]).split(sizes)
-        said = torch.cat([graph.tick(lane) for graph, lane in zip(graphs, lanes, strict=True)])
-        return list(said.to("cpu", non_blocking=True).split(sizes))
-
     def warm(self, needs: Needs, longest: int, most: int) -> None:
         """Captures the graphs of every number of lanes up to ``most``, for the policies that are there now."""
         for rows in range(1, most + 1):
@@ -128,23 +118,12 @@ class _Graph:
             filled = lanes + [self.runner.lanes.nobody] * (self.bucket - len(lanes))
             self.lane.copy_(self.runner.as_tensor(filled))
             self.lane_numbers = list(lanes)
-        self._prepare()
+        books = self.runner.lanes.books
+        books.tick.fill_(-1)
+        books.place[self.runner.lanes.nobody :].zero_()  # rows that fill up see one slot, and not more with every tick
         for _ in range(ticks // self.several):
             self.many.replay()
         for _ in range(ticks % self.several):
             self.single.replay()
         kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.extras)
         return self.tokens[:ticks].to("cpu", non_blocking=True), self.kind(*kept)
-
-    def tick(self, lane: Tensor) -> Tensor:
-        """One tick over these lanes, which fill the graph: what it said, on the device."""
-        self.lane.copy_(lane)
-        self.lane_numbers = []
-        self._prepare()
-        self.single.replay()
-        return self.tokens[0].clone()
-
-    def _prepare(self) -> None:
-        books, nobody = self.runner.lanes.books, self.runner.lanes.nobody
-        books.tick.fill_(-1)
-        books.place[nobody:].zero_()  # rows that fill up see one slot, and not more with every tick

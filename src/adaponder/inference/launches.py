@@ -6,10 +6,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from adaponder.inference.lockstep import WAITS
 from adaponder.inference.prompts import Read
 from adaponder.inference.sampler import Features
 from adaponder.inference.sequence import Chunk, Sequence
@@ -53,7 +51,6 @@ class Launch:
         chunks: the chunks that were read, each with its sequence's stay and its answer.
         ticks: how many ticks it has.
         failed: what a user's own policy raised, by lane.
-        pieces: instead of a log, where each tick is of some lanes only: which, and what they said.
     """
 
     decoding: list[tuple[Sequence, int]]
@@ -61,17 +58,11 @@ class Launch:
     log: Log | None = None
     chunks: list[tuple[Chunk, int, Read]] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
-    pieces: list[tuple[list[int], Tensor]] = field(default_factory=list)
     ready: Any = None
 
     def wait(self) -> Log:
         """The log, when it is on the host."""
         if self.ready is not None:
             self.ready.synchronize()
-        if self.pieces:
-            token = torch.full((self.ticks, len(self.decoding)), WAITS)
-            for tick, (columns, said) in enumerate(self.pieces):
-                token[tick, columns] = said[: len(columns)]  # a graph has more rows than that
-            self.log = Log(token, Extras())
         assert self.log is not None
         return self.log

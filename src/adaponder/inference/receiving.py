@@ -7,7 +7,6 @@ from copy import copy
 from typing import Any
 
 from adaponder.inference.launches import Extras, Launch
-from adaponder.inference.lockstep import WAITS
 from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.prefixes import Prefixes, Span
 from adaponder.inference.prompts import Read
@@ -54,13 +53,11 @@ class Receiver:
     # --- decoding -----------------------------------------------------------------------------------------------
 
     def _decoded(self, sequence: Sequence, tokens: list[int], extras: Extras, number: int, events: list[Event]) -> None:
-        width, computed = self.runner.width, len(tokens) - tokens.count(WAITS)
-        sequence.ahead -= len(tokens) * width
-        sequence.rows.used += computed * width
-        self.rows += computed * width
+        rows = len(tokens) * self.runner.width
+        sequence.ahead -= rows
+        sequence.rows.used += rows
+        self.rows += rows
         for tick, said in enumerate(tokens):
-            if said == WAITS:
-                continue
             self.listen(sequence, extras, tick, number)
             if said == GOES_ON:
                 continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from adaponder.inference.graphs import Graphs, bucket_of
 from adaponder.inference.lane_policies import LanePolicies
 from adaponder.inference.lanes import Lanes, joined, resumed, rows_of, store
 from adaponder.inference.launches import Extras, Launch, Log, Needs
-from adaponder.inference.lockstep import Lockstep
 from adaponder.inference.pass_graphs import GraphedBody
 from adaponder.inference.prefixes import Span
 from adaponder.inference.prompts import ChunkRows, Chunks, Read, states_of
@@ -52,7 +50,6 @@ class Runner:
     Attributes:
         drafts: the windows of all lanes; ``None`` where nothing is drafted.
         graphs: replays ticks as CUDA graphs; ``None`` where they run eagerly.
-        lock: makes lanes wait for each other (``batching="padded"``); ``None`` where none does.
         top_k: of the expectation over the vocabulary, instead of the config's.
     """
 
@@ -86,7 +83,6 @@ class Runner:
         self.graphs: Graphs | None = None
         self.replayed: Body | None = None
         self._gates: tuple[Any, RowGates] | None = None
-        self.lock: Lockstep | None = None
         self.top_k: int | None = None
         shape = {"passes": self.passes, "tokens": tokens, "width": self.width, "page_size": page_size}
         self.lanes = Lanes(lanes, **shape, ahead=ahead, like=first, window=window)
@@ -145,8 +141,6 @@ class Runner:
         """Gives the device a plan; the answers come later."""
         for lane in plan.left:
             self.policies.clear(lane)
-            if self.lock is not None:
-                self.lock.leave(lane)
         for sequence in plan.admitted:
             self.admit(sequence)
         if plan.entering:
@@ -156,9 +150,7 @@ class Runner:
         launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks)
         needs = Needs.of(plan.decoding)
         lanes = [one.lane_number for one in plan.decoding]
-        if plan.rounds:
-            self._run_rounds(lanes, needs, plan, launch)
-        elif self.graphs is None:
+        if self.graphs is None:
             self._run(lanes, needs, plan.chunks, plan, launch)
         else:
             if lanes and self.policies.callables():
@@ -171,22 +163,6 @@ class Runner:
             launch.ready = torch.cuda.Event()
             launch.ready.record()
         return launch
-
-    def _run_rounds(self, lanes: list[int], needs: Needs, plan: Plan, launch: Launch) -> None:
-        """Ticks of some of the lanes each; those that are left out wait. No extras are told."""
-        if plan.chunks:
-            self._run([], Needs(), plan.chunks, plan, launch)
-        column = {lane: number for number, lane in enumerate(lanes)}
-        groups = [[one.lane_number for one in members] for members in plan.rounds]
-        if self.graphs is not None and not self.policies.callables():
-            tokens = self.graphs.run_each(groups, needs, plan.longest)
-        else:
-            tokens = []
-            for mine in groups:
-                piece = Launch([], 1)
-                self._run(mine, needs, (), replace(plan, ticks=1), piece)
-                tokens.append(piece.wait().token[0])
-        launch.pieces = [([column[lane] for lane in mine], said) for mine, said in zip(groups, tokens, strict=True)]
 
     def _run(self, lanes: list[int], needs: Needs, chunks: Chunks, plan: Plan, launch: Launch) -> None:
         """Runs ticks one by one, the chunks in the first; without lanes there is but that one."""
@@ -232,7 +208,6 @@ class Runner:
         ``body`` is who reads, instead of the runner's own.
         """
         lanes, keeps = self.lanes, self.policies.reads_previous()
-        every_lane, lane = lane, lane if self.lock is None else self.lock.present(lane)
         alone, parts, cohorts, ids = len(lane), [], (), lane[:0]
         if self.drafts is not None and alone:
             lane, seat, begun, _ = self.drafts.begin(lane)
@@ -258,8 +233,6 @@ class Runner:
         extras = Extras()
         if alone or not chunks:
             extras = self._decoded(rows, begun, seat, rows_of(state, slice(alone)), hidden, needs, log)
-        if self.lock is not None:
-            self.lock.step(every_lane, rows.active[:alone, 0], lanes.books.tick, log)
         return extras, self._reads(chunks, rows, state, hidden, keeps)
 
     def _begin(self, rows: TickRows, token: Tensor, seat: Tensor, chunks: Chunks, ids: Tensor) -> State:

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from adaponder.inference.drafting import Drafting
-from adaponder.inference.lockstep import Rounds
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
@@ -25,7 +24,6 @@ class Plan:
         chunks: chunks of prompts that are read in the first tick, each with its pool rows.
         pages: (lane, index, page): what the lanes' page tables get at that index.
         ticks: how many ticks follow each other before the host looks again.
-        rounds: who takes part in each of them, where that is not everybody who decodes.
         longest: a bound on the slots of the sequences that decode.
     """
 
@@ -36,7 +34,6 @@ class Plan:
     chunks: list[tuple[Chunk, list[int]]] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     ticks: int = 1
-    rounds: list[list[Sequence]] = field(default_factory=list)
     longest: int = 0
 
     @property
@@ -64,7 +61,6 @@ class Scheduler:
         passes: in which a token is read, at most.
 
     Attributes:
-        rounds: who takes part in each tick, where sequences that have halted are dropped (``batching="dropping"``).
         drafts: the windows of an engine that drafts: their tokens need rows too.
         preemptions: how often a sequence gave its rows up.
         most_resident: sequences that were on the device at a time.
@@ -83,7 +79,6 @@ class Scheduler:
         self._full = False
         self._left: list[int] = []
         self._untold: list[Sequence] = []
-        self.rounds: Rounds | None = None
         self.drafts: Drafting | None = None
         self.preemptions = self.most_resident = self.tokens_reused = 0
 
@@ -169,8 +164,6 @@ class Scheduler:
             # What waits holds the pages that they lack: the youngest gives way.
             self._preempt(max(self.resident.values(), key=lambda one: one.number))
             plan.drop_preempted()
-        if self.rounds is not None and plan.decoding:
-            plan.rounds = self.rounds.plan(plan.decoding, plan.ticks)
         self._settle(plan)
         self._untold = plan.admitted if plan.empty else []  # an empty plan goes to nobody
         if not plan.empty:

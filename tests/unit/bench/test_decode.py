@@ -114,8 +114,7 @@ def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
     few = decode.subset(["70m", "410m"])
     assert {case for case in few if case.kind == "steady"} <= set(every)
     assert Case("engine", "70m", 1, 128) in few
-    for side, lanes, depth in (("engine", 64, 3.7), ("padded", 64, 2.0), ("dropping", 64, 4.0)):
-        assert Case(side, "410m", lanes, 512, depth) in few
+    assert Case("engine", "410m", 64, 512, 3.7) in few
     assert [(case.lanes, case.context, case.new) for case in decode.served("ouro-1.4b")] == [
         (1, 1024, 128),
         (32, 1024, 128),
@@ -155,13 +154,13 @@ def test_ratios_are_of_rows_that_differ_in_one_thing():
         case = Case(side, "410m", lanes, 512, depth)
         return decode.as_row(Result(case, Measured([speed], resident=resident)), limit=None)
 
-    rows = [row("engine", 4.0, 100), row("engine", 2.0, 195, resident=128), row("padded", 2.0, 105)]
+    rows = [row("engine", 4.0, 100), row("engine", 2.0, 195, resident=128), row("portable", 2.0, 105)]
     rows.append(row("engine", 2.0, 5, lanes=1))
     found = {(one["name"].split(", ")[-1], one["what"]): one for one in decode.ratios(rows)}
-    assert set(found) == {("depth 2", "over depth 4"), ("depth 2", "over padded")}
+    assert set(found) == {("depth 2", "over depth 4"), ("depth 2", "over portable")}
     assert found["depth 2", "over depth 4"]["times"] == pytest.approx(1.95)
     assert found["depth 2", "over depth 4"]["lanes_times"] == 2.0
-    assert found["depth 2", "over padded"]["times"] == pytest.approx(195 / 105)
+    assert found["depth 2", "over portable"]["times"] == pytest.approx(195 / 105)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
