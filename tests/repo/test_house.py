@@ -25,6 +25,7 @@ ORDER = [
     "files",
     "devices",
     "registry",
+    "fields",
     "settings",
     "config",
     "ops",

@@ -1,0 +1,437 @@
+"""Every value that a user can set, stated once: name, type, default, range and meaning.
+
+The engine's ``Request``, the config, recipes, command-line options and the server's bodies (so ``/openapi.json`` too)
+derive from the dataclasses here, so their ranges cannot disagree. Importing this module imports the standard library
+only; ``option`` imports typer, ``body_field`` pydantic.
+"""
+
+# ruff: noqa: RUF009 (a call of `setting` makes a dataclass field, as `dataclasses.field` does)
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from adaponder.errors import AdaPonderError, ConfigError, InputError, choice, shown
+from adaponder.registry import DEFAULT_METHOD, Scale, method_names
+
+PonderOn = Literal["probabilities", "logits"]
+
+LARGEST_INT = 2**63 - 1  # of a command line or a JSON body
+
+# --- what a field is -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The finite numbers within these bounds; NaN lies in no range."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    @classmethod
+    def parse(cls, interval: str) -> Range:
+        """Returns the range of an interval such as ``(0, 1]``; ``inf`` is no bound."""
+        low, high = (_number(bound) for bound in interval[1:-1].split(","))
+        bounds = {"ge" if interval[0] == "[" else "gt": low, "le" if interval[-1] == "]" else "lt": high}
+        return cls(**{name: bound for name, bound in bounds.items() if not math.isinf(bound)})
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        """The range as an error says it: ``between 0 and 1``, ``greater than 0 and at most 1``, ``at least 1``."""
+        if self.ge is not None and self.le is not None:
+            return f"between {_brief(self.ge)} and {_brief(self.le)}"
+        words = (("at least", self.ge), ("greater than", self.gt), ("at most", self.le), ("less than", self.lt))
+        return " and ".join(f"{word} {_brief(bound)}" for word, bound in words if bound is not None)
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds that are set, by the names that pydantic and annotated_types give them."""
+        return {name: bound for name, bound in vars(self).items() if bound is not None}
+
+
+class Field(NamedTuple):
+    """One value that a user can set.
+
+    Attributes:
+        choices: returns the words allowed at this moment; ``None`` for a field that is no word.
+        why: the reason for the range, which errors give.
+    """
+
+    name: str
+    type: Any
+    default: Any = dataclasses.MISSING
+    meaning: str = ""
+    range: Range = Range()
+    choices: Callable[[], Sequence[str]] | None = None
+    why: str = ""
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    interval: str = "(-inf, inf)",
+    *,
+    choices: Callable[[], Sequence[str]] | None = None,
+    why: str = "",
+) -> Any:
+    """Returns a dataclass field with its meaning and its range, written as an interval: ``(0, 1]``."""
+    about = {"meaning": meaning, "range": Range.parse(interval), "choices": choices, "why": why}
+    return dataclasses.field(default=default, metadata={"field": about})
+
+
+@functools.lru_cache(maxsize=32)
+def fields_of(kind: type) -> Mapping[str, Field]:
+    """Returns the fields of a dataclass by name."""
+    hints = typing.get_type_hints(kind)
+    return types.MappingProxyType(
+        {
+            item.name: Field(item.name, hints[item.name], item.default, **item.metadata.get("field", {}))
+            for item in dataclasses.fields(kind)
+        }
+    )
+
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+
+def violation(field: Field, value: Any) -> str | None:
+    """Returns what is wrong with a value, as ``must be …``, or ``None`` if the field takes it."""
+    if fits(value, field.type, field):
+        return None
+    words = list(field.choices()) if field.choices else [str(word) for word in get_args(_literal(field.type))]
+    problem = f"must be {choice(value, words)}" if words else f"must be {_allowed(field.type, field.range)}"
+    return f"{problem}; {field.why}" if field.why else problem
+
+
+def check_fields(values: Any, prefix: str = "", *, kind: type | None = None) -> None:
+    """Raises an error that names the first attribute of ``values`` that its field does not take.
+
+    Args:
+        values: a dataclass, or any object with the fields of ``kind``.
+        prefix: stands before the name in the error, e.g. ``train.``.
+        kind: the dataclass whose fields count; default: the type of ``values``.
+    """
+    for name, field in fields_of(kind or type(values)).items():
+        value = getattr(values, name)
+        if problem := violation(field, value):
+            raise ConfigError(f"{prefix}{name}={shown(value)} {problem}")
+
+
+def fits(value: Any, hint: Any, field: Field) -> bool:
+    """Returns whether a value has the type ``hint`` and lies in the field's range; numbers must be finite."""
+    if field.choices is not None:
+        return isinstance(value, str) and value in field.choices()
+    origin, arguments = typing.get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, argument, field) for argument in arguments)
+    if origin is Literal:
+        return any(type(value) is type(word) and value == word for word in arguments)
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and _items_fit(value, origin, arguments, field)
+    if hint in (int, float):
+        number = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+        return number and _is_finite(value) and value in field.range
+    return hint is Any or isinstance(value, origin or hint)
+
+
+def _items_fit(values: Sequence[Any], origin: Any, hints: Sequence[Any], field: Field) -> bool:
+    if origin is list or ... in hints:
+        hints = [hints[0]] * len(values)
+    return len(values) == len(hints) and all(fits(item, hint, field) for item, hint in zip(values, hints, strict=True))
+
+
+def _literal(hint: Any) -> Any:
+    """Returns the type itself if it is a choice of words, ``None`` beside them or not."""
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    inner = parts[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(parts) == 1 else hint
+    return inner if typing.get_origin(inner) is Literal else None
+
+
+def _allowed(hint: Any, limits: Range) -> str:
+    """Returns the values that a type and a range allow, in words."""
+    origin, arguments = typing.get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_allowed(argument, limits) for argument in arguments if argument is not type(None))
+    if origin is Literal:
+        return " or ".join(str(word) for word in arguments)
+    bounds = f" {limits}" if limits.bounds else ""
+    if origin in (list, tuple):
+        count = "" if origin is list or ... in arguments else f"{len(arguments)} "
+        return f"a list of {count}numbers" + (f", each{bounds}" if bounds else "")
+    if hint in (int, float):
+        return f"{'a whole number' if hint is int else 'a number'}{bounds}"
+    return {bool: "true or false", str: "text"}.get(hint, "a mapping")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False
+
+
+def _number(text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _brief(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+# --- a request -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a completion is sampled, where it ends, and what is returned with it: the base of the engine's ``Request``.
+
+    ``adaponder generate`` and the server's bodies take their ranges and help from here.
+    """
+
+    max_new_tokens: int = setting(128, "Most tokens to generate.", "[1, inf)")
+    min_new_tokens: int = setting(0, "Generate at least this many tokens before an end-of-text or stop id.", "[0, inf)")
+    temperature: float = setting(1.0, "Sampling temperature; 0 always takes the most likely token.", "[0, 100]")
+    top_k: int = setting(0, "Sample from the k most likely tokens; 0 keeps all.", "[0, inf)")
+    top_p: float = setting(
+        1.0,
+        "Sample from the fewest most likely tokens with at least this total probability.",
+        "(0, 1]",
+        why="temperature=0 takes the most likely token",
+    )
+    min_p: float = setting(
+        0.0, "Sample from tokens at least this many times as probable as the most likely one.", "[0, 1]"
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "Divide positive and multiply negative logits of tokens in prompt or output by this; above 1 they get less "
+        "likely.",
+        "[1e-6, 1e6]",
+    )
+    presence_penalty: float = setting(0.0, "Subtract this from the logits of tokens in the output.", "[-2, 2]")
+    frequency_penalty: float = setting(
+        0.0, "Subtract this from a token's logit for each time it is in the output.", "[-2, 2]"
+    )
+    seed: int = setting(0, "Seed of sampling and of policies that draw.")
+    samples: int = setting(1, "Completions of each prompt.", "[1, 128]")
+    ignore_eos: bool = setting(False, "Generate past the model's end-of-text ids.")
+    log_probabilities: int | None = setting(
+        None, "Return log-probabilities: of each token and of this many most likely tokens.", "[0, 20]"
+    )
+    prompt_log_probabilities: int | None = setting(
+        None, "The same for the prompt's tokens, from the second on.", "[0, 20]"
+    )
+    tau: float | None = setting(None, "Another threshold of the learned gate.", "[0, 1]")
+    max_iterations: int | None = setting(None, "Read no token more often than this.", "[1, 1024]")
+    gates: bool = setting(False, "Return the gates of each token.")
+    iteration_top: int = setting(0, "Return this many most likely tokens after each iteration.", "[0, 20]")
+
+
+REQUEST_FIELDS = fields_of(Sampling)
+
+
+def check(name: str, value: Any, *, error: type[AdaPonderError] = InputError) -> Any:
+    """Returns a value for the field ``name`` of a request as a plain Python number, or raises ``error``.
+
+    Numbers of numpy and torch are converted first. ``None`` is returned where the field may be ``None``.
+    """
+    field = REQUEST_FIELDS[name]
+    plain = as_plain_number(value, field.type)
+    if problem := violation(field, plain):
+        raise error(f"{name}={shown(value)} {problem}")
+    return plain
+
+
+def as_plain_number(value: Any, hint: Any) -> Any:
+    """Returns a number of any library as Python's int or float, as the type asks; anything else unchanged."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    kinds = (hint, *get_args(hint))
+    try:
+        if int in kinds:
+            return operator.index(value)
+        return float(value) if float in kinds else value
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with more than one element
+        return value
+
+
+# --- a model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Recurrence:
+    """The settings of the recurrence around a backbone.
+
+    ``AdaPonderConfig`` inherits these fields, a recipe's section ``model`` has them with ``None`` for what is left to
+    the config, and ``adaponder convert`` takes the help and range of its options from here.
+    """
+
+    method: str = setting(DEFAULT_METHOD, "which recurrence", choices=method_names)
+    iterations: int = setting(
+        4,
+        "K, the most times a token is read (PonderLM's pondering_steps + 1; pause: 1 + pauses)",
+        "[1, 1024]",
+        why="a token must be read at least once",
+    )
+    tau: float = setting(
+        1e-4, "a token halts once its gate s < tau (eq. 4)", "(0, 1)", why="it is a threshold on a probability"
+    )
+    gate_width: int = setting(
+        4,
+        "hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear",
+        "[0, 1024]",
+        why="0 is a linear gate, else a multiple of the hidden size",
+    )
+    gate_bias: float = setting(4.0, "where gates start: s = sigmoid(gate_bias)", "[-1000, 1000]")
+    shared_gate: bool = setting(False, "one gate for all iterations (the paper's ablation) instead of one each")
+    embedding_scale: float | Scale | None = setting(
+        None,
+        "factor on embeddings and on the table of the mixture: a number, sqrt(d) or sqrt(2.5 d); once built it is a "
+        "number. None is what training from scratch uses: sqrt(d), for loop sqrt(2.5 d). Conversions of stock models "
+        "have 1, so that vanilla is the stock model",
+        "(0, 1_000_000]",
+    )
+    initial_multiplier: float = setting(
+        1.0, "further factor on the first embedding only (PonderLM's mutiply_pondering_steps)", "(0, 1_000_000]"
+    )
+    expectation_top_k: int | None = setting(
+        None, "mix only the k likeliest tokens' embeddings; None mixes the whole vocabulary", "[1, 100_000_000]"
+    )
+    reuse: Literal["state", "kv", "none"] = setting(
+        "state",
+        "what a halted token keeps. state: keys, values and hidden state; kv: keys and values only (the paper's "
+        "equations); none: nothing, it changes on like an active one (the ablation)",
+    )
+    ponder_on: PonderOn = setting("probabilities", "the ponder loss acts on gate probabilities or logits")
+    ponder_pool: Literal["all", "closed", "each"] = setting(
+        "all",
+        "which gates the ponder loss ranks. all: those of every iteration together; closed: the same, later gates of a "
+        "halted token counted as constant 0; each: those of each iteration by themselves, so that some halt at each",
+    )
+    pause_token_id: int | None = setting(
+        None,
+        "an unused vocabulary slot that serves as pause token; None learns a vector of its own",
+        "[0, 2_147_483_647]",
+        why="it is a slot of the vocabulary",
+    )
+    capacities: list[float] | None = setting(
+        None,
+        "mor, share of tokens each recursion keeps in training; the first is 1 (every token is read once)",
+        "(0, 1]",
+    )
+    router_alpha: float = setting(0.1, "mor, factor on the router's sigmoid", "(0, 1_000_000]")
+    router_loss_weight: float = setting(1e-3, "mor, factor on the auxiliary loss", "[0, 1_000_000]")
+    exit_threshold: float | None = setting(
+        None,
+        "a token exits once its cumulative exit probability reaches this. None: ouro 1 (never early), act 0.99 (its "
+        "1 - epsilon), pondernet 0.5 (the median)",
+        "(0, 1]",
+        why="it is a probability",
+    )
+    exit_entropy_weight: float = setting(0.1, "ouro, the beta of stage I", "[0, 1_000_000]")
+    halting_cost: float = setting(
+        0.01, "act, factor on the ponder cost: a token's depth and its remainder", "[0, 1_000_000]"
+    )
+    exit_prior: float = setting(
+        0.3,
+        "pondernet, chance to exit after each iteration under the geometric prior",
+        "(0, 1)",
+        why="it is a probability",
+    )
+    exit_prior_weight: float = setting(
+        0.01, "pondernet, factor on the divergence of exits from their prior", "[0, 1_000_000]"
+    )
+    state_scale: float = setting(
+        1.0,
+        "pondernet and reread, factor on the state that the next iteration reads beside the token's embedding; where "
+        "embeddings are not scaled, a state of its full size drowns them",
+        "(0, 1_000_000]",
+    )
+    halt_prior: float = setting(
+        1.0,
+        "anytime, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",
+        "(0, 1_000_000]",
+    )
+    loss_prior: list[float] | None = setting(
+        None,
+        "anytime, share of each depth 1 … K in the training loss; they add up to 1, and None makes them equal",
+        "[0, 1]",
+    )
+    gate_share: float = setting(
+        0.0,
+        "anytime, share of sequences in which the gates halt tokens in training, after train.capacity_warmup, "
+        "instead of chance; above 0 tokens without a target learn to halt, from the first step on",
+        "[0, 1)",
+        why="gates have their labels from the other sequences",
+    )
+    lookahead_delta: float = setting(
+        0.05,
+        "anytime, gates learn whether some later iteration lowers a token's loss by more than so many nats",
+        "[0, 1_000]",
+    )
+    lookahead_by: Literal["tokens", "nats"] = setting(
+        "tokens",
+        "anytime, what a gate's label counts. tokens: each the same; nats: as much as the gain lies above or below "
+        "lookahead_delta, so that a gate is half open where reading on gains that much on the average",
+    )
+
+
+def meanings(kind: type) -> str:
+    """Returns the fields of a dataclass as lines of a docstring's ``Args``."""
+    wrap = functools.partial(textwrap.fill, width=120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return "\n".join(wrap(f"{field.name}: {field.meaning}.") for field in fields_of(kind).values())
+
+
+# --- command line and server ---------------------------------------------------------------------------------------
+
+
+def option(name: str, *flags: str, kind: type = Sampling, help: str | None = None, **more: Any) -> Any:
+    """Returns the Typer option of a field of ``kind``: ``top_p: Annotated[float, option("top_p")] = 1.0``."""
+    import typer
+
+    field = fields_of(kind)[name]
+
+    def checked(value: Any) -> Any:
+        if value is not None and (problem := violation(field, value)):
+            raise typer.BadParameter(f"{shown(value)} {problem}")
+        return value
+
+    kinds = (field.type, *get_args(field.type))
+    if bool not in kinds:
+        more = {"metavar": "N" if int in kinds else "X", "callback": checked, **more}
+    return typer.Option(*flags, help=help or field.meaning, **more)
+
+
+def body_field(name: str, **more: Any) -> Any:
+    """Returns the pydantic field of a field of a request, as ``Annotated[float | None, body_field("top_p")]``.
+
+    Whole numbers without a bound get that of 64 bits. ``more`` is passed to ``pydantic.Field`` and wins.
+    """
+    import pydantic
+
+    field = REQUEST_FIELDS[name]
+    bounds = field.range.bounds
+    if int in (field.type, *get_args(field.type)):
+        lowest = {} if {"ge", "gt"} & bounds.keys() else {"ge": -LARGEST_INT}
+        bounds = {**lowest, "le": LARGEST_INT, **bounds}
+    return pydantic.Field(**{"description": field.meaning, **bounds, **more})
