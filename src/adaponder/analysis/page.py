@@ -122,7 +122,7 @@ def both(light: bytes, dark: bytes, alt: str) -> str:
 def legend(deepest: int) -> str:
     """The legend of background colours by depth."""
     spans = "".join(f'<span class="d{depth}">{depth}</span>' for depth in range(1, deepest + 1))
-    return f'<p class="legend">read {spans} times; <span class="target">the token in question</span></p>'
+    return f'<p class="legend">depth {spans}; <span class="target">the token in question</span></p>'
 
 
 def _styles(deepest: int) -> str:

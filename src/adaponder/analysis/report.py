@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from adaponder.analysis.figures import NAMES, PLATES, choose, excerpts
+from adaponder.analysis.figures import EXCERPTS, NAMES, PLATES, choose, tokens
 from adaponder.analysis.figures.plate import Plate, percent
 from adaponder.analysis.figures.words import for_html
 from adaponder.analysis.page import both, legend, page, theme_button
@@ -30,9 +30,9 @@ _SIDEWAYS = '<p class="sideways muted">The figures are wider than this screen: m
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn plate; ``light`` and ``dark`` are SVG."""
+    """A drawn figure; ``light`` and ``dark`` are SVG."""
 
-    plate: Plate
+    plate: type[Plate]
     caption: str
     table: pd.DataFrame
     light: bytes
@@ -41,7 +41,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and why other figures were not; ``excerpts``: whether tokens are shown in context."""
+    """Holds what was written, and why other figures were not; ``excerpts``: whether tokens are shown in context."""
 
     numbers: Numbers
     drawn: list[Drawn]
@@ -53,8 +53,8 @@ class Report:
         return {
             "about": asdict(trace.about),
             "numbers": self.numbers.as_dict(),
-            "captions": {one.plate.name: one.caption for one in self.drawn},
-            "tables": {one.plate.name: _records(one.table) for one in self.drawn},
+            "captions": {figure.plate.name: figure.caption for figure in self.drawn},
+            "tables": {figure.plate.name: _records(figure.table) for figure in self.drawn},
             "left_out": self.left_out,
             "report": str(self.path),
         }
@@ -63,7 +63,7 @@ class Report:
 def write_report(
     trace: Trace, out: Path, *, only: Sequence[str] = (), advance: Callable[[int], None] = lambda plates: None
 ) -> Report:
-    """Draws every plate that this trace allows (or ``only`` some) into ``out``: figures, tables and the page.
+    """Writes every figure that this trace allows (or ``only`` some) into ``out``, with their tables and the page.
 
     Figures of an earlier report that this one does not have are removed.
     """
@@ -77,34 +77,34 @@ def write_report(
     for plate in plates:
         drawn.append(_draw(plate, trace, out))
         advance(1)
-    report = Report(numbers(trace), drawn, left_out, not only or excerpts.NAME in only, out / REPORT)
+    report = Report(numbers(trace), drawn, left_out, not only or EXCERPTS in only, out / REPORT)
     replace_file(report.path, _html(trace, report).encode())
     return report
 
 
-def _draw(plate: Plate, trace: Trace, out: Path) -> Drawn:
+def _draw(plate: type[Plate], trace: Trace, out: Path) -> Drawn:
     measured = plate.measured(trace)
     with house() as theme:
-        _, svg = save(plate.draw(measured, theme), out / FIGURES / plate.name)
+        _, svg = save(measured.draw(theme), out / FIGURES / plate.name)
     with house(dark=True) as theme:
         dark = io.BytesIO()
-        plate.draw(measured, theme).savefig(dark, format="svg", metadata={"Date": None, "Creator": None})
-    table = plate.table(measured)
+        measured.draw(theme).savefig(dark, format="svg", metadata={"Date": None, "Creator": None})
+    table = measured.table()
     table.to_csv(out / TABLES / f"{plate.name}.csv", index=False)
-    return Drawn(plate, plate.caption(measured), table, svg.read_bytes(), dark.getvalue())
+    return Drawn(plate, measured.caption(), table, svg.read_bytes(), dark.getvalue())
 
 
 def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
-    """The table at the top of the report and in the terminal: values by name."""
+    """Returns the table at the top of the report and in the terminal: values by name."""
     about = trace.about
     interval = "" if overall.interval is None else f", 95% {overall.interval.low:.4f} to {overall.interval.high:.4f}"
     rows = {
         "checkpoint": about.checkpoint,
         "method": f"{about.method}, K = {about.iterations}"
-        + (f", read at most {about.deepest}x" if about.deepest < about.iterations else ""),
-        "who halts": about.policy if about.halts else "nobody",
+        + (f", at most {about.deepest} iterations" if about.deepest < about.iterations else ""),
+        "policy": about.policy if about.halts else "none: the method never halts",
         "data": about.data,
-        "read": f"{overall.tokens:,} predictions of {_documents(overall)}{_learned(overall)}, {about.windows}",
+        "text": f"{overall.tokens:,} predictions of {_documents(overall)}{_learned(overall)}, {about.windows}",
         "loss": f"{overall.loss:.4f} nats per token{interval}",
         "perplexity": f"{overall.perplexity:,.3f}",
     }
@@ -112,7 +112,7 @@ def facts(trace: Trace, overall: Numbers) -> dict[str, str]:
         rows["bits per byte"] = f"{overall.bits_per_byte:.4f}"
     return rows | {
         "mean depth": f"{overall.iterations:.3f} iterations of {about.deepest}",
-        "tokens halted early": percent(overall.halted) if about.halts else "none: the method never halts",
+        "tokens halted early": percent(overall.halted) if about.halts else "none",
         "gates closed": "no gates" if overall.gates_closed is None else percent(overall.gates_closed),
         "FLOPs": f"{overall.flops / 1e6:,.2f} million per token, {overall.flops_ratio:.2f} x vanilla",
         "K/V": f"{overall.kv_bytes / 1024:,.1f} KiB per token",
@@ -126,15 +126,15 @@ def _documents(overall: Numbers) -> str:
 
 
 def _learned(overall: Numbers) -> str:
-    """Says how many predictions losses are of, where that is not all."""
+    """Returns how many predictions losses are computed from, where that is not all."""
     return "" if overall.scored == overall.tokens else f", {overall.scored:,} of them learned and scored"
 
 
 def _html(trace: Trace, report: Report) -> str:
     title = f"Token trace of {trace.about.checkpoint}"
-    sections = [(one.plate.name, one.plate.title, _figure(one)) for one in report.drawn]
+    sections = [(figure.plate.name, figure.plate.title, _figure(figure)) for figure in report.drawn]
     if report.excerpts:
-        sections.append((excerpts.NAME, "Hardest and easiest tokens in context", _excerpts(trace)))
+        sections.append((EXCERPTS, "Hardest and easiest tokens in context", _excerpts(trace)))
     if report.left_out:
         titles = {plate.name: plate.title for plate in PLATES}
         rows = "".join(
@@ -168,26 +168,26 @@ state what this data shows. Losses are in nats per {_unit(report.numbers)}; {_in
 
 
 def _unit(overall: Numbers) -> str:
-    """What losses are means over, and what figures of losses show."""
+    """Returns what losses are means over, and what figures of losses show."""
     return "token" if overall.scored == overall.tokens else "learned token, figures of losses are of these alone"
 
 
 def _intervals(overall: Numbers) -> str:
-    """The sentence about intervals at the top of the page."""
+    """Returns the sentence about intervals at the top of the page."""
     if overall.documents < FEW:
-        return f"intervals are left out, {_documents(overall)} being too few to draw again"
-    return f"intervals are 95% and draw documents again (means of fewer than {FEW} documents have none)"
+        return f"there are no intervals: {_documents(overall)} are too few to resample"
+    return f"95% intervals resample documents (means of fewer than {FEW} documents have none)"
 
 
 def _four(trace: Trace, overall: Numbers) -> str:
-    """HTML of the four halting numbers, each with what it counts."""
+    """Returns the HTML of the four halting numbers, each with what it counts."""
     about = trace.about
     cells = [
-        ("tokens halted early", percent(overall.halted), f"of tokens read fewer than {about.deepest} times"),
+        ("tokens halted early", percent(overall.halted), f"of tokens halt before iteration {about.deepest}"),
         (
             "gates closed",
             "none" if overall.gates_closed is None else percent(overall.gates_closed),
-            "of (token, gate) pairs at which a token no longer reads on",
+            "of (token, gate) pairs at which the token is halted",
         ),
         ("mean iterations", f"{overall.iterations:.3f}", f"iterations per token, of {about.deepest}: the paper's x"),
         ("FLOPs", f"{overall.flops_ratio:.2f} x", "the plain backbone's, head and gates counted"),
@@ -196,29 +196,29 @@ def _four(trace: Trace, overall: Numbers) -> str:
     return f'<dl class="four">{inner}</dl>'
 
 
-def _figure(one: Drawn) -> str:
-    pictures = both(one.light, one.dark, f"{one.plate.title}. {one.plate.alt}")
-    label = escape(f"Figure: {one.plate.title}")
+def _figure(drawn: Drawn) -> str:
+    pictures = both(drawn.light, drawn.dark, f"{drawn.plate.title}. {drawn.plate.alt}")
+    label = escape(f"Figure: {drawn.plate.title}")
     return (
         f'<figure><div class="scroll" tabindex="0" role="region" aria-label="{label}">{pictures}</div>\n'
-        f"<figcaption>{for_html(one.caption)}</figcaption></figure>\n"
-        f"<details><summary>Numbers of this figure</summary>{_table(one.table)}</details>\n"
+        f"<figcaption>{for_html(drawn.caption)}</figcaption></figure>\n"
+        f"<details><summary>Numbers of this figure</summary>{_table(drawn.table)}</details>\n"
     )
 
 
 def _excerpts(trace: Trace) -> str:
     groups = (
-        ("Hardest: highest loss after one iteration", excerpts.hardest(trace)),
-        ("Easiest: lowest loss after one iteration", excerpts.easiest(trace)),
-        ("A passage where depths differ", [excerpts.passage(trace)]),
+        ("Hardest: highest loss after one iteration", tokens.hardest(trace)),
+        ("Easiest: lowest loss after one iteration", tokens.easiest(trace)),
+        ("A passage where depths differ", [tokens.passage(trace)]),
     )
     parts = [
-        "<p>The background of a word says how often it was read; pointing at it gives the loss of what it predicts. "
+        "<p>The background of a word shows its depth; pointing at it gives the loss of what it predicts. "
         "A word is predicted by the one before it.</p>",
         legend(trace.about.deepest),
     ]
-    for heading, chosen in groups:
-        shown = "\n".join(f'<div class="excerpt">{excerpts.as_html(one)}</div>' for one in chosen)
+    for heading, excerpts in groups:
+        shown = "\n".join(f'<div class="excerpt">{tokens.as_html(excerpt)}</div>' for excerpt in excerpts)
         parts.append(f"<h3>{heading}</h3>\n{shown}")
     return "\n".join(parts)
 
@@ -240,11 +240,11 @@ def _cell(column: str, value: Any) -> str:
         return f"<td>{value:,}</td>"
     if not math.isfinite(value):
         return "<td>–</td>"
-    return f"<td>{percent(value) if column in ('share', 'asked', 'halts') else f'{value:.4g}'}</td>"
+    return f"<td>{percent(value) if column in ('share', 'active', 'halts') else f'{value:.4g}'}</td>"
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The table's lines as JSON values; NaN becomes null."""
+    """Returns the rows of the table as JSON values; NaN becomes null."""
     rows = frame.to_dict("records")
     return [{str(key): _plain(value) for key, value in row.items()} for row in rows]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaponder.analysis.figures import choose, excerpts
+from adaponder.analysis.figures import choose, tokens
 from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.report import Report, facts, write_report
 from adaponder.analysis.trace import NAME, Trace, kind_of, make_trace, planned_scorings, read_trace, write_trace
@@ -104,16 +104,16 @@ def _trace_of(name: str, data: str | None) -> Path | None:
 def show(trace: Trace, report: Report) -> None:
     """Prints facts, captions and excerpts of the report, which figures were left out and why, and where it is."""
     deepest = trace.about.deepest
-    console.print(table("What was read", ("", ""), list(facts(trace, report.numbers).items())))
-    for one in report.drawn:
-        console.print(f"\n{one.plate.title}", style="bold")
-        console.print(on_one_line(one.caption))
+    console.print(table("What was traced", ("", ""), list(facts(trace, report.numbers).items())))
+    for figure in report.drawn:
+        console.print(f"\n{figure.plate.title}", style="bold")
+        console.print(on_one_line(figure.caption))
     for name, reason in report.left_out.items():
         console.print(line("\n", (name, "bold"), f" is left out: {reason}"))
-    extremes = {"Hardest": excerpts.hardest(trace, 3), "Easiest": excerpts.easiest(trace, 3)} if report.excerpts else {}
+    extremes = {"Hardest": tokens.hardest(trace, 3), "Easiest": tokens.easiest(trace, 3)} if report.excerpts else {}
     for heading, chosen in extremes.items():
         console.print(line("\n", (f"{heading} tokens", "bold"), "  "), legend(deepest))
         for excerpt in chosen:
             console.print(f"\n{excerpt.remark}")
-            console.print(excerpts.as_text(excerpt, deepest))
+            console.print(tokens.as_text(excerpt, deepest))
     console.print(line("\n→ ", (report.path, "bold")), soft_wrap=True)

@@ -57,7 +57,7 @@ def written(tmp_path_factory):
 def test_one_document_is_said_in_the_singular():
     for documents, said in ((1, "of 1 document, disjoint"), (2, "of 2 documents, disjoint")):
         trace = made_up(40, documents=documents, sources=1)
-        assert said in facts(trace, numbers(trace))["read"]
+        assert said in facts(trace, numbers(trace))["text"]
 
 
 def test_a_figure_is_there_as_picture_table_and_page(written):
@@ -207,7 +207,7 @@ def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
         )
     )
     assert report.numbers.tokens == 2
-    assert "Every token was read 3 times" in report.drawn[0].caption
+    assert "Every token has depth 3" in report.drawn[0].caption
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, cli, registry
-from adaponder.analysis.figures import PLATES, gates, grid
+from adaponder.analysis.figures import PLATES, GateValues, TokenGrid
 from adaponder.analysis.report import write_report
 from adaponder.analysis.trace import Trace, make_trace
 from adaponder.evaluation.flops import check_flops
@@ -102,14 +102,14 @@ def test_it_is_drawn_in_its_own_words(trace, tmp_path):
     for plate in PLATES:
         assert plate.missing(trace.about) is None
         measured = plate.measure(trace)
-        assert plate.caption(measured)
-        assert len(plate.table(measured))
+        assert measured.caption()
+        assert len(measured.table())
     write_report(trace, tmp_path, only=("gates", "grid"))
     assert Echo.gate_meaning in (tmp_path / "figures" / "gates.svg").read_text()
     assert Echo.after_halting in (tmp_path / "figures" / "grid.svg").read_text()
-    assert gates.measure(trace).meaning == Echo.gate_meaning
-    assert gates.measure(trace).lines == (0.5, 0.5)
-    assert grid.measure(trace).after == Echo.after_halting
+    assert GateValues.measure(trace).meaning == Echo.gate_meaning
+    assert GateValues.measure(trace).lines == (0.5, 0.5)
+    assert TokenGrid.measure(trace).after == Echo.after_halting
 
 
 def test_it_decodes_what_a_full_forward_says(model):

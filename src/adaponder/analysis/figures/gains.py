@@ -1,154 +1,319 @@
-"""The loss gained by each iteration at full depth, for tokens grouped by the depth that the policy gave them."""
+"""Figures of what iterations are worth: the loss gained by each, and the gain that halted tokens gave up."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from adaponder.analysis.figures.plate import Plate, listed, needs_iterations, not_of_noise, whiskers
+from adaponder.analysis.figures.plate import (
+    Plate,
+    listed,
+    needs_halting,
+    needs_iterations,
+    not_of_noise,
+    spread,
+    whiskers,
+)
 from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, new_figure
 from adaponder.analysis.tables import Means, means
-from adaponder.analysis.trace import Trace
+from adaponder.analysis.trace import Kind, Trace
 
-_NAMES = ("all tokens", "tokens that read on", "tokens that had halted")
+_NAMES = ("all tokens", "tokens still active", "tokens that had halted")
+_HATCH = "////"
+_ROOM = 5
 
 
-class Measured(NamedTuple):
-    """``losses[group, iteration]``: mean NLL at full depth of each depth's tokens; the last group is all tokens.
+@dataclass(frozen=True, eq=False)
+class GainByIteration(Plate):
+    """Shows the loss gained by each iteration at full depth, for tokens grouped by the depth the policy gave them.
 
-    ``gains``: for all tokens, for those that the policy left active in that iteration and for those it had halted, an
-    entry per iteration from the second on.
+    Attributes:
+        losses: ``[group, iteration]``, mean NLL at full depth: a group for the tokens of each depth, the last for all.
+        gains: for all, active and halted tokens, an entry per iteration from the second on.
     """
+
+    name = "gains"
+    title = "What each iteration is worth"
+    alt = (
+        "Left: how the mean loss changes with each iteration when every token has full depth, a line for the "
+        "tokens of each depth. Right: bars of the loss gained by each iteration."
+    )
+    of_losses = True
+    missing = staticmethod(needs_iterations)
 
     losses: np.ndarray
     tokens: np.ndarray
     gains: tuple[Means, Means, Means]
     halts: bool
 
-
-def measure(trace: Trace) -> Measured:
-    deepest, label = trace.about.deepest, trace["depth"].astype(np.int64) - 1
-    losses = trace.by_iteration("full_nll")
-    tokens = np.bincount(label, minlength=deepest)
-    with np.errstate(invalid="ignore"):
-        by_depth = np.stack([np.bincount(label, weights=one, minlength=deepest) / tokens for one in losses.T], axis=1)
-    rows: list[tuple[Means, ...]] = []
-    for i in range(1, deepest):
-        gain = losses[:, i - 1] - losses[:, i]
-        split = means(trace, gain, (label < i).astype(np.int64), 2)
-        rows.append((means(trace, gain, np.zeros_like(label), 1), split.pick([0]), split.pick([1])))
-    everyone, read, halted = (
-        Means(*map(np.concatenate, zip(*(row[group] for row in rows), strict=True))) for group in range(3)
-    )
-    averages = np.vstack([by_depth, losses.mean(axis=0)])
-    return Measured(averages, tokens, (everyone, read, halted), trace.about.halts)
-
-
-def draw(measured: Measured, theme: Theme) -> Figure:
-    figure = new_figure(width=PAGE, height=2.8)
-    left, right = figure.subplots(1, 2)
-    _draw_curves(left, measured, theme)
-    _draw_gains(right, measured, theme)
-    for axes in (left, right):
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.2)
-    return figure
-
-
-def _draw_curves(axes: Axes, measured: Measured, theme: Theme) -> None:
-    deepest = measured.losses.shape[1]
-    iterations, change = np.arange(1, deepest + 1), measured.losses - measured.losses[:, :1]
-    axes.axhline(0.0, color=theme.ink, linewidth=0.8)
-    axes.plot(iterations, change[-1], color=theme.ink, linewidth=2.2, label=_NAMES[0])
-    for depth in iterations[measured.tokens > 0] if measured.halts else []:
-        axes.plot(
-            iterations,
-            change[depth - 1],
-            color=theme.muted,
-            linestyle=LINES[depth % len(LINES)],
-            marker=MARKERS[(depth - 1) % len(MARKERS)],
-            markersize=6,
-            markerfacecolor=depth_colours(deepest)[depth - 1],
-            markeredgecolor=theme.ink,
-            label=f"depth {depth} ({measured.tokens[depth - 1]:,})",
+    @classmethod
+    def measure(cls, trace: Trace) -> Self:
+        deepest, label = trace.about.deepest, trace["depth"].astype(np.int64) - 1
+        losses = trace.by_iteration("full_nll")
+        tokens = np.bincount(label, minlength=deepest)
+        with np.errstate(invalid="ignore"):
+            by_depth = np.stack(
+                [np.bincount(label, weights=nll, minlength=deepest) / tokens for nll in losses.T], axis=1
+            )
+        rows: list[tuple[Means, ...]] = []
+        for i in range(1, deepest):
+            gain = losses[:, i - 1] - losses[:, i]
+            split = means(trace, gain, (label < i).astype(np.int64), 2)
+            rows.append((means(trace, gain, np.zeros_like(label), 1), split.pick([0]), split.pick([1])))
+        everyone, active, halted = (
+            Means(*map(np.concatenate, zip(*(row[group] for row in rows), strict=True))) for group in range(3)
         )
-    not_of_noise(axes)
-    axes.set_xticks(iterations)
-    axes.set_xlabel("iterations of every token")
-    axes.set_ylabel("change of NLL since\nthe first iteration (nats)")
+        averages = np.vstack([by_depth, losses.mean(axis=0)])
+        return cls(averages, tokens, (everyone, active, halted), trace.about.halts)
+
+    def draw(self, theme: Theme) -> Figure:
+        figure = new_figure(width=PAGE, height=2.8)
+        left, right = figure.subplots(1, 2)
+        self._draw_curves(left, theme)
+        self._draw_gains(right, theme)
+        for axes in (left, right):
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.2)
+        return figure
+
+    def _draw_curves(self, axes: Axes, theme: Theme) -> None:
+        deepest = self.losses.shape[1]
+        iterations, change = np.arange(1, deepest + 1), self.losses - self.losses[:, :1]
+        axes.axhline(0.0, color=theme.ink, linewidth=0.8)
+        axes.plot(iterations, change[-1], color=theme.ink, linewidth=2.2, label=_NAMES[0])
+        for depth in iterations[self.tokens > 0] if self.halts else []:
+            axes.plot(
+                iterations,
+                change[depth - 1],
+                color=theme.muted,
+                linestyle=LINES[depth % len(LINES)],
+                marker=MARKERS[(depth - 1) % len(MARKERS)],
+                markersize=6,
+                markerfacecolor=depth_colours(deepest)[depth - 1],
+                markeredgecolor=theme.ink,
+                label=f"depth {depth} ({self.tokens[depth - 1]:,})",
+            )
+        not_of_noise(axes)
+        axes.set_xticks(iterations)
+        axes.set_xlabel("iterations of every token")
+        axes.set_ylabel("change of NLL since\nthe first iteration (nats)")
+
+    def _draw_gains(self, axes: Axes, theme: Theme) -> None:
+        deepest, iterations = self.losses.shape[1], np.arange(2, self.losses.shape[1] + 1)
+        looks: tuple[dict[str, Any], ...] = (
+            {"color": theme.muted},
+            {"color": PALETTE[0]},
+            {"color": theme.paper, "hatch": _HATCH},
+        )
+        # Where no token halts, or all do at once, one of the groups is empty.
+        shown = [index for index in range(3 if self.halts else 1) if self.gains[index].tokens.any()]
+        wide = 0.8 / len(shown)
+        for place, index in enumerate(shown):
+            some = self.gains[index].tokens > 0
+            gains = self.gains[index].pick(some)
+            x = iterations[some] + wide * (place - (len(shown) - 1) / 2)
+            axes.bar(x, gains.mean, wide, label=_NAMES[index], **looks[index])
+            whiskers(axes, x, gains.mean, gains.bars, theme)
+        axes.axhline(0.0, color=theme.ink, linewidth=0.8)
+        not_of_noise(axes)
+        axes.set_xticks(iterations)
+        axes.set_xlim(1.4, deepest + 0.6)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("NLL gained by it (nats)")
+
+    def caption(self) -> str:
+        everyone, active, halted = self.gains
+        by_iteration = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(everyone.mean, 2)])
+        first, last = self.losses[-1, 0], self.losses[-1, -1]
+        whole = (
+            f"At full depth of every token the loss goes from {first:.4f} to {last:.4f} nats: gains of {by_iteration}."
+        )
+        compared = np.nonzero((halted.tokens > 0) & (active.tokens > 0))[0]
+        if not self.halts or not len(compared):
+            return whole
+        less, more = halted.high < active.low, halted.low > active.high
+        unknown = np.isnan(halted.low) | np.isnan(active.low)
+        kinds = (
+            ("there are too few documents to tell halted tokens from active ones", unknown),
+            ("halted tokens would gain less than active ones", less),
+            ("halted tokens would gain more than active ones", more),
+            ("halted and active tokens do not differ significantly", ~(less | more | unknown)),
+        )
+        findings = []
+        for kind, mask in kinds:
+            which = [str(i + 2) for i in compared if mask[i]]
+            findings += [f"at iteration{'s' if len(which) > 1 else ''} {listed(which)} {kind}"] if which else []
+        sentence = "; ".join(findings)
+        return f"{whole} {sentence[0].upper()}{sentence[1:]}."
+
+    def table(self) -> pd.DataFrame:
+        frames = []
+        for name, gains in zip(_NAMES, self.gains, strict=True):
+            frame = gains.frame("NLL gained")
+            frame.insert(0, "gained by", name)
+            frame.insert(1, "iteration", range(2, len(frame) + 2))
+            frames.append(frame)
+        return pd.concat(frames if self.halts else frames[:1], ignore_index=True)
 
 
-def _draw_gains(axes: Axes, measured: Measured, theme: Theme) -> None:
-    deepest, iterations = measured.losses.shape[1], np.arange(2, measured.losses.shape[1] + 1)
-    looks: tuple[dict[str, Any], ...] = (
-        {"color": theme.muted},
-        {"color": PALETTE[0]},
-        {"color": theme.paper, "hatch": "////"},
+def _needs_a_choice(kind: Kind) -> str | None:
+    if kind.halts and kind.deepest < 2:
+        return "with one iteration no token can continue"
+    return needs_halting(kind)
+
+
+@dataclass(frozen=True, eq=False)
+class ForgoneGain(Plate):
+    """Shows the loss that halted tokens would have gained by continuing, compared with random tokens.
+
+    Gains are measured with every token at full depth: the loss after the iteration at which a token halted minus the
+    loss after the last, so the tokens around it continue as well.
+
+    Attributes:
+        groups: an entry per depth below the last: gains of the tokens that halted there.
+        random: mean gain of all tokens from that depth on.
+        band: 95 % of draws of equally many random tokens lie within this distance of ``random``.
+        halted: the gain given up by halting, per token of the text.
+        chance: the same for depths permuted at random within each document: mean, and ends of 95 % of permutations.
+    """
+
+    name = "forgone"
+    title = "What halting gave up"
+    alt = (
+        "Bars, for each iteration after which tokens halted: the loss they would have gained at full depth, "
+        "beside that of random tokens. Right: the sum over the whole text."
     )
-    # Where no token halts, or all do at once, one of the groups is empty.
-    shown = [index for index in range(3 if measured.halts else 1) if measured.gains[index].tokens.any()]
-    wide = 0.8 / len(shown)
-    for place, index in enumerate(shown):
-        some = measured.gains[index].tokens > 0
-        gains = measured.gains[index].pick(some)
-        x = iterations[some] + wide * (place - (len(shown) - 1) / 2)
-        axes.bar(x, gains.mean, wide, label=_NAMES[index], **looks[index])
-        whiskers(axes, x, gains.mean, gains.bars, theme)
-    axes.axhline(0.0, color=theme.ink, linewidth=0.8)
-    not_of_noise(axes)
-    axes.set_xticks(iterations)
-    axes.set_xlim(1.4, deepest + 0.6)
-    axes.grid(visible=False, axis="x")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("NLL gained by it (nats)")
+    of_losses = True
+    missing = staticmethod(_needs_a_choice)
+
+    groups: Means
+    random: np.ndarray
+    band: np.ndarray
+    deepest: int
+    halted: float
+    chance: tuple[float, float, float]
+
+    @classmethod
+    def measure(cls, trace: Trace) -> Self:
+        deepest, depth = trace.about.deepest, trace["depth"].astype(np.int64)
+        losses = trace.by_iteration("full_nll")
+        gains = losses - losses[:, -1:]
+        own_gain = np.take_along_axis(gains, depth[:, None] - 1, axis=1)[:, 0]
+        groups = means(trace, own_gain, depth - 1, deepest).pick(slice(deepest - 1))
+        count = len(trace)
+        # Variance of a mean of values drawn without replacement.
+        finite_population = (count - groups.tokens) / max(1, count - 1)
+        band = 1.96 * gains.std(axis=0)[:-1] * np.sqrt(finite_population / np.maximum(groups.tokens, 1))
+        return cls(
+            groups=groups,
+            random=gains.mean(axis=0)[:-1],
+            band=band,
+            deepest=deepest,
+            halted=float(own_gain.mean()),
+            chance=_permuted(gains, depth, trace["document"].astype(np.int64), seed=trace.about.seed),
+        )
+
+    def draw(self, theme: Theme) -> Figure:
+        figure = new_figure(width=PAGE, height=2.6)
+        left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
+        self._draw_groups(left, theme)
+        middle, low, high = self.chance
+        right.bar(0, self.halted, width=0.6, color=PALETTE[0])
+        ends = np.maximum([[middle - low], [high - middle]], 0.0)
+        right.bar(1, middle, width=0.6, color=theme.paper, hatch=_HATCH)
+        whiskers(right, [1], [middle], ends, theme)
+        right.axhline(0.0, color=theme.ink, linewidth=0.8)
+        right.set_xticks([0, 1], [f"these\ndepths\n{self.halted:+.4f}", f"permuted at\nrandom\n{middle:+.4f}"])
+        right.set_xlim(-0.6, 1.6)
+        right.margins(y=0.15)
+        not_of_noise(right)
+        right.grid(visible=False, axis="x")
+        right.set_ylabel("given up per token of\nthe text (nats)")
+        return figure
+
+    def _draw_groups(self, axes: Axes, theme: Theme) -> None:
+        some, deepest = np.nonzero(self.groups.tokens)[0], self.deepest
+        groups, wide = self.groups.pick(some), 0.38
+        colours = [depth_colours(deepest)[index] for index in some]
+        axes.bar(some + 0.8, groups.mean, wide, color=colours)
+        whiskers(axes, some + 0.8, groups.mean, groups.bars, theme)
+        axes.bar(some + 1.2, self.random[some], wide, color=theme.paper, hatch=_HATCH)
+        whiskers(axes, some + 1.2, self.random[some], self.band[some], theme)
+        axes.axhline(0.0, color=theme.ink, linewidth=0.8)
+        places = range(1, deepest)
+        names = [f"{depth}\n({n:,} tokens)" for depth, n in zip(places, self.groups.tokens, strict=True)]
+        # Among many iterations there is no room for numbers of tokens.
+        axes.set_xticks(places, names if deepest <= _ROOM else [str(depth) for depth in places])
+        axes.set_xlim(0.4, deepest - 0.4)
+        axes.margins(y=0.12)
+        not_of_noise(axes)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("iteration after which tokens halted")
+        axes.set_ylabel(f"NLL gained by\ndepth {deepest} (nats)")
+        handles = [
+            Patch(facecolor=theme.muted, label="tokens that halted there"),
+            Patch(facecolor=theme.paper, hatch=_HATCH, label="as many random tokens (95% of draws)"),
+        ]
+        axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
+
+    def caption(self) -> str:
+        groups = self.groups
+        if not groups.tokens.any():
+            return f"No token halted before iteration {self.deepest}: nothing was given up."
+        gains = [
+            f"{groups.mean[i]:+.4f} nats{spread(groups.low[i], groups.high[i])} if halted after iteration {i + 1} "
+            f"(random tokens {self.random[i]:+.4f})"
+            for i in np.nonzero(groups.tokens)[0]
+        ]
+        return (
+            f"At depth {self.deepest}, halted tokens would have gained {'; '.join(gains)}. "
+            f"Over the whole text halting gives up {self.halted:+.4f} nats per token; the same depths permuted within "
+            "each document give up "
+            f"{self.chance[0]:+.4f} [{self.chance[1]:+.4f}, {self.chance[2]:+.4f}]: {self._verdict()}."
+        )
+
+    def _verdict(self) -> str:
+        """Returns whether the policy halts better or worse than chance, in words."""
+        middle, low, high = self.chance
+        cheap = "; halting cost nothing" if self.halted <= 0 else ""
+        if low <= self.halted <= high:
+            return f"the choice of halted tokens does not differ significantly from chance{cheap}"
+        if self.halted > high:
+            return f"the tokens that halt are those with more to gain: worse than chance{cheap}"
+        saved = f", avoiding {1 - self.halted / middle:.0%} of the loss of a random choice" if middle > 0 else ""
+        return f"the tokens that halt are those with less to gain: better than chance{saved}{cheap}"
+
+    def table(self) -> pd.DataFrame:
+        frame = self.groups.frame("gain by continuing")
+        frame.insert(0, "halted after", range(1, self.deepest))
+        frame["gain of random tokens"] = self.random
+        frame["95% of draws within"] = self.band
+        return frame
 
 
-def caption(measured: Measured) -> str:
-    everyone, read, halted = measured.gains
-    said = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(everyone.mean, 2)])
-    first, last = measured.losses[-1, 0], measured.losses[-1, -1]
-    whole = f"When every token is read to the end, the loss goes from {first:.4f} to {last:.4f} nats: gains of {said}."
-    compared = np.nonzero((halted.tokens > 0) & (read.tokens > 0))[0]
-    if not measured.halts or not len(compared):
-        return whole
-    less, more = halted.high < read.low, halted.low > read.high
-    unknown = np.isnan(halted.low) | np.isnan(read.low)
-    kinds = (
-        ("there are too few documents to tell tokens that had halted from those that read on", unknown),
-        ("tokens that had halted would gain less than those that read on", less),
-        ("tokens that had halted would gain more than those that read on", more),
-        ("tokens that had halted and those that read on are not told apart", ~(less | more | unknown)),
-    )
-    words = []
-    for kind, chosen in kinds:
-        which = [str(i + 2) for i in compared if chosen[i]]
-        words += [f"at iteration{'s' if len(which) > 1 else ''} {listed(which)} {kind}"] if which else []
-    said = "; ".join(words)
-    return f"{whole} {said[0].upper()}{said[1:]}."
+def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:
+    """Returns mean, low and high of the gain given up per token when depths are permuted within each document.
 
-
-def table(measured: Measured) -> pd.DataFrame:
-    frames = []
-    for name, gains in zip(_NAMES, measured.gains, strict=True):
-        frame = gains.frame("NLL gained")
-        frame.insert(0, "gained by", name)
-        frame.insert(1, "iteration", range(2, len(frame) + 2))
-        frames.append(frame)
-    return pd.concat(frames if measured.halts else frames[:1], ignore_index=True)
-
-
-PLATE = Plate(
-    name="gains",
-    title="What each iteration is worth",
-    alt="Left: how the mean loss changes with each iteration when every token is read to the end, a line for the "
-    "tokens of each depth. Right: bars of the loss gained by each iteration.",
-    missing=needs_iterations,
-    measure=measure,
-    draw=draw,
-    caption=caption,
-    table=table,
-    of_losses=True,
-)
+    Within documents, because documents differ in difficulty: a hard document whose tokens halt less would otherwise
+    count in favour of the policy.
+    """
+    generator, rows = np.random.default_rng(seed), np.arange(len(depth))
+    order = np.argsort(document, kind="stable")
+    gains, depth, document = gains[order], depth[order], document[order]
+    permutations = int(np.clip(2e7 / len(depth), 100, 1000))
+    given_up = []
+    for _ in range(permutations):
+        shuffled = np.lexsort((generator.random(len(depth)), document))
+        given_up.append(float(gains[rows, depth[shuffled] - 1].mean()))
+    low, high = np.quantile(given_up, [0.025, 0.975])
+    # The mean over all permutations is known exactly: each document's shares of depths times its mean gains.
+    starts = np.nonzero(np.diff(document, prepend=document[0] - 1))[0]
+    counts = np.stack([np.add.reduceat(depth == d, starts) for d in range(1, gains.shape[1] + 1)], axis=1)
+    sizes = counts.sum(axis=1, keepdims=True)
+    return float((counts * np.add.reduceat(gains, starts) / sizes).sum() / len(depth)), float(low), float(high)

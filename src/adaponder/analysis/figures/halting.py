@@ -1,8 +1,9 @@
-"""Mean loss, number of tokens and distribution of losses by halting iteration; the paper reports a check mark."""
+"""Figures of how tokens halt: loss by depth, tokens active in each iteration, values of the gates."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -14,22 +15,48 @@ from adaponder.analysis.figures.plate import (
     DEPTH,
     Plate,
     depth_axis,
+    facts_of,
     listed,
     nats,
-    needs_nothing,
+    needs_gates,
+    needs_halting,
     percent,
-    times,
 )
-from adaponder.analysis.style import PAGE, Theme, density_map, depth_colours, new_figure
-from adaponder.analysis.tables import Means, adds_up, means
+from adaponder.analysis.style import PAGE, PALETTE, Theme, density_map, depth_colours, new_figure
+from adaponder.analysis.tables import Means, Numbers, adds_up, means, numbers
 from adaponder.analysis.trace import Trace
 
 BINS = 40
 _CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a middle depth and is highest at the last"
+# Vermilion stands out from the blue bars and from paper, dark or white.
+_LINE = "#D55E00"
+# Closer to 1 than this float32 has no more values.
+_END = 7.0
+_TICKS = {
+    **{10.0**-power: f"10⁻{'⁰¹²³⁴⁵⁶'[power]}" for power in (6, 5, 4, 3)},
+    0.01: "0.01",
+    0.1: "0.1",
+    0.5: "½",
+    0.9: "0.9",
+    0.99: "0.99",
+    **{1 - 10.0**-power: f"1−10⁻{'⁰¹²³⁴⁵⁶'[power]}" for power in (3, 4, 5, 6)},
+}
 
 
-class Measured(NamedTuple):
-    """``groups`` has an entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth."""
+@dataclass(frozen=True, eq=False)
+class LossByDepth(Plate):
+    """Shows mean loss, number of tokens and distribution of losses by depth; the paper reports a check mark.
+
+    ``groups`` has an entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth.
+    """
+
+    name = "halting"
+    title = "Loss by halting iteration"
+    alt = (
+        "Points: mean loss of the tokens of each depth, with 95% intervals where there are documents enough. "
+        "Bars: how many tokens have that depth. Map: how losses spread at each depth."
+    )
+    of_losses = True
 
     groups: Means
     density: np.ndarray
@@ -38,102 +65,107 @@ class Measured(NamedTuple):
     beyond: float
     loss: float
 
+    @classmethod
+    def measure(cls, trace: Trace) -> Self:
+        deepest, nll, label = trace.about.deepest, trace["nll"], trace["depth"].astype(np.int64) - 1
+        groups = means(trace, nll, label, deepest)
+        adds_up(groups.share, groups.mean, trace.loss)
+        # The highest one percent of losses would compress the rest.
+        clip = max(float(np.quantile(nll, 0.99)), 1e-6)
+        edges = np.linspace(0.0, clip, BINS + 1)
+        histograms = [np.histogram(nll[label == depth], edges)[0] for depth in range(deepest)]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            density = np.stack(histograms, axis=1) / groups.tokens / (edges[1] - edges[0])
+        medians = [np.median(nll[label == depth]) if groups.tokens[depth] else np.nan for depth in range(deepest)]
+        return cls(groups, density, np.array(medians), clip, float((nll > clip).mean()), trace.loss)
 
-def measure(trace: Trace) -> Measured:
-    deepest, nll, label = trace.about.deepest, trace["nll"], trace["depth"].astype(np.int64) - 1
-    groups = means(trace, nll, label, deepest)
-    adds_up(groups.share, groups.mean, trace.loss)
-    # The highest one percent of losses would compress the rest.
-    clip = max(float(np.quantile(nll, 0.99)), 1e-6)
-    edges = np.linspace(0.0, clip, BINS + 1)
-    histograms = [np.histogram(nll[label == depth], edges)[0] for depth in range(deepest)]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        density = np.stack(histograms, axis=1) / groups.tokens / (edges[1] - edges[0])
-    medians = [np.median(nll[label == depth]) if groups.tokens[depth] else np.nan for depth in range(deepest)]
-    return Measured(groups, density, np.array(medians), clip, float((nll > clip).mean()), trace.loss)
+    def draw(self, theme: Theme) -> Figure:
+        figure = new_figure(width=PAGE, height=3.5)
+        grid = figure.add_gridspec(2, 2, height_ratios=(3, 2), width_ratios=(1, 1.15))
+        top, below, right = (figure.add_subplot(cell) for cell in (grid[0, 0], grid[1, 0], grid[:, 1]))
+        self._draw_means(top, theme)
+        groups, deepest = self.groups, len(self.medians)
+        bars = below.bar(range(1, deepest + 1), 100 * groups.share, width=0.7, color=depth_colours(deepest))
+        below.bar_label(bars, [f"{tokens:,}" for tokens in groups.tokens], fontsize=7, padding=1)
+        below.set_ylim(0, 125 * groups.share.max())
+        below.set_ylabel("tokens (%)")
+        below.set_xlabel(DEPTH)
+        depth_axis(below, deepest)
+        image = self._draw_density(right, theme)
+        figure.colorbar(image, ax=right, label="share of that depth's tokens per nat", pad=0.02)
+        return figure
 
+    def _draw_means(self, axes: Axes, theme: Theme) -> None:
+        deepest = len(self.medians)
+        groups, depths = self.groups, np.arange(1, deepest + 1)
+        axes.axhline(self.loss, color=theme.muted, linestyle=":", linewidth=1.0)
+        # A depth without tokens has a mean of NaN, where the line breaks: between its neighbours nothing was measured.
+        axes.errorbar(depths, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
+        axes.scatter(depths, groups.mean, c=depth_colours(deepest), edgecolors=theme.ink, s=36, zorder=3)
+        low, high = np.nanmin([groups.mean, groups.low]), np.nanmax([groups.mean, groups.high])
+        pad = 0.25 * max(high - low, 0.2 * abs(self.loss), 0.1)
+        axes.set_ylim(max(0.0, low - pad), high + pad)
+        axes.set_title(f"dotted: all tokens, {self.loss:.3f}", loc="left", color=theme.muted)
+        axes.set_ylabel("mean NLL (nats)")
+        depth_axis(axes, deepest)
+        axes.tick_params(labelbottom=False)
 
-def draw(measured: Measured, theme: Theme) -> Figure:
-    figure = new_figure(width=PAGE, height=3.5)
-    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2), width_ratios=(1, 1.15))
-    top, below, right = (figure.add_subplot(cell) for cell in (grid[0, 0], grid[1, 0], grid[:, 1]))
-    _draw_means(top, measured, theme)
-    groups, deepest = measured.groups, len(measured.medians)
-    bars = below.bar(range(1, deepest + 1), 100 * groups.share, width=0.7, color=depth_colours(deepest))
-    below.bar_label(bars, [f"{tokens:,}" for tokens in groups.tokens], fontsize=7, padding=1)
-    below.set_ylim(0, 125 * groups.share.max())
-    below.set_ylabel("tokens (%)")
-    below.set_xlabel(DEPTH)
-    depth_axis(below, deepest)
-    image = _draw_density(right, measured, theme)
-    figure.colorbar(image, ax=right, label="share of that depth's tokens per nat", pad=0.02)
-    return figure
-
-
-def _draw_means(axes: Axes, measured: Measured, theme: Theme) -> None:
-    deepest = len(measured.medians)
-    groups, depths = measured.groups, np.arange(1, deepest + 1)
-    axes.axhline(measured.loss, color=theme.muted, linestyle=":", linewidth=1.0)
-    # A depth without tokens has a mean of NaN, where the line breaks: between its neighbours nothing was measured.
-    axes.errorbar(depths, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
-    axes.scatter(depths, groups.mean, c=depth_colours(deepest), edgecolors=theme.ink, s=36, zorder=3)
-    low, high = np.nanmin([groups.mean, groups.low]), np.nanmax([groups.mean, groups.high])
-    pad = 0.25 * max(high - low, 0.2 * abs(measured.loss), 0.1)
-    axes.set_ylim(max(0.0, low - pad), high + pad)
-    axes.set_title(f"dotted: all tokens, {measured.loss:.3f}", loc="left", color=theme.muted)
-    axes.set_ylabel("mean NLL (nats)")
-    depth_axis(axes, deepest)
-    axes.tick_params(labelbottom=False)
-
-
-def _draw_density(axes: Axes, measured: Measured, theme: Theme) -> AxesImage:
-    deepest, depths = len(measured.medians), np.arange(1, len(measured.medians) + 1)
-    image = axes.imshow(
-        measured.density,
-        origin="lower",
-        aspect="auto",
-        extent=(0.5, deepest + 0.5, 0.0, measured.clip),
-        cmap=density_map(theme),
-        vmin=0.0,
-        interpolation="nearest",
-    )
-    for edge in depths[:-1] + 0.5:
-        axes.axvline(edge, color=theme.paper, linewidth=2.0)
-    # White on black is visible on every shade.
-    for colour, width in (("black", 3.6), ("white", 1.8)):
-        axes.plot(depths, measured.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
-    axes.plot(depths, measured.groups.mean, "o", color="white", markeredgecolor="black")
-    for depth in depths[measured.groups.tokens == 0]:
-        axes.text(depth, measured.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
-    depth_axis(axes, deepest)
-    axes.set_xlim(0.5, deepest + 0.5)
-    axes.set_ylim(0.0, measured.clip)
-    axes.grid(visible=False)
-    axes.set_title("circle: mean; bar: median", loc="left", color=theme.muted)
-    axes.set_xlabel(DEPTH)
-    axes.set_ylabel("NLL (nats)")
-    return image
-
-
-def caption(measured: Measured) -> str:
-    groups = measured.groups
-    mean = {int(index) + 1: float(groups.mean[index]) for index in np.nonzero(groups.tokens)[0]}
-    tail = f" The {percent(measured.beyond)} of losses above {measured.clip:.1f} nats are outside the map."
-    if len(mean) == 1:
-        depth = next(iter(mean))
-        return (
-            f"Every token was read {times(depth)}, with a mean NLL of {nats(mean[depth])}: "
-            f"there is no second group to compare with.{tail}"
+    def _draw_density(self, axes: Axes, theme: Theme) -> AxesImage:
+        deepest, depths = len(self.medians), np.arange(1, len(self.medians) + 1)
+        image = axes.imshow(
+            self.density,
+            origin="lower",
+            aspect="auto",
+            extent=(0.5, deepest + 0.5, 0.0, self.clip),
+            cmap=density_map(theme),
+            vmin=0.0,
+            interpolation="nearest",
         )
-    said = listed([f"{value:.3f} at depth {d} ({percent(float(groups.share[d - 1]))})" for d, value in mean.items()])
-    return f"Mean NLL is {said}; shares times means add up to {nats(measured.loss)}. {_shape(groups)}{tail}"
+        for edge in depths[:-1] + 0.5:
+            axes.axvline(edge, color=theme.paper, linewidth=2.0)
+        # White on black is visible on every shade.
+        for colour, width in (("black", 3.6), ("white", 1.8)):
+            axes.plot(depths, self.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
+        axes.plot(depths, self.groups.mean, "o", color="white", markeredgecolor="black")
+        for depth in depths[self.groups.tokens == 0]:
+            axes.text(depth, self.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
+        depth_axis(axes, deepest)
+        axes.set_xlim(0.5, deepest + 0.5)
+        axes.set_ylim(0.0, self.clip)
+        axes.grid(visible=False)
+        axes.set_title("circle: mean; bar: median", loc="left", color=theme.muted)
+        axes.set_xlabel(DEPTH)
+        axes.set_ylabel("NLL (nats)")
+        return image
+
+    def caption(self) -> str:
+        groups = self.groups
+        mean = {int(index) + 1: float(groups.mean[index]) for index in np.nonzero(groups.tokens)[0]}
+        tail = f" The {percent(self.beyond)} of losses above {self.clip:.1f} nats are outside the map."
+        if len(mean) == 1:
+            depth = next(iter(mean))
+            return (
+                f"Every token has depth {depth}, with a mean NLL of {nats(mean[depth])}: "
+                f"there is no second group to compare with.{tail}"
+            )
+        by_depth = listed(
+            [f"{value:.3f} at depth {d} ({percent(float(groups.share[d - 1]))})" for d, value in mean.items()]
+        )
+        return f"Mean NLL is {by_depth}; shares times means add up to {nats(self.loss)}. {_shape(groups)}{tail}"
+
+    def table(self) -> pd.DataFrame:
+        frame = self.groups.frame("mean NLL")
+        frame.insert(0, "depth", range(1, len(frame) + 1))
+        frame["median NLL"] = self.medians
+        frame["share x mean"] = self.groups.share * self.groups.mean
+        return frame
 
 
 def _shape(groups: Means) -> str:
-    """The shape of the curve of mean losses in words, and whether it may be chance."""
-    some = np.nonzero(groups.tokens)[0]
-    mean = groups.mean[some]
-    first, last, lowest, highest = some[0], some[-1], some[np.argmin(mean)], some[np.argmax(mean)]
+    """Describes the curve of mean losses in words, and whether it may be chance."""
+    present = np.nonzero(groups.tokens)[0]
+    mean = groups.mean[present]
+    first, last, lowest, highest = present[0], present[-1], present[np.argmin(mean)], present[np.argmax(mean)]
     turns, ends = f"lowest at depth {lowest + 1}, highest at depth {highest + 1}", [(lowest, highest)]
     if first < lowest < last == highest:
         words, ends = f"This is {_CHECK_MARK}: {turns}", [(lowest, first), (lowest, last)]
@@ -145,27 +177,190 @@ def _shape(groups: Means) -> str:
         words = f"This is not {_CHECK_MARK}: {turns}"
     if all(groups.high[below] < groups.low[above] for below, above in ends):
         return f"{words}."
-    reason = "there are too few documents for intervals" if np.isnan(groups.low[some]).any() else "intervals overlap"
+    reason = "there are too few documents for intervals" if np.isnan(groups.low[present]).any() else "intervals overlap"
     return f"{words}; it may be chance, {reason}."
 
 
-def table(measured: Measured) -> pd.DataFrame:
-    frame = measured.groups.frame("mean NLL")
-    frame.insert(0, "depth", range(1, len(frame) + 1))
-    frame["median NLL"] = measured.medians
-    frame["share x mean"] = measured.groups.share * measured.groups.mean
-    return frame
+@dataclass(frozen=True, eq=False)
+class ActiveTokens(Plate):
+    """Shows the share of tokens active in each iteration; the shares add up to the mean depth."""
+
+    name = "active"
+    title = "Tokens active in each iteration"
+    alt = "Bars: the share of tokens that are active in each iteration."
+    missing = staticmethod(needs_halting)
+
+    shares: np.ndarray
+    tokens: np.ndarray
+    numbers: Numbers
+
+    @classmethod
+    def measure(cls, trace: Trace) -> Self:
+        deepest = trace.about.deepest
+        tokens = np.bincount(trace["depth"], minlength=deepest + 1)[1:][::-1].cumsum()[::-1]
+        shares = tokens / len(trace)
+        overall = numbers(trace)
+        # A token of depth D is active in iterations 1 … D.
+        adds_up(np.full(deepest, 1.0 / deepest), deepest * shares, overall.iterations)
+        return cls(shares, tokens, overall)
+
+    def draw(self, theme: Theme) -> Figure:
+        deepest = len(self.shares)
+        figure = new_figure(width=PAGE, height=2.2)
+        axes = figure.subplots()
+        # One colour: those of the depth ramp are depths of tokens, and here are iterations.
+        bars = axes.bar(np.arange(1, deepest + 1), 100 * self.shares, width=0.7, color=PALETTE[0])
+        axes.bar_label(bars, [percent(float(share)) for share in self.shares], padding=2)
+        axes.set_xticks(range(1, deepest + 1))
+        axes.set_xlim(0.4, deepest + 0.6)
+        axes.set_ylim(0, 118)
+        axes.set_yticks(range(0, 101, 25))
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("iteration")
+        axes.set_ylabel("active tokens (%)")
+        axes.set_title(f"mean {self.numbers.iterations:.3f} of {deepest} iterations", loc="right")
+        return figure
+
+    def caption(self) -> str:
+        shares = listed([percent(float(share)) for share in self.shares])
+        overall = self.numbers
+        which = "iteration 1" if len(self.shares) == 1 else f"iterations 1 to {len(self.shares)}"
+        closed = "" if overall.gates_closed is None else f", {percent(overall.gates_closed)} of gates are closed"
+        return (
+            f"In {which} {shares} of the tokens are active, which adds up to {overall.iterations:.3f} "
+            f"iterations per token; {percent(overall.halted)} of tokens halt early{closed}, and the text costs "
+            f"{overall.flops_ratio:.2f} times the FLOPs of the plain backbone."
+        )
+
+    def table(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {"iteration": np.arange(1, len(self.shares) + 1), "active tokens": self.tokens, "share": self.shares}
+        )
 
 
-PLATE = Plate(
-    name="halting",
-    title="Loss by halting iteration",
-    alt="Points: mean loss of the tokens of each depth, with 95% intervals where there are documents enough. "
-    "Bars: how many tokens have that depth. Map: how losses spread at each depth.",
-    missing=needs_nothing,
-    measure=measure,
-    draw=draw,
-    caption=caption,
-    table=table,
-    of_losses=True,
-)
+@dataclass(frozen=True, eq=False)
+class GateValues(Plate):
+    """Shows histograms of the gates' values in log-odds, which separate values near 0, where tokens halt, and near 1.
+
+    Attributes:
+        deciding, later: ``[gate, bin]``, shares of all tokens: active at that gate, and halted before it.
+        closed: share of all tokens that each gate halted.
+        lines: threshold of each gate; ``None`` where the policy has none.
+    """
+
+    name = "gates"
+    title = "Values of the gates"
+    alt = (
+        "Histograms of each gate's value over all tokens on a log-odds axis, tokens that had halted before hatched, "
+        "thresholds dashed."
+    )
+    missing = staticmethod(needs_gates)
+
+    edges: np.ndarray
+    deciding: np.ndarray
+    later: np.ndarray
+    quantiles: np.ndarray
+    closed: np.ndarray
+    lines: tuple[float | None, ...]
+    meaning: str
+
+    @classmethod
+    def measure(cls, trace: Trace) -> Self:
+        gates, depth = trace.by_iteration("gate"), trace["depth"][:, None]
+        count = gates.shape[1]
+        active = depth > np.arange(count)
+        odds, lines = np.clip(log_odds(gates), -_END, _END), _lines(trace, count)
+        # The axis spans all gates and thresholds.
+        ends = [odds.min(), odds.max(), *(_clipped_log_odds(line) for line in lines if line is not None)]
+        edges = np.linspace(min(ends) - 0.4, max(ends) + 0.4, BINS + 1)
+        deciding, later = (
+            np.stack([np.histogram(odds[mask[:, i], i], edges)[0] for i in range(count)]) / len(trace)
+            for mask in (active, ~active)
+        )
+        # A token of depth i + 1 was halted by gate i, if there was something left to decide.
+        decides = np.arange(count) < trace.about.deepest - 1
+        closed = ((depth == np.arange(count) + 1) & decides).mean(axis=0)
+        quantiles = np.quantile(gates, [0.05, 0.5, 0.95], axis=0).T
+        return cls(edges, deciding, later, quantiles, closed, lines, facts_of(trace.about).gate_meaning)
+
+    def draw(self, theme: Theme) -> Figure:
+        count = len(self.deciding)
+        columns = min(count, 4)
+        rows = -(-count // columns)
+        figure = new_figure(width=PAGE, height=0.5 + 1.9 * rows)
+        panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+        for i, axes in enumerate(panels[:count]):
+            deciding, whole = 100 * self.deciding[i], 100 * (self.deciding[i] + self.later[i])
+            axes.stairs(deciding, self.edges, fill=True, color=PALETTE[0], label="active tokens")
+            axes.stairs(
+                whole,
+                self.edges,
+                baseline=deciding,
+                fill=True,
+                facecolor=theme.paper,
+                edgecolor=theme.ink,
+                hatch="//////",
+                linewidth=0.5,
+                label="tokens halted before (no effect)",
+            )
+            line = self.lines[i]
+            if line is not None:
+                axes.axvline(_clipped_log_odds(line), color=_LINE, linestyle="--", label="threshold")
+            axes.set_xticks(*_ticks(self.edges[0], self.edges[-1], apart=0.2 if columns < 4 else 0.25))
+            axes.set_xlim(self.edges[0], self.edges[-1])
+            axes.set_title(f"gate {i + 1}: halts {percent(float(self.closed[i]))}", loc="left")
+            axes.set_xlabel(self.meaning)
+        for axes in panels[count:]:
+            axes.set_visible(False)
+        for axes in panels[::columns]:
+            axes.set_ylabel("tokens (%)")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+        return figure
+
+    def caption(self) -> str:
+        by_gate = listed(
+            [
+                f"gate {i + 1} halts {percent(float(share))} (median {self.quantiles[i, 1]:.2g})"
+                for i, share in enumerate(self.closed)
+            ]
+        )
+        return f"Of all tokens, {by_gate}."
+
+    def table(self) -> pd.DataFrame:
+        frame = pd.DataFrame(self.quantiles, columns=pd.Index(["5%", "median", "95%"]))
+        frame.insert(0, "gate", range(1, len(frame) + 1))
+        frame["threshold"] = [np.nan if line is None else line for line in self.lines]
+        frame["active"] = self.deciding.sum(axis=1)
+        frame["halts"] = self.closed
+        return frame
+
+
+def log_odds(gates: np.ndarray) -> np.ndarray:
+    """Equals ``log10(s / (1 - s))``; infinite at 0 and 1."""
+    with np.errstate(divide="ignore"):
+        return np.log10(gates) - np.log10(1.0 - gates)
+
+
+def _lines(trace: Trace, count: int) -> tuple[float | None, ...]:
+    """Returns the threshold of each gate; ``None`` where the policy has none."""
+    if trace.about.tau is not None and facts_of(trace.about).gates_decide:
+        return (*trace.about.tau, *[None] * count)[:count]
+    if trace.about.policy.startswith("router"):
+        return (0.5,) * count
+    return (None,) * count
+
+
+def _clipped_log_odds(threshold: float) -> float:
+    """Returns the log-odds of a threshold, clipped to the ends of the axis."""
+    return float(np.clip(log_odds(np.array(threshold)), -_END, _END))
+
+
+def _ticks(low: float, high: float, *, apart: float) -> tuple[list[float], list[str]]:
+    """Returns log-odds and labels of round probabilities on this axis, at least this share of it ``apart``."""
+    ticks: dict[float, str] = {}
+    for value, name in sorted(_TICKS.items(), key=lambda tick: abs(tick[0] - 0.5)):
+        odds = _clipped_log_odds(value)
+        if low <= odds <= high and all(abs(odds - other) >= apart * (high - low) for other in ticks):
+            ticks[odds] = name
+    return list(ticks), list(ticks.values())

@@ -1,11 +1,10 @@
-"""A plate: one figure with its measurement from a trace, its caption in numbers and its table."""
+"""The base class of a figure of the report, and what figures share: conditions, number formats, axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import ClassVar, Self
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,67 +16,70 @@ from adaponder.analysis.style import Theme
 from adaponder.analysis.trace import Kind, Trace
 from adaponder.methods import Method, method_class, method_names
 
-DEPTH = "depth (iterations read)"
-# Nats: captions tell four decimals.
-_LEAST_HEIGHT = 4e-4
+DEPTH = "depth (iterations)"
+# Nats: captions show four decimals.
+_MIN_HEIGHT = 4e-4
 
 
-@dataclass(frozen=True)
-class Plate:
-    """One figure.
+class Plate(ABC):
+    """One figure: an instance holds its numbers, measured from a trace, and draws, describes and tabulates them.
 
     Attributes:
-        name: of its files, and what ``--only`` calls it.
+        name: of its files, and of ``--only``.
         alt: alternative text; the numbers are in the caption.
-        missing: why it cannot be drawn from a trace of this kind; ``None`` if it can.
-        measure: computes what ``draw``, ``caption`` and ``table`` show.
-        of_losses: whether it shows losses, and so only predictions of what is learned (:attr:`Trace.scored`).
+        of_losses: whether it shows losses, and so only predictions of learned tokens (:attr:`Trace.scored`).
     """
 
-    name: str
-    title: str
-    alt: str
-    missing: Callable[[Kind], str | None]
-    measure: Callable[[Trace], Any]
-    draw: Callable[[Any, Theme], Figure]
-    caption: Callable[[Any], str]
-    table: Callable[[Any], pd.DataFrame]
-    of_losses: bool = False
+    name: ClassVar[str]
+    title: ClassVar[str]
+    alt: ClassVar[str]
+    of_losses: ClassVar[bool] = False
 
-    def measured(self, trace: Trace) -> Any:
-        """What is shown of ``trace``."""
-        return self.measure(trace.scored if self.of_losses else trace)
+    @staticmethod
+    def missing(kind: Kind) -> str | None:
+        """Returns why the figure cannot be drawn from a trace of this kind; ``None`` if it can."""
+        return None
+
+    @classmethod
+    def measured(cls, trace: Trace) -> Self:
+        """Measures the predictions of ``trace`` that this figure shows."""
+        return cls.measure(trace.scored if cls.of_losses else trace)
+
+    @classmethod
+    @abstractmethod
+    def measure(cls, trace: Trace) -> Self: ...
+
+    @abstractmethod
+    def draw(self, theme: Theme) -> Figure: ...
+
+    @abstractmethod
+    def caption(self) -> str: ...
+
+    @abstractmethod
+    def table(self) -> pd.DataFrame: ...
 
 
 def facts_of(kind: Kind) -> type[Method]:
-    """The class of the traced method; a method of one's own that is not registered here is drawn as any other."""
+    """Returns the class of the traced method, or the base class where it is not registered in this process."""
     return method_class(kind.method) if kind.method in method_names() else Method
 
 
-def needs_nothing(kind: Kind) -> str | None:
-    return None
-
-
 def needs_halting(kind: Kind) -> str | None:
-    return None if kind.halts else f"{kind.method} never halts: every token is read {times(kind.deepest)}"
+    return None if kind.halts else f"{kind.method} never halts: every token has depth {kind.deepest}"
 
 
 def needs_gates(kind: Kind) -> str | None:
     if kind.gates:
         return None
-    return "at one iteration no gate is asked" if kind.halts else f"{kind.method} has no gates"
+    return "with one iteration no gate is evaluated" if kind.halts else f"{kind.method} has no gates"
 
 
 def needs_iterations(kind: Kind) -> str | None:
-    return None if kind.deepest > 1 else f"every token is read {times(kind.deepest)}: there is no second iteration"
-
-
-def times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+    return None if kind.deepest > 1 else "every token has depth 1: there is no second iteration"
 
 
 def percent(share: float) -> str:
-    """A share as a percentage; below one percent with two significant digits."""
+    """Formats a share as a percentage; below one percent with two significant digits."""
     return f"{share:.1%}" if share == 0 or share >= 0.01 else f"{100 * share:.2g}%"
 
 
@@ -86,12 +88,12 @@ def nats(value: float) -> str:
 
 
 def spread(low: float, high: float) -> str:
-    """`` [low, high]``, or an empty string for NaN."""
+    """Formats an interval as `` [low, high]``; NaN gives an empty string."""
     return "" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
 
 
 def listed(parts: list[str]) -> str:
-    """``a, b and c``."""
+    """Joins words as ``a, b and c``."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
@@ -103,9 +105,9 @@ def whiskers(axes: Axes, x: ArrayLike, y: ArrayLike, bars: ArrayLike, theme: The
 
 
 def not_of_noise(axes: Axes) -> None:
-    """Makes an axis of nats at least so high that rounding errors do not fill it."""
+    """Makes an axis of nats high enough that rounding errors do not fill it."""
     low, high = axes.get_ylim()
-    if (more := _LEAST_HEIGHT - (high - low)) > 0:
+    if (more := _MIN_HEIGHT - (high - low)) > 0:
         axes.set_ylim(low - more / 2, high + more / 2)
 
 

@@ -1,4 +1,4 @@
-"""Text from data as labels and HTML: control characters are spelled out, markup is escaped."""
+"""Turns text from data into labels and HTML: control characters are spelled out, markup is escaped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
-    """``text`` with every invisible character spelled as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
+    """Spells every invisible character of ``text`` as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
 
     So no token can move a cursor, change the direction of writing or hide.
     """
@@ -28,23 +28,23 @@ def _number(letter: str) -> str:
 
 
 def for_html(text: str) -> str:
-    """``text`` escaped for HTML, with a visible mark at line ends."""
+    """Escapes ``text`` for HTML, with a visible mark at line ends."""
     return escape(visible(text)).replace("\n", "↵\n")
 
 
 def on_one_line(text: str) -> str:
-    """``text`` on one line, not escaped, with a mark instead of each line end."""
+    """Returns ``text`` on one line, not escaped, with a mark instead of each line end."""
     return visible(text).replace("\n", "↵")
 
 
 def for_figure(text: str, limit: int = 10) -> str:
-    """A token as an axis label: visible spaces, indentation as its width, cut at ``limit`` characters."""
+    """Returns a token as an axis label: visible spaces, indentation as its width, cut at ``limit`` characters."""
     text = re.sub(r" {3,}|\t{3,}|\n{3,}", lambda run: f"{run[0][0]}×{len(run[0])}", text)
     return drawable("".join(_SPACES.get(letter, letter) for letter in text), limit)
 
 
 def drawable(text: str, limit: int) -> str:
-    """``text`` as the figures' font can draw it, cut at ``limit``; missing characters are spelled by their number."""
+    """Returns ``text`` in characters of the figures' font, cut at ``limit``; others are spelled by their number."""
     spelled = visible(text, keep="")
     shown = "".join(letter if _has(letter) else _number(letter) for letter in spelled)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

@@ -1,0 +1,227 @@
+"""Tokens in context: the grid of computed and reused rows (the paper's Figure 1), and excerpts coloured by depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from rich.text import Text
+
+from adaponder.analysis.figures.plate import Plate, facts_of, needs_halting, percent
+from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
+from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
+from adaponder.analysis.trace import Trace
+from adaponder.terminal import by_depth
+
+TOKENS = 32
+# Entries of the legend side by side, as many as the page is wide, and the height of a line of them.
+_ENTRIES, _LINE = 5, 0.2
+EXCERPTS = "excerpts"
+BEFORE, AFTER = 28, 10
+PASSAGE = 320
+
+
+@dataclass(frozen=True, eq=False)
+class TokenGrid(Plate):
+    """Shows consecutive tokens by iterations, computed or reused; ``after`` is the legend of cells of halted tokens."""
+
+    name = "grid"
+    title = "Computed or reused, token by token"
+    alt = (
+        "A grid: tokens of a real stretch of text from left to right, iterations upwards; filled cells were computed, "
+        "hatched ones were not."
+    )
+    missing = staticmethod(needs_halting)
+
+    words: list[str]
+    depths: np.ndarray
+    first: int
+    deepest: int
+    after: str
+
+    @classmethod
+    def measure(cls, trace: Trace) -> Self:
+        first, length = busiest(trace["depth"], trace["document"], TOKENS)
+        part = trace.frame.iloc[first : first + length]
+        return cls(
+            words=[str(word) for word in part["token"]],
+            depths=part["depth"].to_numpy(np.int64),
+            first=first,
+            deepest=trace.about.deepest,
+            after=facts_of(trace.about).after_halting,
+        )
+
+    def draw(self, theme: Theme) -> Figure:
+        count, deepest = len(self.words), self.deepest
+        used = np.unique(self.depths).tolist()
+        more_lines = len(used) // _ENTRIES  # of the legend, which has an entry beside those of the depths
+        figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest + _LINE * more_lines)
+        axes = figure.subplots()
+        colours = depth_colours(deepest)
+        for column, depth in enumerate(self.depths):
+            for row in range(deepest):
+                computed = row < depth
+                axes.add_patch(
+                    Rectangle(
+                        (column + 0.06, row + 0.06),
+                        0.88,
+                        0.88,
+                        facecolor=colours[depth - 1] if computed else theme.paper,
+                        edgecolor=theme.ink if computed else theme.muted,
+                        hatch=None if computed else "////",
+                        linewidth=0.6,
+                    )
+                )
+        axes.set_xlim(0, max(count, 12))
+        axes.set_ylim(0, deepest)
+        axes.set_yticks(np.arange(deepest) + 0.5, [str(i) for i in range(1, deepest + 1)])
+        ticks = axes.set_xticks(
+            np.arange(count) + 0.5, [for_figure(word) for word in self.words], rotation=60, ha="right"
+        )
+        for tick in ticks:
+            tick.label1.set_parse_math(False)
+            tick.label1.set_rotation_mode("anchor")
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        axes.set_ylabel("iteration")
+        axes.set_xlabel("token")
+        handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
+        handles.append(Patch(facecolor=theme.paper, edgecolor=theme.muted, hatch="////", label=self.after))
+        columns = min(len(handles), _ENTRIES)
+        figure.legend(handles=handles, loc="outside upper center", ncols=columns, columnspacing=1.2, handlelength=1.4)
+        return figure
+
+    def caption(self) -> str:
+        count, spent = len(self.depths), int(self.depths.sum())
+        whole = count * self.deepest
+        halted = int((self.depths < self.deepest).sum())
+        where, remark = "", ""
+        if len(np.unique(self.depths)) > 1:
+            where, remark = ", where depths differ most", "; selected for variety, these tokens are not typical"
+        return (
+            f"Tokens {self.first:,} to {self.first + count - 1:,} of the text{where}: "
+            f"{spent} of {whole} rows are computed ({percent(spent / whole)}), {halted} of {count} tokens halt early"
+            f"{remark}."
+        )
+
+    def table(self) -> pd.DataFrame:
+        return pd.DataFrame({"token": [for_figure(word) for word in self.words], "depth": self.depths})
+
+
+def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, int]:
+    """Returns first and length of the tokens of one document whose depths have the highest entropy.
+
+    If every document is shorter than ``length``, it is the beginning of the text.
+    """
+    length = min(length, len(depth))
+    levels = np.arange(1, int(depth.max()) + 1)
+    counts = np.cumsum(np.vstack([np.zeros(len(levels)), depth[:, None] == levels]), axis=0)
+    shares = (counts[length:] - counts[:-length]) / length
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(shares * np.log(shares), axis=1)
+    starts = np.arange(len(entropy))
+    inside = document[starts] == document[starts + length - 1]
+    if not inside.any():
+        return 0, length
+    # Rounded, so that equal mixtures of depths compare equal.
+    return int(np.argmax(np.where(inside, np.round(entropy, 9), -1.0))), length
+
+
+class Excerpt(NamedTuple):
+    """Holds words with their depths (0: not computed) and the loss of what each predicts (NaN: nothing).
+
+    ``target`` is the index of the word that ``remark`` is about; ``None`` for a passage.
+    """
+
+    words: list[str]
+    depths: list[int]
+    losses: list[float]
+    target: int | None
+    remark: str
+
+
+def hardest(trace: Trace, count: int = 6) -> list[Excerpt]:
+    """Returns excerpts around the highest losses after one iteration, of different words, that do not overlap."""
+    return [_around(trace, row) for row in _apart(trace, -trace["full_nll_1"], count)]
+
+
+def easiest(trace: Trace, count: int = 6) -> list[Excerpt]:
+    """Returns excerpts around the lowest losses after one iteration, of different words, that do not overlap."""
+    return [_around(trace, row) for row in _apart(trace, trace["full_nll_1"], count)]
+
+
+def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
+    """Returns the ``length`` tokens whose depths differ most."""
+    first, length = busiest(trace["depth"], trace["document"], length)
+    rows = np.arange(first, first + length)
+    mean = float(trace["depth"][rows].mean())
+    remark = f"{length:,} tokens from token {first:,} on, mean depth {mean:.2f} ({trace['depth'].mean():.2f} overall)."
+    return Excerpt(*_words(trace, rows), target=None, remark=remark)
+
+
+def _apart(trace: Trace, order: np.ndarray, count: int) -> list[int]:
+    """Returns the first ``count`` learned predictions by ``order`` with different targets and excerpts apart."""
+    ids, rows = trace["target_id"], list[int]()
+    learned = np.flatnonzero(trace["learned"])
+    # Many of the extreme predictions are of one word: far more than ``count`` are considered.
+    for row in learned[np.argsort(order[learned], kind="stable")[: 500 * count]].tolist():
+        known = any(ids[row] == ids[other] or abs(row - other) <= BEFORE + AFTER for other in rows)
+        if not known:
+            rows.append(row)
+        if len(rows) == count:
+            break
+    return rows
+
+
+def _around(trace: Trace, row: int) -> Excerpt:
+    """Returns the excerpt of the document around prediction ``row``."""
+    document = trace["document"]
+    rows = np.arange(max(0, row - BEFORE), min(len(trace), row + 2 + AFTER))
+    rows = rows[document[rows] == document[row]]
+    words, depths, losses = _words(trace, rows)
+    target = int(np.searchsorted(rows, row)) + 1
+    if target == len(words):
+        # The document's last word is predicted, but predicts nothing in this document.
+        words, depths, losses = [*words, str(trace.frame["target"].iloc[row])], [*depths, 0], [*losses, float("nan")]
+    return Excerpt(words, depths, losses, target, _remark(trace, row))
+
+
+def _words(trace: Trace, rows: np.ndarray) -> tuple[list[str], list[int], list[float]]:
+    part = trace.frame.iloc[rows]
+    return [str(word) for word in part["token"]], part["depth"].tolist(), part["nll"].tolist()
+
+
+def _remark(trace: Trace, row: int) -> str:
+    deepest, prediction = trace.about.deepest, trace.frame.iloc[row]
+    # Rounding may leave a loss just below 0: z writes no -0.000.
+    losses = f"NLL {prediction['full_nll_1']:z.3f} after one iteration, {prediction['nll']:z.3f} at its depth"
+    if deepest > 1:
+        losses += f", {prediction[f'full_nll_{deepest}']:z.3f} with every token at depth {deepest}"
+    return f"“{on_one_line(str(prediction['target']))}” after a token of depth {prediction['depth']}: {losses}."
+
+
+def as_html(excerpt: Excerpt) -> str:
+    """Returns the excerpt as HTML: coloured spans, with everything from data escaped."""
+    spans = []
+    for index, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
+        kind = f"d{depth}" + (" target" if index == excerpt.target else "")
+        about = "not computed" if depth == 0 else f"depth {depth}; loss of the next token {loss:z.2f} nats"
+        # A line's end lies between two spans, so that the box of a token of several lines is closed on each of them.
+        lines = for_html(word).split("\n")
+        spans.append("\n".join(f'<span class="{kind}" title="{about}">{line}</span>' if line else "" for line in lines))
+    return f'<p class="remark">{for_html(excerpt.remark)}</p>\n<pre class="words">{"".join(spans)}</pre>'
+
+
+def as_text(excerpt: Excerpt, deepest: int) -> Text:
+    """Returns the excerpt for a terminal, the target underlined."""
+    text = by_depth([visible(word) for word in excerpt.words], excerpt.depths, deepest)
+    if excerpt.target is not None:
+        start = sum(len(visible(word)) for word in excerpt.words[: excerpt.target])
+        text.stylize("bold underline", start, start + len(visible(excerpt.words[excerpt.target])))
+    return text
