@@ -11,7 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from adaponder.errors import ConfigError, did_you_mean, in_one_line, shown
-from adaponder.registry import method_class, scale_from_scratch
+from adaponder.methods import method_class
+from adaponder.registry import scale_from_scratch
 from adaponder.settings import OpenRecurrence, PonderOn, Recurrence, check_against, fits, meanings, needed, scale_of
 
 # What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
@@ -147,21 +148,6 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
     @pad_token_id.setter
     def pad_token_id(self, value: Any) -> None:
         self.backbone_config.pad_token_id = value
-
-    @property
-    def table_scale(self) -> float:
-        """Factor on the embedding table of the mixture."""
-        assert isinstance(self.embedding_scale, (int, float))  # resolved when built
-        return self.embedding_scale
-
-    @property
-    def input_scale(self) -> float:
-        """Factor on the first embedding, E^0."""
-        return self.table_scale * self.initial_multiplier
-
-    def gates(self) -> int:
-        """How many decisions a token faces: none after the last iteration."""
-        return self.iterations - 1
 
 
 AdaPonderConfig.__doc__ = f"{(AdaPonderConfig.__doc__ or '').rstrip()}\n{meanings(Recurrence)}\n    "

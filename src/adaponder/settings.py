@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from adaponder.errors import ConfigError, choice, shown
 from adaponder.registry import DEFAULT_METHOD, Scale, method_names
@@ -297,6 +297,27 @@ class Recurrence:
         "anytime, what a gate's label counts. tokens: each the same; nats: as much as the gain lies above or below "
         "lookahead_delta, so that a gate is half open where reading on gains that much on the average",
     )
+
+    if TYPE_CHECKING:  # what AdaPonderConfig adds and methods read
+        backbone_config: Any = None
+
+        @property
+        def hidden_size(self) -> int: ...
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on the embedding table of the mixture."""
+        assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
+        return self.embedding_scale
+
+    @property
+    def input_scale(self) -> float:
+        """Factor on the first embedding, E^0."""
+        return self.table_scale * self.initial_multiplier
+
+    def gates(self) -> int:
+        """Returns how many decisions a token faces: none after the last iteration."""
+        return self.iterations - 1
 
 
 def left_open(settings: type) -> Any:

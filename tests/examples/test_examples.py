@@ -14,7 +14,7 @@ import matplotlib.pyplot
 import pytest
 import torch
 
-from adaponder import cli, registry
+from adaponder import cli, methods, registry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,7 +40,8 @@ RUNS = {
 def run(monkeypatch, tmp_path, capsys):
     """Runs an example or a command where it may write, and returns what it printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_FAMILY", dict(registry._FAMILY))
+    monkeypatch.setattr(registry, "_SCALES", dict(registry._SCALES))
+    monkeypatch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
 
     def start(program: Path | None, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [str(program or "adaponder"), *arguments])

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from adaponder.registry import _FAMILY, method_names
+from adaponder.methods import method_class
+from adaponder.registry import method_names
 
 SOURCE = Path(__file__).parents[2] / "src" / "adaponder"
 # Also the name of the package, of the command and of the model type: a method only where a method is spoken of.
 SHARED = "adaponder"
-MODULES = {str(entry.where).partition(":")[0] for entry in _FAMILY.values()}
+MODULES = {method_class(name).__module__ for name in method_names()}
 
 # Who may name a method all the same, and why: (file, what it names).
 ALLOWED = {

@@ -1,11 +1,11 @@
-"""A method is known by its name before its class is imported, and one's own is registered in one line."""
+"""A method is known by its name before torch is imported, and a user's own is registered in one line."""
 
 import subprocess
 import sys
 
 import pytest
 
-from adaponder import registry
+from adaponder import methods, registry
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.methods import Method, build_method, method_class, method_names, register_method
@@ -18,7 +18,8 @@ from support import HALTING, METHODS, stock
 @pytest.fixture
 def family(monkeypatch):
     """Whatever a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_FAMILY", dict(registry._FAMILY))
+    monkeypatch.setattr(registry, "_SCALES", dict(registry._SCALES))
+    monkeypatch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
 
 
 def test_the_family_is_known_without_torch():

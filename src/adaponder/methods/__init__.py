@@ -1,17 +1,69 @@
 """The family: one short file per method, all on the same backbone wrapper."""
 
-from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError, shown
 from adaponder.execution.base import Iteration
+from adaponder.methods.act import AdaptiveComputationTime
+from adaponder.methods.adaponder import AdaPonder
+from adaponder.methods.anytime import Anytime
 from adaponder.methods.base import Method, State
+from adaponder.methods.loop import Loop, Vanilla
+from adaponder.methods.mor import MixtureOfRecursions
 from adaponder.methods.objectives import Objective
-from adaponder.registry import method_class, method_names, register_method
+from adaponder.methods.ouro import Ouro
+from adaponder.methods.pause import Pause
+from adaponder.methods.ponder import Ponder
+from adaponder.methods.pondernet import PonderNet
+from adaponder.methods.relay import Relay
+from adaponder.methods.reread import Reread
+from adaponder.registry import Scale, check_method, method_names, register_name
+from adaponder.settings import Recurrence
+
+# Under the names of adaponder.registry, which are known without torch.
+_CLASSES: dict[str, type[Method]] = {
+    "adaponder": AdaPonder,
+    "ponder": Ponder,
+    "loop": Loop,
+    "pause": Pause,
+    "mor": MixtureOfRecursions,
+    "ouro": Ouro,
+    "act": AdaptiveComputationTime,
+    "pondernet": PonderNet,
+    "anytime": Anytime,
+    "relay": Relay,
+    "reread": Reread,
+    "vanilla": Vanilla,
+}
 
 
-def build_method(config: AdaPonderConfig) -> Method:
-    """What the config's method adds to a backbone, freshly initialised."""
+def method_class(name: str) -> type[Method]:
+    """Returns the class of a method."""
+    return _CLASSES[check_method(name)]
+
+
+def build_method(config: Recurrence) -> Method:
+    """Builds what the config's method adds to a backbone, freshly initialised."""
     method = method_class(config.method)(config)
     method.reset_parameters(getattr(config.backbone_config, "initializer_range", 0.02))
     return method
+
+
+def register_method(name: str, method: type[Method], *, embedding_scale: Scale = "sqrt(d)") -> None:
+    """Makes a user's own method known by ``name`` to configs, recipes and commands of this process.
+
+    Args:
+        name: not yet taken, unless by this same class.
+        method: a subclass of :class:`Method`.
+        embedding_scale: the default of a model that is trained from scratch.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(f"register_method({shown(name)}, …): a name of letters, digits and _ is needed")
+    call = f"register_method({name!r}, {shown(method)})"
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise ConfigError(f"{call}: a subclass of adaponder.methods.Method is needed")
+    if name in _CLASSES and _CLASSES[name] is not method:
+        raise ConfigError(f"{call}: {_CLASSES[name].__qualname__} has that name; choose another")
+    _CLASSES[name] = method
+    register_name(name, embedding_scale)
 
 
 __all__ = [

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
@@ -15,6 +14,7 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.ponder_cost import PonderCostLoss
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, Policy
+from adaponder.settings import Recurrence
 
 
 class AdaptiveComputationTime(Method):
@@ -32,7 +32,7 @@ class AdaptiveComputationTime(Method):
     ``N``, a token has nothing left to weigh its states with, and its output stays.
     """
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         units = min(1, config.gates())  # none where there is nothing to decide
         self.gates = nn.ModuleList(Gate(config.hidden_size, width=0, bias=-config.gate_bias) for _ in range(units))
@@ -89,17 +89,17 @@ class AdaptiveComputationTime(Method):
         return self.default_policy(training=True)
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         return min(1, config.gates()) * (config.hidden_size + 1) + config.gates() * config.hidden_size
 
     @classmethod
-    def complete(cls, config: AdaPonderConfig) -> None:
+    def complete(cls, config: Recurrence) -> None:
         """Graves' threshold, ``1 - epsilon`` with ``epsilon = 0.01``, where none is given."""
         if config.exit_threshold is None:
             config.exit_threshold = 0.99
 
     @classmethod
-    def described(cls, config: AdaPonderConfig) -> dict[str, Any]:
+    def described(cls, config: Recurrence) -> dict[str, Any]:
         return {
             "halts when probabilities reach": config.exit_threshold,
             "ponder cost": config.halting_cost,

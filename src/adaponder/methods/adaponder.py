@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import Gate, gate_probability, pondered
 from adaponder.methods.base import State
@@ -14,6 +13,7 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.ponder import PonderLoss
 from adaponder.methods.ponder import Ponder
 from adaponder.policies import LearnedGate, Policy
+from adaponder.settings import Recurrence
 
 
 class AdaPonder(Ponder):
@@ -23,7 +23,7 @@ class AdaPonder(Ponder):
     :meth:`Method.forward`. Nothing reads E^K, so the last iteration has no gate.
     """
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         self.gates = nn.ModuleList(
             Gate(config.hidden_size, width=config.gate_width, bias=config.gate_bias) for _ in range(_gates(config))
@@ -71,30 +71,30 @@ class AdaPonder(Ponder):
     exported = True
 
     @classmethod
-    def reuse_rule(cls, config: AdaPonderConfig) -> str:
+    def reuse_rule(cls, config: Recurrence) -> str:
         return config.reuse
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
         return _gates(config) * (inner * d + inner + inner + 1 if inner else d + 1)
 
     @classmethod
-    def gate_flops(cls, config: AdaPonderConfig) -> int:
+    def gate_flops(cls, config: Recurrence) -> int:
         """``W2 gelu(W1 h)``; of width 0, one row of weights."""
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
         return 2 * (d * inner + inner) if inner else 2 * d
 
     @classmethod
-    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float:
+    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
         """A closed gate is one iteration less: ``K - k (K - 1)``."""
         return config.iterations - pressed * config.gates()
 
     @classmethod
-    def described(cls, config: AdaPonderConfig) -> dict[str, Any]:
+    def described(cls, config: Recurrence) -> dict[str, Any]:
         return {"tau": config.tau, "gate width": config.gate_width, "gate bias at start": config.gate_bias}
 
 
-def _gates(config: AdaPonderConfig) -> int:
+def _gates(config: Recurrence) -> int:
     """How many gates there are: one for all iterations where it is shared."""
     return min(1, config.gates()) if config.shared_gate else config.gates()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.execution.base import Rows
 from adaponder.halting import gate_probability, pondered
@@ -15,6 +14,7 @@ from adaponder.methods.objectives.depths import EveryDepthLoss
 from adaponder.methods.objectives.lookahead import LookaheadLoss
 from adaponder.policies import LearnedGate, Policy, RandomRates
 from adaponder.policies.gate_or_chance import GateOrChance
+from adaponder.settings import Recurrence
 
 
 class Anytime(AdaPonder):
@@ -30,7 +30,7 @@ class Anytime(AdaPonder):
     without a target then learn to halt at once: what the others need of them, training shows.
     """
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         self.halting: Policy = RandomRates(config.halt_prior)
         if config.gate_share:
@@ -73,12 +73,12 @@ class Anytime(AdaPonder):
         return iterations
 
     @classmethod
-    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> None:
+    def requested_depth(cls, config: Recurrence, pressed: float) -> None:
         """Training names no depth: the dial does, afterwards."""
         return
 
     @classmethod
-    def complete(cls, config: AdaPonderConfig) -> None:
+    def complete(cls, config: Recurrence) -> None:
         """Checks that the prior has a share for each depth."""
         prior = config.loss_prior
         if prior is None:

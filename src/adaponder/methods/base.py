@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.execution.tokens import Tokens
 from adaponder.methods.facts import Facts
 from adaponder.methods.objectives import CrossEntropy, LossFunction, Objective, Trajectory
 from adaponder.policies import FixedDepth, Policy
+from adaponder.settings import Recurrence
 
 
 class State(NamedTuple):
@@ -40,7 +40,7 @@ class Method(Facts, nn.Module, ABC):
     :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
     """
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__()
         self.config = config
         self.keep_logits = False

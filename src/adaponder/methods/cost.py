@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.backbones.shape import Shape, shape_of
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
-from adaponder.registry import method_class
+from adaponder.methods import method_class
+from adaponder.settings import Recurrence
 
 Attention = Literal["causal", "square"]
 
@@ -35,10 +35,10 @@ class Parameters(NamedTuple):
         return self.backbone + self.added
 
 
-def parameters_of(config: AdaPonderConfig, *, shape: Shape | None = None) -> Parameters:
+def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Parameters:
     """The stock decoder's parameters, and the method's: gates, routers, exit or pause vector, biases included."""
     added = method_class(config.method).own_parameters(config)
-    return Parameters((shape or shape_of(config)).parameters, added)
+    return Parameters((shape or shape_of(config.backbone_config)).parameters, added)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Cost:
 
 def cost_of(
     depth: Tensor,
-    config: AdaPonderConfig,
+    config: Recurrence,
     *,
     shape: Shape | None = None,
     past: int | Tensor = 0,
@@ -126,7 +126,7 @@ def cost_of(
     depth, past = _checked(depth, past, config, iterations)
     if attention not in get_args(Attention):
         raise InputError(f"attention={attention!r}: causal or square")
-    shape = shape or shape_of(config)
+    shape = shape or shape_of(config.backbone_config)
     method = method_class(config.method)
     layout = _layout(config, iterations)
     active = [int((depth > i).sum()) for i in range(iterations)]
@@ -153,7 +153,7 @@ def cost_of(
 
 
 def per_depth(
-    config: AdaPonderConfig,
+    config: Recurrence,
     *,
     context: int = 0,
     shape: Shape | None = None,
@@ -162,7 +162,7 @@ def per_depth(
 
     A method that cannot halt gets depth n from ``max_iterations=n``.
     """
-    shape, halts = shape or shape_of(config), method_class(config.method).halts
+    shape, halts = shape or shape_of(config.backbone_config), method_class(config.method).halts
     return [
         cost_of(
             torch.tensor([[depth]]),
@@ -175,7 +175,7 @@ def per_depth(
     ]
 
 
-def training_flops(config: AdaPonderConfig, *, sequence: int, shape: Shape | None = None) -> float:
+def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
     """FLOPs that one token of a training step needs, in windows of ``sequence`` tokens, every one read K times.
 
     A backward is two forwards. The head counts once for every state that the method's loss scores. What is computed
@@ -209,7 +209,7 @@ class _Layout(NamedTuple):
     stores_all: bool = False
 
 
-def _layout(config: AdaPonderConfig, iterations: int) -> _Layout:
+def _layout(config: Recurrence, iterations: int) -> _Layout:
     method = method_class(config.method)
     reuse = method.reuse_rule(config)
     return _Layout(
@@ -262,7 +262,7 @@ def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int
     return int(visible[query].sum())
 
 
-def _checked(depth: Tensor, past: int | Tensor, config: AdaPonderConfig, iterations: int) -> tuple[Tensor, Tensor]:
+def _checked(depth: Tensor, past: int | Tensor, config: Recurrence, iterations: int) -> tuple[Tensor, Tensor]:
     """The depths of new and of past tokens, on the CPU, after checking that this method can have had them."""
     if not 1 <= iterations <= config.iterations:
         raise InputError(f"max_iterations={iterations}: from 1 to {config.iterations}, the model's iterations")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from adaponder.config import AdaPonderConfig
 from adaponder.policies import Policy
+from adaponder.settings import Recurrence
 
 
 class Facts:
@@ -52,11 +52,11 @@ class Facts:
     # --- the config ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def complete(cls, config: AdaPonderConfig) -> None:
+    def complete(cls, config: Recurrence) -> None:
         """Fills in settings that were left open, and raises on settings that only this method finds wrong."""
 
     @classmethod
-    def described(cls, config: AdaPonderConfig) -> dict[str, Any]:
+    def described(cls, config: Recurrence) -> dict[str, Any]:
         """Its own settings, by the names that ``adaponder inspect`` prints."""
         return {}
 
@@ -73,7 +73,7 @@ class Facts:
         return 1
 
     @classmethod
-    def reuse_rule(cls, config: AdaPonderConfig) -> str:
+    def reuse_rule(cls, config: Recurrence) -> str:
         """What others see of a halted token.
 
         ``state``: keys and values of its last iteration, and its hidden state stays too; ``kv``: keys and values of its
@@ -85,7 +85,7 @@ class Facts:
     # --- what it costs ------------------------------------------------------------------------------------------
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         """How many parameters it adds to the backbone's, biases included."""
         return 0
 
@@ -95,7 +95,7 @@ class Facts:
         return iterations - 1 if cls.halts else 0
 
     @classmethod
-    def gate_flops(cls, config: AdaPonderConfig) -> int:
+    def gate_flops(cls, config: Recurrence) -> int:
         """FLOPs of one evaluation of a gate; by default, of one row of weights."""
         return 2 * config.hidden_size
 
@@ -114,7 +114,7 @@ class Facts:
         return None
 
     @classmethod
-    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float | None:
+    def requested_depth(cls, config: Recurrence, pressed: float) -> float | None:
         """Mean depth that training asks for when the ponder term presses on the share ``pressed`` of all gates.
 
         ``None`` where the objective names no depth.

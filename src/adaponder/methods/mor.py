@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import gate_probability
@@ -16,6 +15,7 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.router import RouterLoss
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
+from adaponder.settings import Recurrence
 
 
 class Router(nn.Linear):
@@ -39,7 +39,7 @@ class MixtureOfRecursions(Method):
     the router's logit, which the auxiliary loss trains to agree.
     """
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         self.routers = nn.ModuleList(Router(config.hidden_size) for _ in range(config.gates()))
 
@@ -89,22 +89,22 @@ class MixtureOfRecursions(Method):
     after_halting = "halted: out of sight"
 
     @classmethod
-    def reuse_rule(cls, config: AdaPonderConfig) -> str:
+    def reuse_rule(cls, config: Recurrence) -> str:
         return "absent"
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         return config.gates() * config.hidden_size
 
     def training_policy(self, progress: float) -> Policy:
         return self.top_share(progress)
 
     @classmethod
-    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float:
+    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
         return float(sum(config.capacities or ()))
 
     @classmethod
-    def complete(cls, config: AdaPonderConfig) -> None:
+    def complete(cls, config: Recurrence) -> None:
         """Capacities left open are the paper's keeping ratios at K = 4 (sum 3.80, its 3.8x), else all tokens'."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
@@ -12,6 +11,7 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.exits import ExitImprovementLoss, ExpectedExitLoss
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, Policy
+from adaponder.settings import Recurrence
 
 
 class Exit(nn.Linear):
@@ -24,7 +24,7 @@ class Exit(nn.Linear):
 class Ouro(Method):
     """One exit gate for all loops; training always runs every loop, exits happen in evaluation."""
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         self.exit = Exit(config.hidden_size, 1)
 
@@ -75,11 +75,11 @@ class Ouro(Method):
         return iterations
 
     @classmethod
-    def complete(cls, config: AdaPonderConfig) -> None:
+    def complete(cls, config: Recurrence) -> None:
         """Exits before the last loop only where a threshold is given."""
         if config.exit_threshold is None:
             config.exit_threshold = 1.0
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         return config.hidden_size + 1

@@ -7,16 +7,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Pass, Rows
 from adaponder.execution.tokens import Tokens
 from adaponder.methods.base import Method, State
+from adaponder.settings import Recurrence
 
 
 class Pause(Method):
     """One pass over K times as many slots: depth in width. ``max_iterations=n`` inserts ``n - 1`` pauses."""
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         own = config.pause_token_id is None
         self.vector = nn.Parameter(torch.empty(config.hidden_size)) if own else None
@@ -54,5 +54,5 @@ class Pause(Method):
         return iterations
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         return config.hidden_size if config.pause_token_id is None else 0

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaponder.config import AdaPonderConfig
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
@@ -15,6 +14,7 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.geometric import GeometricExitLoss, mean_exit
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, Policy
+from adaponder.settings import Recurrence
 
 
 class PonderNet(Method):
@@ -31,7 +31,7 @@ class PonderNet(Method):
     There is no signal of the iteration: the paper has none.
     """
 
-    def __init__(self, config: AdaPonderConfig):
+    def __init__(self, config: Recurrence):
         super().__init__(config)
         units = min(1, config.gates())  # none where there is nothing to decide
         self.gates = nn.ModuleList(Gate(config.hidden_size, width=0, bias=-config.gate_bias) for _ in range(units))
@@ -73,22 +73,22 @@ class PonderNet(Method):
         return iterations
 
     @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
+    def own_parameters(cls, config: Recurrence) -> int:
         return min(1, config.gates()) * (config.hidden_size + 1)
 
     @classmethod
-    def requested_depth(cls, config: AdaPonderConfig, pressed: float) -> float:
+    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
         """The mean of the prior."""
         return mean_exit(config.exit_prior, config.iterations)
 
     @classmethod
-    def complete(cls, config: AdaPonderConfig) -> None:
+    def complete(cls, config: Recurrence) -> None:
         """The median of the exit distribution, where no threshold is given."""
         if config.exit_threshold is None:
             config.exit_threshold = 0.5
 
     @classmethod
-    def described(cls, config: AdaPonderConfig) -> dict[str, Any]:
+    def described(cls, config: Recurrence) -> dict[str, Any]:
         return {
             "exits when probabilities reach": config.exit_threshold,
             "exit prior": config.exit_prior,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaponder.registry import method_class
+from adaponder.methods import method_class
 from adaponder.reproduction.claims import title_of
 from adaponder.reproduction.judging import Judge, shown
 from adaponder.reproduction.statistics import estimate, within

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from adaponder.methods import method_class
 from adaponder.recipes import Recipe
-from adaponder.registry import method_class
 from adaponder.reproduction.queue import Experiment, Queue, identity
 
 # What runs may take beyond their estimate before it is too late.

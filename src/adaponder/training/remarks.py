@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from adaponder.data import Shards
 from adaponder.devices import product_dtype
+from adaponder.methods import method_class
 from adaponder.recipes import Recipe, TrainRecipe
-from adaponder.registry import method_class
 from adaponder.terminal import console, line
 from adaponder.training.distributed import World
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from adaponder import AdaPonderForCausalLM, cli, registry
+from adaponder import AdaPonderForCausalLM, cli, methods, registry
 from adaponder.analysis.figures import PLATES, GateValues, TokenGrid
 from adaponder.analysis.report import write_report
 from adaponder.analysis.trace import Trace, make_trace
@@ -32,7 +32,8 @@ WINDOWS = Windows(24)
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_FAMILY", dict(registry._FAMILY))
+        patch.setattr(registry, "_SCALES", dict(registry._SCALES))
+        patch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
         register_method(NAME, Echo)
         yield
 

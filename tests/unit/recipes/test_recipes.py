@@ -16,10 +16,10 @@ import adaponder
 from adaponder import halting
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
+from adaponder.methods import method_class
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
-from adaponder.registry import method_class
 from adaponder.settings import SCALES, scale_of
 from adaponder.training.build import config_of, scratch_config
 from adaponder.training.optim import build_optimizer
