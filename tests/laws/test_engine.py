@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from adaponder import AdaPonderForCausalLM, LearnedGate, Random
 from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
-from adaponder.policies.gate_or_chance import GateOrChance
+from adaponder.policies import GateOrChance
 from support import FAMILIES, METHODS, VOCABULARY, stir, tiny, widen_norms
 
 

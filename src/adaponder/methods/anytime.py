@@ -12,8 +12,7 @@ from adaponder.methods.base import State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.depths import EveryDepthLoss
 from adaponder.methods.objectives.lookahead import LookaheadLoss
-from adaponder.policies import LearnedGate, Policy, RandomRates
-from adaponder.policies.gate_or_chance import GateOrChance
+from adaponder.policies import GateOrChance, LearnedGate, Policy, RandomRates
 from adaponder.settings import Recurrence
 
 

@@ -1,16 +1,11 @@
-"""Who decides depth at run time: the learned gate, fixed depths, signals of doubt, shares, or one's own callable."""
+"""What decides depth at run time: the learned gate, fixed depths, measures of doubt, shares, or a user's callable."""
 
-from adaponder.policies.base import Custom, Policy, PolicyInput, as_policy
-from adaponder.policies.confidence import Confidence, Similarity
+from adaponder.policies.base import Custom, Policy, PolicyInput, as_policy, parse_policy
 from adaponder.policies.depth import FixedDepth, ForcedDepths
 from adaponder.policies.gate import ExitThreshold, LearnedGate, RouterThreshold
-from adaponder.policies.measures import Change, Divergence, Entropy
-from adaponder.policies.random import Random
-from adaponder.policies.random_rates import RandomRates
-from adaponder.policies.sampled_exit import SampledExit
-from adaponder.policies.schedules import Geometric, Schedule, Shares, Uniform, thresholds_for
-from adaponder.policies.sequence import Ranked, SequencePolicy
-from adaponder.policies.spec import parse_policy
+from adaponder.policies.measures import Change, Confidence, Divergence, Entropy, Similarity
+from adaponder.policies.random import GateOrChance, Random, RandomRates, SampledExit
+from adaponder.policies.schedules import Geometric, Ranked, Schedule, SequencePolicy, Shares, Uniform, thresholds_for
 from adaponder.policies.values import as_int64, sequence_seeds
 
 __all__ = [
@@ -22,6 +17,7 @@ __all__ = [
     "ExitThreshold",
     "FixedDepth",
     "ForcedDepths",
+    "GateOrChance",
     "Geometric",
     "LearnedGate",
     "Policy",

@@ -1,17 +1,20 @@
-"""A policy looks at each row, one token after one iteration, and says whether the token is read again."""
+"""A policy looks at each row, one token after one iteration, and decides whether the token is read again.
+
+A policy can be written as one line of text, ``word:value[,value…]``, e.g. ``fixed:2`` or ``gate:0.1,0.2,0.3``; a
+schedule's calibrated thresholds follow an ``@``. Command lines take such a line and profiles store it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adaponder.errors import InputError, shown
-from adaponder.policies.text import PolicyLine, number_text
 
 
 @dataclass(frozen=True)
@@ -23,17 +26,17 @@ class PolicyInput:
 
     Attributes:
         iteration: int64, the iteration that the row has just finished, from 0.
-        gate: how much the model wants to read on, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
+        gate: the model's signal to continue, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
             probability of not having exited yet.
         hidden: final-normed hidden states.
         position: position of the token in its document.
         seed: int64, the caller's seed.
         sequence: index in the batch of the token's sequence.
         slot: index of the token in its sequence, padding and cached tokens counted.
-        active: tokens still in play; the others' answers do not matter.
+        active: tokens that have not halted; the policy's result for other tokens is ignored.
         head: computes logits from hidden states; use :attr:`logits`.
-        previous: final-normed hidden states of the same tokens one iteration earlier, of no meaning for rows at
-            iteration 0; ``None`` where no row has one.
+        previous: final-normed hidden states of the same tokens one iteration earlier; undefined for rows at
+            iteration 0, ``None`` where no row has one.
     """
 
     iteration: Tensor
@@ -49,25 +52,79 @@ class PolicyInput:
 
     @property
     def logits(self) -> Tensor:
-        """The next-token logits at this iteration, computed when asked for: most policies never pay for them."""
+        """Next-token logits at this iteration, computed on access: most policies do not need them."""
         return self.head(self.hidden)
 
 
-class Policy(ABC):
-    """Decides the mask only; how an update is weighted is the method's affair.
+class PolicyLine(NamedTuple):
+    """A line of text split up: ``uniform:0.5@0.1,0.2`` has word ``uniform``, value ``0.5``, thresholds ``0.1,0.2``."""
 
-    A policy is one class in one file. With a ``word`` it has a form in one line of text, ``word:value``, as soon as its
-    class is defined: ``--policy`` takes it and a profile stores it.
+    text: str
+    word: str
+    value: str
+    thresholds: str
+
+    @classmethod
+    def split(cls, text: str) -> PolicyLine:
+        word, _, rest = text.partition(":")
+        value, _, thresholds = rest.partition("@")
+        return cls(text, word, value, thresholds)
+
+    def number(self) -> float:
+        """Returns the value as one number."""
+        values = self.numbers()
+        if len(values) != 1:
+            raise InputError(f"--policy {self.word}: takes one value, {len(values)} were given")
+        return values[0]
+
+    def whole_number(self) -> int:
+        """Returns the value as one whole number."""
+        number = self.number()
+        if not number.is_integer():
+            raise InputError(f"--policy {self.text}: the depth must be a whole number")
+        return int(number)
+
+    def numbers(self) -> tuple[float, ...]:
+        """Returns the value as a list of numbers."""
+        return self._numbers(self.value)
+
+    def number_or_numbers(self) -> float | tuple[float, ...]:
+        """Returns the value as one number for all gates, or as one for each."""
+        values = self.numbers()
+        return values[0] if len(values) == 1 else values
+
+    def threshold_numbers(self) -> tuple[float, ...]:
+        """Returns the numbers after the ``@``; empty where there are none."""
+        return self._numbers(self.thresholds) if self.thresholds else ()
+
+    def _numbers(self, text: str) -> tuple[float, ...]:
+        try:
+            return tuple(float(number) for number in text.split(","))
+        except ValueError:
+            raise InputError(f"--policy {self.text}: {text!r} is not a number or a list of numbers") from None
+
+
+def number_text(value: float | Sequence[float]) -> str:
+    """Formats one number, or several with commas between them, as text that parses back to the same numbers."""
+    # repr of a float is the shortest such text.
+    return ",".join(repr(number) for number in (value if isinstance(value, Sequence) else (value,)))
+
+
+class Policy(ABC):
+    """Decides which tokens are read again; how an update is weighted is up to the method.
+
+    A policy is one class. With a ``word`` it has a form in one line of text, ``word:value``, as soon as its class is
+    defined: ``--policy`` takes it and a profile stores it.
 
     Attributes:
-        causal: promises that a token's answer never depends on later tokens; a policy without it may train and evaluate
-            and is refused in generation.
-        row_by_row: promises that a row's answer depends on that row alone; a :class:`SequencePolicy` cannot, and
-            chooses among the tokens of a whole sequence instead.
-        reads_seed: whether an answer may depend on the row's seed.
-        reads_previous: whether it looks at ``previous``; an engine keeps those states only where a policy does.
-        signal: the kind of ``gate`` it must be given (the ``signal`` of a method's class); ``None``: any.
-        word: names it in a line of text; empty where it has no such form.
+        causal: promises that a token's decision never depends on later tokens; a policy without it may train and
+            evaluate and is refused in generation.
+        row_by_row: promises that a row's decision depends on that row alone; a :class:`SequencePolicy` chooses among
+            the tokens of a whole sequence instead.
+        reads_seed: whether a decision may depend on the row's seed.
+        reads_previous: whether it reads ``previous``; an engine keeps those states only where a policy does.
+        signal: the kind of ``gate`` that it needs (the ``signal`` of a method's class); ``None``: any.
+        word: its name in a line of text; empty where it has no such form.
         value_field: the field that the value of a line sets; empty where it takes none.
     """
 
@@ -86,9 +143,9 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """True for rows whose token is read again.
+        """Returns True for rows whose token is read again.
 
-        A policy that asks another one passes on ``check`` and ``check_batch`` to it: settings are refused there, before
+        A policy that calls another one forwards ``check`` and ``check_batch`` to it: settings are refused there, before
         anything is computed, and not here.
         """
 
@@ -99,21 +156,21 @@ class Policy(ABC):
 
     @property
     def spelling(self) -> str:
-        """The policy as it is typed, ``fixed:2``, for tables and errors; its fingerprint where no line says it."""
+        """The policy as it is typed, ``fixed:2``, for tables and errors; its fingerprint where it has no line."""
         try:
             return self.as_line()
         except InputError:
             return self.fingerprint
 
     def heads(self, iteration: int) -> int:
-        """How often it computes a token's logits to decide after this iteration: a cost that is its own."""
+        """Returns how often the policy computes a token's logits to decide after this iteration."""
         return 0
 
     def check(self, method: str, iterations: int) -> None:  # noqa: B027 (many policies fit every model)
         """Raises where it cannot decide for a model of ``method`` that reads a token up to ``iterations`` times."""
 
     def check_signal(self, signal: str, method: str, iterations: int) -> None:
-        """Raises where it reads another signal than the one that a model of ``method`` gives it as ``gate``."""
+        """Raises where it needs another signal than the one that a model of ``method`` provides as ``gate``."""
         if self.signal not in (None, signal):
             raise InputError(
                 f"policy={self.spelling}: it reads the signal of {self.signal}, and this model is {method} "
@@ -121,46 +178,46 @@ class Policy(ABC):
             )
 
     def check_batch(self, sequences: int, slots: int) -> None:  # noqa: B027 (most policies fit every batch)
-        """Raises where it cannot decide for so many sequences of so many slots, padding and cached tokens counted.
+        """Raises where it cannot decide for a batch of this shape, padding and cached tokens counted.
 
-        Called once before a forward's first iteration: what can be known on the host is checked here, so that no
-        decision has to wait for the device.
+        Called once before a forward's first iteration: what the host knows is checked here, so that no decision has to
+        wait for the device.
         """
 
     @classmethod
     def words(cls) -> tuple[str, ...]:
-        """The words that a line of this policy may start with."""
+        """Returns the words that a line of this policy may start with."""
         return (cls.word,)
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
-        """The policy that a line says; ``None`` where the line does not have the form of one."""
+        """Returns the policy that a line describes; ``None`` where the line does not have the form of one."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
         return cls(**{cls.value_field: cls.parse_value(line)}) if cls.value_field else cls()
 
     @classmethod
     def parse_value(cls, line: PolicyLine) -> object:
-        """What the line's value makes of ``value_field``: one number, unless a policy says otherwise."""
+        """Returns the line's value as ``value_field`` takes it: one number, unless a subclass overrides this."""
         return line.number()
 
     def as_line(self) -> str:
-        """The line of text that :meth:`parse` turns back into this policy."""
+        """Returns the line of text that :meth:`parse` turns back into this policy."""
         # A subclass without a word of its own would be read back as its parent.
         if _BY_WORD.get(self.word) is not type(self):
             raise InputError(f"policy={self.fingerprint}: it cannot be written as one line of text")
         return f"{self.word}:{number_text(getattr(self, self.value_field))}" if self.value_field else self.word
 
 
-# Enters a class when it is defined: see Policy.__init_subclass__.
+# Filled when a class is defined: see Policy.__init_subclass__.
 _BY_WORD: dict[str, type[Policy]] = {}
 
 
 def _register(policy: type[Policy]) -> None:
     if any(mark in policy.word for mark in ":@,"):
-        raise InputError(f"{policy.__qualname__}.word={policy.word!r}: a word without colon, comma and @ is needed")
+        raise InputError(f"{policy.__qualname__}.word={policy.word!r} must not contain a colon, a comma or @")
     other = _BY_WORD.get(policy.word)
-    # A class defined again (a notebook's cell run twice, dataclass(slots=True)) takes its own place.
+    # A class defined again (a notebook's cell run twice, dataclass(slots=True)) replaces itself.
     if other is not None and (other.__module__, other.__qualname__) != (policy.__module__, policy.__qualname__):
         raise InputError(
             f"{policy.__qualname__}.word={policy.word!r}: {other.__module__}.{other.__qualname__} has it already; "
@@ -170,12 +227,24 @@ def _register(policy: type[Policy]) -> None:
 
 
 def registered_policies() -> tuple[type[Policy], ...]:
-    """Every class of policies that has a word, in the order in which they were defined."""
+    """Returns every policy class that has a word, in the order in which they were defined."""
     return tuple(_BY_WORD.values())
 
 
+def parse_policy(text: str) -> Policy:
+    """Returns the policy that a line of text describes; ``ranked-…`` ones are for evaluation only."""
+    line, classes = PolicyLine.split(text), registered_policies()
+    for policy_class in classes:
+        if line.word in policy_class.words():
+            policy = policy_class.parse(line)
+            if policy is not None:
+                return policy
+    known = ", ".join(word for policy_class in classes for word in policy_class.words())
+    raise InputError(f"--policy {text}: name one of {known}, then a colon and its value")
+
+
 def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
-    """The policy itself, or the user's own callable made one."""
+    """Returns the policy itself, or wraps a user's callable."""
     if isinstance(policy, Policy):
         return policy
     if callable(policy):
@@ -186,7 +255,7 @@ def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
 
 @dataclass(frozen=True)
 class Custom(Policy):
-    """The user's own callable. It is trusted to be causal and per token; law 1 can be tested on it."""
+    """A user's callable. It is trusted to be causal and per token; law 1 can be tested on it."""
 
     function: Callable[[PolicyInput], Tensor]
 

@@ -1,4 +1,4 @@
-"""Depths that are known beforehand: one for all tokens, or one for each."""
+"""Policies with given depths: one for all tokens, or one for each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from adaponder.errors import InputError, shown
-from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.text import PolicyLine
+from adaponder.policies.base import Policy, PolicyInput, PolicyLine
 
 
 @dataclass(frozen=True)
 class FixedDepth(Policy):
-    """Every token is read ``depth`` times."""
+    """Reads every token ``depth`` times."""
 
     depth: int
     reads_seed: ClassVar[bool] = False
@@ -24,9 +23,7 @@ class FixedDepth(Policy):
 
     def __post_init__(self) -> None:
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
-            raise InputError(
-                f"depth={shown(self.depth)}: a whole number is needed, and a token must be read at least once"
-            )
+            raise InputError(f"depth={shown(self.depth)} must be a whole number, at least 1")
 
     @classmethod
     def parse_value(cls, line: PolicyLine) -> object:
@@ -35,8 +32,7 @@ class FixedDepth(Policy):
     def check(self, method: str, iterations: int) -> None:
         if self.depth > iterations:
             raise InputError(
-                f"policy={self.spelling}: the model reads a token at most K={iterations} times: name a depth from 1 "
-                f"to {iterations}"
+                f"policy={self.spelling}: the depth must be between 1 and {iterations}, the model's iterations"
             )
 
     def __call__(self, rows: PolicyInput) -> Tensor:
@@ -45,10 +41,9 @@ class FixedDepth(Policy):
 
 @dataclass(frozen=True)
 class ForcedDepths(Policy):
-    """Each token is read as often as ``depths[sequence, slot]`` says: replay, oracles, tests.
+    """Reads each token ``depths[sequence, slot]`` times: replay, oracles, tests.
 
-    Depths that lie on another device than the model are copied there at every iteration: put them there first where
-    time matters.
+    Depths on another device than the model's are copied at every iteration: move them first where time matters.
     """
 
     depths: Tensor
@@ -56,23 +51,25 @@ class ForcedDepths(Policy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.depths, Tensor):
-            raise InputError(f"depths={shown(self.depths)}: a tensor [batch, time] of whole numbers is needed")
+            raise InputError(f"depths={shown(self.depths)} must be a tensor [batch, time] of whole numbers")
         if self.depths.ndim != 2:
-            raise InputError(f"depths has shape {tuple(self.depths.shape)}: [batch, time] is needed")
+            raise InputError(f"depths has shape {tuple(self.depths.shape)}, it must be [batch, time]")
         if self.depths.is_floating_point() or self.depths.dtype == torch.bool:
-            raise InputError(f"depths is {self.depths.dtype}: whole numbers are needed")
+            raise InputError(f"depths is {self.depths.dtype}, it must hold whole numbers")
 
     def check(self, method: str, iterations: int) -> None:
-        # On a GPU the host would wait for the answer, and a token is read K times at most anyway.
+        # On a GPU the host would wait for the maximum, and a token is read at most K times anyway.
         if self.depths.device.type == "cpu" and self.depths.numel() and int(self.depths.max()) > iterations:
             raise InputError(
-                f"policy: ForcedDepths asks for depth {int(self.depths.max())}, the model reads a token at most "
+                f"policy: ForcedDepths has depth {int(self.depths.max())}; the model reads a token at most "
                 f"K={iterations} times"
             )
 
     def check_batch(self, sequences: int, slots: int) -> None:
         if sequences > self.depths.shape[0] or slots > self.depths.shape[1]:
-            raise InputError(f"depths has shape {tuple(self.depths.shape)}: too small for this batch, padding counted")
+            raise InputError(
+                f"depths has shape {tuple(self.depths.shape)}: too small for this batch of {sequences} x {slots} slots"
+            )
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         depths = self.depths.to(rows.slot.device)

@@ -1,4 +1,4 @@
-"""Rules that compare the model's own signal with a threshold: a learned gate, a router, exits."""
+"""Policies that compare the model's own signal with a threshold: a learned gate, a router, exits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
-from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.text import PolicyLine
+from adaponder.policies.base import Policy, PolicyInput, PolicyLine
 from adaponder.policies.values import as_floats, as_number, as_share, at, check_one_per_gate, set_fields
 
 
 @dataclass(frozen=True)
 class LearnedGate(Policy):
-    """Read on while ``s >= tau`` (eq. 4): the paper's rule, with one tau or one per gate; at ``inf`` nobody does."""
+    """Continues while ``s >= tau`` (eq. 4): the paper's rule. One tau or one per gate; ``inf`` halts every token."""
 
     tau: float | tuple[float, ...] = 1e-4
     reads_seed: ClassVar[bool] = False
@@ -44,7 +43,7 @@ class LearnedGate(Policy):
 
 @dataclass(frozen=True)
 class RouterThreshold(Policy):
-    """Read on while the router's logit is positive: how a model that is trained to rank decides causally."""
+    """Continues while the router's logit is positive: how a model that is trained to rank decides causally."""
 
     reads_seed: ClassVar[bool] = False
     signal: ClassVar[str | None] = "router"
@@ -56,7 +55,7 @@ class RouterThreshold(Policy):
 
 @dataclass(frozen=True)
 class ExitThreshold(Policy):
-    """Exit once the cumulative exit probability reaches ``q``: the rule of models that have an exit gate."""
+    """Exits once the cumulative exit probability reaches ``q``: the rule of models that have an exit gate."""
 
     q: float = 1.0
     reads_seed: ClassVar[bool] = False
@@ -67,8 +66,8 @@ class ExitThreshold(Policy):
     def __post_init__(self) -> None:
         set_fields(self, q=as_number("q", self.q))
         if not 0.0 < self.q <= 1.0:
-            raise InputError(f"q={self.q}: a probability above 0, at most 1, is needed")
+            raise InputError(f"q={self.q} must be above 0 and at most 1")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        # Not 1 - gate < q: of a small gate that difference is rounded to 1, and at q = 1 nobody may exit for that.
+        # Not 1 - gate < q: that difference rounds to 1 for a small gate, and at q = 1 no token may exit because of it.
         return rows.gate.float() > at(1.0 - self.q, rows.iteration, torch.float32)

@@ -1,4 +1,4 @@
-"""Rules that measure a row's prediction, or how far the last iteration moved it, and compare with a threshold."""
+"""Policies that measure a row's prediction, or how far the last iteration moved it, and compare with a threshold."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from adaponder.ops.precision import widened
-from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.text import PolicyLine
+from adaponder.policies.base import Policy, PolicyInput, PolicyLine
 from adaponder.policies.values import as_floats, at, check_one_per_gate, set_fields
 
 # Rows whose logits exist at one time: with 50,000 words, 200 MB in float32.
@@ -22,11 +21,16 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasureThreshold(Policy):
-    """Read on while :meth:`measure` is at least ``threshold``, one number for all gates or one for each."""
+    """Continues while :meth:`measure` is at least ``threshold`` (``at_most``: at most), one number or one per gate.
+
+    Measures of two iterations (``reads_previous``) have nothing to compare after iteration 0: every token continues
+    then and is read at least twice.
+    """
 
     threshold: float | tuple[float, ...]
     reads_seed: ClassVar[bool] = False
     value_field: ClassVar[str] = "threshold"
+    at_most: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         set_fields(self, threshold=as_floats("threshold", self.threshold))
@@ -41,16 +45,17 @@ class MeasureThreshold(Policy):
     @staticmethod
     @abstractmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """One number per row; thresholds are compared with it in its own precision."""
+        """Returns one number per row; thresholds are compared with it in its own precision."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         measured = self.measure(rows)
-        return measured >= at(self.threshold, rows.iteration, measured.dtype)
+        threshold = at(self.threshold, rows.iteration, measured.dtype)
+        return measured <= threshold if self.at_most else measured >= threshold
 
 
 @dataclass(frozen=True)
 class Entropy(MeasureThreshold):
-    """Read on while the next-token distribution's entropy (nats) is at least ``threshold``."""
+    """Continues while the next-token distribution's entropy (nats) is at least ``threshold``."""
 
     word: ClassVar[str] = "entropy"
 
@@ -58,11 +63,35 @@ class Entropy(MeasureThreshold):
     def measure(rows: PolicyInput) -> Tensor:
         """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
 
-        def of(hidden: Tensor) -> Tensor:
+        def entropy(hidden: Tensor) -> Tensor:
             log_p = torch.log_softmax(widened(rows.head(hidden)), dim=-1)
             return -(log_p.exp() * log_p).sum(-1)
 
-        return in_chunks(of, rows.hidden)
+        return in_chunks(entropy, rows.hidden)
+
+    def heads(self, iteration: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Confidence(MeasureThreshold):
+    """Continues while the two likeliest next tokens are at most ``threshold`` apart in probability.
+
+    CALM's softmax response. At 1 every token is read K times.
+    """
+
+    word: ClassVar[str] = "confidence"
+    at_most: ClassVar[bool] = True
+
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``p(1st) - p(2nd)`` of the next-token distribution, 0 to 1; logits exist for a few rows at a time."""
+
+        def margin(hidden: Tensor) -> Tensor:
+            first, second = torch.softmax(widened(rows.head(hidden)), dim=-1).topk(2, dim=-1).values.unbind(-1)
+            return first - second
+
+        return in_chunks(margin, rows.hidden)
 
     def heads(self, iteration: int) -> int:
         return 1
@@ -70,10 +99,7 @@ class Entropy(MeasureThreshold):
 
 @dataclass(frozen=True)
 class Divergence(MeasureThreshold):
-    """Read on while the last iteration moved the prediction: ``KL(p_i || p_{i-1})`` (nats) is at least ``threshold``.
-
-    After iteration 0 there is nothing to compare with: everybody reads on, so no token is read fewer than two times.
-    """
+    """Continues while the last iteration moved the prediction by a divergence (nats) of at least ``threshold``."""
 
     word: ClassVar[str] = "kl"
     reads_previous: ClassVar[bool] = True
@@ -81,14 +107,12 @@ class Divergence(MeasureThreshold):
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
         """Equals ``KL(p_i || p_{i-1})`` of a token's next-token distributions, in nats; infinite after iteration 0."""
-        if rows.previous is None:
-            return torch.full_like(rows.gate, math.inf)
 
-        def of(hidden: Tensor, before: Tensor) -> Tensor:
+        def divergence(hidden: Tensor, before: Tensor) -> Tensor:
             log_p, log_q = (torch.log_softmax(widened(rows.head(states)), dim=-1) for states in (hidden, before))
             return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-        return torch.where(rows.iteration == 0, math.inf, in_chunks(of, rows.hidden, rows.previous))
+        return _since_previous(rows, lambda hidden, before: in_chunks(divergence, hidden, before), first=math.inf)
 
     def heads(self, iteration: int) -> int:
         return 2 if iteration else 0
@@ -96,10 +120,7 @@ class Divergence(MeasureThreshold):
 
 @dataclass(frozen=True)
 class Change(MeasureThreshold):
-    """Read on while the last iteration moved the final-normed hidden state by at least ``threshold`` of its length.
-
-    After iteration 0 there is nothing to compare with: everybody reads on, so no token is read fewer than two times.
-    """
+    """Continues while the last iteration moved the final-normed hidden state by at least ``threshold`` of its norm."""
 
     word: ClassVar[str] = "change"
     reads_previous: ClassVar[bool] = True
@@ -107,14 +128,43 @@ class Change(MeasureThreshold):
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
         """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite after iteration 0."""
-        if rows.previous is None:
-            return torch.full_like(rows.gate, math.inf)
-        hidden, before = widened(rows.hidden), widened(rows.previous)
-        moved = (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
-        return torch.where(rows.iteration == 0, math.inf, moved)
+
+        def change(hidden: Tensor, before: Tensor) -> Tensor:
+            hidden, before = widened(hidden), widened(before)
+            return (hidden - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(before.dtype).tiny)
+
+        return _since_previous(rows, change, first=math.inf)
+
+
+@dataclass(frozen=True)
+class Similarity(MeasureThreshold):
+    """Continues while a token's last two final-normed hidden states have a cosine of at most ``threshold``.
+
+    CALM's hidden-state saturation.
+    """
+
+    word: ClassVar[str] = "similarity"
+    reads_previous: ClassVar[bool] = True
+    at_most: ClassVar[bool] = True
+
+    @staticmethod
+    def measure(rows: PolicyInput) -> Tensor:
+        """Equals ``cos(h_i, h_{i-1})`` of the final-normed hidden states; minus infinity after iteration 0."""
+
+        def cosine(hidden: Tensor, before: Tensor) -> Tensor:
+            return torch.cosine_similarity(widened(hidden), widened(before), dim=-1)
+
+        return _since_previous(rows, cosine, first=-math.inf)
 
 
 def in_chunks(function: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """``function`` of hidden states, a few rows at a time."""
+    """Equals ``function(*states)`` of hidden states, computed a few rows at a time."""
     chunks = [state.flatten(0, -2).split(_ROWS) for state in states]
     return torch.cat([function(*chunk) for chunk in zip(*chunks, strict=True)]).view(states[0].shape[:-1])
+
+
+def _since_previous(rows: PolicyInput, measure: Callable[[Tensor, Tensor], Tensor], *, first: float) -> Tensor:
+    """Returns ``measure(hidden, previous)``, and ``first`` for rows at iteration 0, which have no previous states."""
+    if rows.previous is None:
+        return torch.full_like(rows.gate, first)
+    return torch.where(rows.iteration == 0, first, measure(rows.hidden, rows.previous))

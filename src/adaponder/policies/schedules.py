@@ -1,4 +1,8 @@
-"""Rules that keep a prescribed share of tokens after each iteration, those of highest gate."""
+"""Policies that keep a prescribed share of tokens after each iteration, those of highest gate.
+
+:class:`Schedule` decides by calibrated thresholds (causal); :class:`Ranked` ranks within the sequence, as the paper's
+experiment does, and looks at later tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from torch import Tensor
 
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
-from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.text import PolicyLine, number_text
+from adaponder.policies.base import Policy, PolicyInput, PolicyLine, number_text, registered_policies
 from adaponder.policies.values import as_floats, as_share, at, check_one_per_gate, set_fields
 
 
@@ -21,9 +24,8 @@ from adaponder.policies.values import as_floats, as_share, at, check_one_per_gat
 class Schedule(Policy):
     """Keeps the tokens of highest gate, a prescribed share of the sequence at each iteration.
 
-    With ``thresholds`` (see :func:`thresholds_for`) the rule is causal and per token.
-    :class:`adaponder.policies.Ranked` ranks within the sequence, exactly the paper's experiment, and looks at the
-    future. A schedule's ``value_field`` is what decides its shares.
+    With ``thresholds`` (see :func:`thresholds_for`) the rule is causal and per token. A schedule's ``value_field`` sets
+    its shares.
     """
 
     thresholds: tuple[float, ...] = ()
@@ -34,7 +36,7 @@ class Schedule(Policy):
 
     @abstractmethod
     def share(self, iteration: int) -> float:
-        """The share of a sequence's tokens that is read again after this iteration."""
+        """Returns the share of a sequence's tokens that is read again after this iteration."""
 
     def check(self, method: str, iterations: int) -> None:
         if self.thresholds:
@@ -62,14 +64,14 @@ class Schedule(Policy):
 
     @classmethod
     def parse_shares(cls, line: PolicyLine) -> Self:
-        """The schedule of a line, with its thresholds if the line has any."""
+        """Returns the schedule of a line, with its thresholds if the line has any."""
         return cls(line.threshold_numbers(), **{cls.value_field: cls.parse_value(line)})
 
     def as_line(self) -> str:
         return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
 
     def shares_as_line(self) -> str:
-        """The line without thresholds."""
+        """Returns the line without thresholds."""
         return super().as_line()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
@@ -78,7 +80,7 @@ class Schedule(Policy):
 
 @dataclass(frozen=True)
 class Uniform(Schedule):
-    """After every iteration the same share ``keep`` of tokens reads on (section 5.2)."""
+    """Keeps the same share ``keep`` of tokens after every iteration (section 5.2)."""
 
     keep: float = field(default=1.0, kw_only=True)
     word: ClassVar[str] = "uniform"
@@ -94,7 +96,7 @@ class Uniform(Schedule):
 
 @dataclass(frozen=True)
 class Geometric(Schedule):
-    """After iteration i the share ``rate ** (i + 1)`` of tokens reads on (section 5.2)."""
+    """Keeps the share ``rate ** (i + 1)`` of tokens after iteration i (section 5.2)."""
 
     rate: float = field(default=1.0, kw_only=True)
     word: ClassVar[str] = "geometric"
@@ -110,7 +112,7 @@ class Geometric(Schedule):
 
 @dataclass(frozen=True)
 class Shares(Schedule):
-    """A share of its own for each iteration, as capacities are given."""
+    """Keeps a given share after each iteration, as capacities are given."""
 
     shares: tuple[float, ...] = field(default=(), kw_only=True)
     word: ClassVar[str] = "shares"
@@ -120,7 +122,7 @@ class Shares(Schedule):
         super().__post_init__()
         shares = as_floats("shares", self.shares)
         if not isinstance(shares, tuple):
-            raise InputError(f"shares={shares}: a list is needed, one share per gate")
+            raise InputError(f"shares={shares} must be a list with one share per gate")
         set_fields(self, shares=tuple(as_share("shares", share) for share in shares))
 
     @classmethod
@@ -137,22 +139,85 @@ class Shares(Schedule):
         return self.shares[iteration]
 
 
-def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
-    """Thresholds at which ``schedule`` keeps its shares of these tokens: quantiles of ``gates`` among survivors.
+class SequencePolicy(Policy):
+    """Chooses among the tokens of each whole sequence, later ones included: for evaluation and training only.
 
-    ``gates`` is ``[tokens, K-1]``, from a run at full depth on text like that to come. The thresholds are then causal.
+    Dense and compact execution hold whole sequences at one iteration and call :meth:`choose`.
     """
-    alive = torch.ones(gates.shape[0], dtype=torch.bool, device=gates.device)
+
+    causal: ClassVar[bool] = False
+    row_by_row: ClassVar[bool] = False
+
+    @abstractmethod
+    def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
+        """Returns True for the tokens that are read again, as a grid ``[batch, time]``.
+
+        Args:
+            gate: ``[batch, time]``, as in :class:`PolicyInput`; undefined for tokens that are not active.
+            active: ``[batch, time]``, false for halted tokens and padding.
+            lengths: ``[batch]``, the number of real tokens of each sequence.
+            iteration: the iteration just finished, from 0.
+        """
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        raise InputError(f"policy={self.spelling}: it ranks a whole sequence and cannot decide row by row")
+
+
+@dataclass(frozen=True)
+class Ranked(SequencePolicy):
+    """Prunes the lowest-gate tokens of each sequence down to the schedule's share: for training and evaluation."""
+
+    schedule: Schedule
+    word: ClassVar[str] = "ranked"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            raise InputError(f"schedule={self.schedule!r}: Uniform, Geometric or Shares is needed to rank by")
+
+    def check(self, method: str, iterations: int) -> None:
+        self.schedule.check(method, iterations)
+
+    def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
+        # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
+        budget = (self.schedule.share(iteration) * lengths.double() + 1e-9).long()
+        candidates = torch.where(active, gate.float(), -math.inf)
+        rank = candidates.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return (rank < budget[:, None]) & active
+
+    @classmethod
+    def words(cls) -> tuple[str, ...]:
+        return tuple(_schedules())
+
+    @classmethod
+    def parse(cls, line: PolicyLine) -> Policy | None:
+        return None if line.thresholds else cls(_schedules()[line.word].parse_shares(line))
+
+    def as_line(self) -> str:
+        return f"{self.word}-{self.schedule.shares_as_line()}"
+
+
+def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
+    """Returns the thresholds at which ``schedule`` keeps its shares of these tokens.
+
+    They are quantiles among the tokens that are still active. ``gates`` is ``[tokens, K-1]``, from a run at full depth
+    on text like that to come.
+    """
+    active = torch.ones(gates.shape[0], dtype=torch.bool, device=gates.device)
     thresholds = []
     for iteration in range(gates.shape[1]):
         count = int(schedule.share(iteration) * gates.shape[0] + 1e-9)
-        survivors = gates[alive, iteration].float()
-        if count >= survivors.numel():
+        candidates = gates[active, iteration].float()
+        if count >= candidates.numel():
             threshold = 0.0
         elif count == 0:
             threshold = math.inf
         else:
-            threshold = float(survivors.topk(count).values[-1])
-        alive &= gates[:, iteration].float() >= threshold
+            threshold = float(candidates.topk(count).values[-1])
+        active &= gates[:, iteration].float() >= threshold
         thresholds.append(threshold)
     return tuple(thresholds)
+
+
+def _schedules() -> dict[str, type[Schedule]]:
+    """Returns the schedules by the word that ranks by them, ``ranked-…``."""
+    return {f"{Ranked.word}-{kind.word}": kind for kind in registered_policies() if issubclass(kind, Schedule)}

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Equals ``value[iteration]`` row by row, in ``dtype``; or ``value`` itself where one number serves all gates.
 
-    A tensor holds each row's number at its iteration already: rows of one call may then have different settings.
+    A tensor holds one number per row already: the engine's rows of one call may have different settings.
 
-    Made of fills and selections only: nothing is copied from the host, so a CUDA graph can capture it. Rows at an
-    iteration that has no entry get NaN, which no comparison keeps; :meth:`Policy.check` refuses such settings.
+    Uses fills and selections only: nothing is copied from the host, so a CUDA graph can capture it. Rows at an
+    iteration without an entry get NaN, for which every comparison is false; :meth:`Policy.check` refuses such settings.
     """
     if isinstance(value, Tensor):
         return value.to(dtype)
@@ -34,44 +34,55 @@ def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.
 
 
 def as_int64(seed: int) -> int:
-    """``seed`` modulo 2**64, in the range of an int64: what wrapping int64 arithmetic makes of it."""
+    """Returns ``seed`` modulo 2**64 as an int64, as wrapping int64 arithmetic would."""
     if -(1 << 63) <= seed < (1 << 63):
-        return seed  # as it is: a compiler that lets seeds vary could not hold the numbers below
+        return seed  # unchanged: a compiler with symbolic seeds could not represent the numbers below
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def sequence_seeds(seed: int, number: Tensor) -> Tensor:
-    """A seed for each sequence, of one seed for all and the sequence's ``number`` (int64); equal numbers, equal seeds.
+    """Derives a seed for each sequence from one seed and the sequence's ``number`` (int64).
 
-    Every step can be undone: no two sequences get the same seed.
+    Every step is invertible, so different numbers have different seeds.
     """
     return scrambled(number + as_int64(seed * 0x9E3779B97F4A7C15))
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """The two rounds of splitmix64 on int64, whose products wrap around modulo 2**64; each can be undone."""
+    """Applies the two rounds of splitmix64 to int64, whose products wrap modulo 2**64; each round is invertible."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
 
 
+def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
+    """Equals a uniform number in [0, 1) that depends on (seed, position, iteration) alone (splitmix64).
+
+    Seed and iteration are int64. Their products wrap modulo 2**64, of which 2**62 is a divisor, so the remainder is
+    that of exact whole numbers.
+    """
+    x = scrambled(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return (x & ((1 << 24) - 1)).double() / (1 << 24)
+
+
 def as_number(name: str, value: float) -> float:
-    """One number as a float: equal settings then have equal fingerprints. Raises on anything else, and on NaN."""
+    """Returns a number as a float, so that equal settings have equal fingerprints; raises on anything else and NaN."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or math.isnan(float(value)):
-        raise InputError(f"{name}={shown(value)}: a number is needed")
+        raise InputError(f"{name}={shown(value)} must be a number")
     return float(value)
 
 
 def as_share(name: str, value: float) -> float:
-    """One number from 0 to 1 as a float; raises on anything else."""
+    """Returns a number between 0 and 1 as a float; raises on anything else."""
     number = as_number(name, value)
     if not 0.0 <= number <= 1.0:
-        raise InputError(f"{name}={number}: lies between 0 and 1")
+        raise InputError(f"{name}={number} must be between 0 and 1")
     return number
 
 
 def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float], iterations: int) -> None:
-    """Raises where ``policy``'s list of numbers ``name`` is not one for each gate of a model of K = ``iterations``."""
+    """Raises unless the list ``name`` of ``policy`` has one number for each gate of a model of K = ``iterations``."""
     if isinstance(value, Sequence) and len(value) != iterations - 1:
         raise InputError(
             f"policy={policy.spelling}: {name} has {len(value)} entries, a model of K={iterations} has "
@@ -80,15 +91,15 @@ def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float]
 
 
 def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
-    """One number or one per gate, each as :func:`as_number` makes it."""
+    """Returns one number, or one per gate, each checked by :func:`as_number`."""
     if not isinstance(value, Sequence):
         return as_number(name, value)
     if isinstance(value, str):  # a sequence too, of letters
-        raise InputError(f"{name}={shown(value)}: a number is needed")
+        raise InputError(f"{name}={shown(value)} must be a number")
     return tuple(as_number(name, number) for number in value)
 
 
 def set_fields(policy: Policy, **fields: object) -> None:
-    """Writes checked values into a frozen policy, from its ``__post_init__``."""
+    """Sets checked values on a frozen policy, from its ``__post_init__``."""
     for name, value in fields.items():
         object.__setattr__(policy, name, value)

@@ -30,6 +30,7 @@ from adaponder.policies import (
     ExitThreshold,
     FixedDepth,
     ForcedDepths,
+    GateOrChance,
     Geometric,
     LearnedGate,
     Policy,
@@ -43,7 +44,6 @@ from adaponder.policies import (
     Uniform,
     as_int64,
 )
-from adaponder.policies.gate_or_chance import GateOrChance
 from toy_policy import TopProbability
 
 K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6

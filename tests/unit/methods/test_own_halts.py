@@ -8,8 +8,7 @@ from torch import nn
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, LearnedGate, Objective
 from adaponder.errors import ConfigError, InputError
-from adaponder.policies import RandomRates, sequence_seeds
-from adaponder.policies.gate_or_chance import GateOrChance
+from adaponder.policies import GateOrChance, RandomRates, sequence_seeds
 from adaponder.training.run import train
 from support import ids, tiny
 from training_support import corpus, small

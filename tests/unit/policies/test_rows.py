@@ -40,8 +40,7 @@ from adaponder.policies import (
     base,
     sequence_seeds,
 )
-from adaponder.policies.random import unit_hash
-from adaponder.policies.values import at
+from adaponder.policies.values import at, unit_hash
 
 GATES, WIDTH, WORDS, SEQUENCES, SLOTS = 3, 8, 13, 4, 6
 PolicyLike = Callable[[PolicyInput], Tensor]

@@ -37,7 +37,7 @@ from adaponder.policies import (
     Uniform,
     thresholds_for,
 )
-from adaponder.policies.random import unit_hash
+from adaponder.policies.values import unit_hash
 
 _SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
     "gate": lambda inputs: inputs.gate.float(),

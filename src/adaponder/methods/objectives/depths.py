@@ -10,9 +10,7 @@ from torch import Tensor
 
 from adaponder.execution.base import Execution
 from adaponder.methods.objectives.base import Losses, Scorer, Trajectory, losses_by_depth
-from adaponder.policies import Policy, RandomRates
-from adaponder.policies.gate_or_chance import GateOrChance
-from adaponder.policies.values import as_int64
+from adaponder.policies import GateOrChance, Policy, RandomRates, as_int64
 
 
 @dataclass
