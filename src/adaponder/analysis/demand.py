@@ -14,8 +14,7 @@ from adaponder.data.symbols import SYMBOLS
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import check_fits
-from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
 

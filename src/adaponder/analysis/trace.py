@@ -15,16 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from adaponder.analysis.portions import score_portions
 from adaponder.analysis.spelling import token_texts
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
-from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.meter import Spent, deciding_flops
-from adaponder.evaluation.scoring import Scores, ScoringOptions
-from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.scoring import Scores, ScoringOptions, score_portions
+from adaponder.evaluation.text import Text, Windows
 from adaponder.files import open_plain, parse_json, replacing
+from adaponder.journal import Journal
 from adaponder.methods.cost import cost_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
@@ -165,12 +163,12 @@ def make_trace(
     data: str,
     how: ScoringOptions | None = None,
     batch_size: int = 8,
-    kept: Kept | None = None,
+    journal: Journal | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Trace:
     """Scores ``text`` and returns its trace; ``advance`` is called with numbers of predictions, for each scoring.
 
-    Finished portions are saved in ``kept``, and those that it has already are not scored again.
+    Finished portions are saved in ``journal``, and those that it has already are not scored again.
     """
     how = how or ScoringOptions()
     planned = planned_scorings(model, how)
@@ -182,7 +180,7 @@ def make_trace(
             how=one,
             name=f"reading {number} of {len(planned)}",
             batch_size=batch_size,
-            kept=kept,
+            journal=journal,
             advance=advance,
         )
         for number, one in enumerate(planned, 1)

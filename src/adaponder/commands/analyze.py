@@ -9,14 +9,13 @@ from adaponder.analysis.figures import choose, tokens
 from adaponder.analysis.figures.words import on_one_line
 from adaponder.analysis.report import Report, facts, write_report
 from adaponder.analysis.trace import NAME, Trace, kind_of, make_trace, planned_scorings, read_trace, write_trace
-from adaponder.commands.keeping import keeping, saying_if_interrupted
 from adaponder.commands.options import AnalyzeOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.data.manifest import MANIFEST
 from adaponder.errors import InputError
-from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
-from adaponder.evaluation.scoring import ScoringOptions
+from adaponder.evaluation.scoring import ScoringOptions, fingerprint
 from adaponder.evaluation.text import Text
+from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 from adaponder.terminal import console, counting, legend, line, table, write_json
 
 # Options that decide what a trace holds; refused where a finished trace is named.
@@ -30,7 +29,7 @@ def run(options: AnalyzeOptions) -> Report:
     written again. If tracing is interrupted, finished portions stay in ``options.out``, and the same call goes on from
     there.
     """
-    trace_path, kept = _trace_of(options.checkpoint, options.data), None
+    trace_path, journal = _trace_of(options.checkpoint, options.data), None
     if trace_path is not None:
         if named := [name for name in _TRACING if getattr(options, name) is not None]:
             raise InputError(
@@ -52,11 +51,11 @@ def run(options: AnalyzeOptions) -> Report:
         windows = subject.windows(options)
         whence = f"{data} ({options.split})" if (Path(data) / MANIFEST).is_file() else data
         named = {"checkpoint": options.checkpoint, "data": whence}
-        kept = Kept(
+        journal = Journal(
             out / FOLDER, _settings(subject, text, how) | named | {"batch": options.batch_size, "windows": str(windows)}
         )
         total = text.predictions * len(planned_scorings(subject.model, how))
-        with keeping(kept, "portion"), counting(f"tracing {options.checkpoint}", total) as advance:
+        with resuming(journal, "portion"), counting(f"tracing {options.checkpoint}", total) as advance:
             trace = make_trace(
                 subject.model,
                 text,
@@ -64,16 +63,16 @@ def run(options: AnalyzeOptions) -> Report:
                 **named,
                 how=how,
                 batch_size=options.batch_size,
-                kept=kept,
+                journal=journal,
                 advance=advance,
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
     again = f"the trace is whole; adaponder analyze {out} draws its report"
-    with saying_if_interrupted(again), counting("drawing", len(choose(trace.about, options.only)[0])) as advance:
+    with on_interrupt(again), counting("drawing", len(choose(trace.about, options.only)[0])) as advance:
         report = write_report(trace, out, only=options.only, advance=advance)
-    if kept is not None:
-        kept.remove()
+    if journal is not None:
+        journal.remove()
     show(trace, report)
     write_json(options.json, report.as_dict(trace))
     return report

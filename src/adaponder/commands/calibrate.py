@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.checkpoints.loading import fetch
-from adaponder.commands.keeping import keeping
 from adaponder.commands.options import CalibrateOptions
 from adaponder.commands.policies import about, described, load_result, watching
 from adaponder.commands.subject import open_subject
 from adaponder.errors import InputError
-from adaponder.evaluation.halves import halve
-from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
 from adaponder.evaluation.lab import profiles
 from adaponder.evaluation.lab.calibration import Calibration, budgets_between, calibrate, check_rule
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
+from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget, require_halting
+from adaponder.evaluation.scoring import fingerprint
 from adaponder.evaluation.summary import Interval
 from adaponder.evaluation.text import Text
+from adaponder.journal import FOLDER, Journal, resuming
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console, line, table, write_json
 from adaponder.version import __version__
@@ -49,11 +49,13 @@ def run(options: CalibrateOptions) -> dict[str, Any]:
     result = about(subject, halves, data=data, split=options.split, windows=str(windows), seed=options.seed)
     result["command"] = "calibrate"
     console.print(described(result))
-    kept = _kept_rows(options, result, subject.model, text)
-    if there and not options.replace and not (kept is not None and len(kept)):  # one that goes on has stored it itself
+    journal = _journal(options, result, subject.model, text)
+    if (
+        there and not options.replace and not (journal is not None and len(journal))
+    ):  # one that goes on has stored it itself
         raise InputError(f"--name {name}: there is a profile of that name; choose another, or say --replace")
     rows = []
-    with keeping(kept, "row") if options.frontier else nullcontext(), watching() as bars:
+    with resuming(journal, "row") if options.frontier else nullcontext(), watching() as bars:
         bars.expect((budget is not None) + (len(steps) + most if options.frontier else 0))
         lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
         if budget is not None and name is not None:
@@ -63,22 +65,22 @@ def run(options: CalibrateOptions) -> dict[str, Any]:
             path = profiles.store(subject.folder, name, profile(calibration, result))
             console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
             bars.done()
-        for row in frontier_rows(lab, steps, kept=kept) if options.frontier else ():
+        for row in frontier_rows(lab, steps, journal=journal) if options.frontier else ():
             rows.append(row)
             bars.done()
     if rows:
         result |= {"rows": [row.as_dict() for row in rows]}
         show_frontier(rows)
     write_json(options.json, result)
-    if options.out is not None and kept is not None:
+    if options.out is not None and journal is not None:
         save(result, options.out)
-        kept.remove()
+        journal.remove()
     return result
 
 
-def _kept_rows(
+def _journal(
     options: CalibrateOptions, result: dict[str, Any], model: AdaPonderForCausalLM, text: Text
-) -> Kept | None:
+) -> Journal | None:
     """The frontier's rows that an interrupted call of the same command has measured; ``None`` without ``--out``."""
     if not options.frontier or options.out is None:
         return None
@@ -87,7 +89,7 @@ def _kept_rows(
         "batch size": options.batch_size,
         "weights and text": fingerprint(model, text),
     }
-    return Kept(options.out / FOLDER, result | settings)
+    return Journal(options.out / FOLDER, result | settings)
 
 
 def _checked_data(options: CalibrateOptions) -> str:

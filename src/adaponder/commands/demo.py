@@ -17,8 +17,7 @@ from adaponder.commands.subject import open_tokenizer
 from adaponder.data import Shards
 from adaponder.evaluation.scoring import default_length, score
 from adaponder.evaluation.summary import summarise
-from adaponder.evaluation.text import open_text, open_vocabulary
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.files import replace_file
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from adaponder.commands.options import DoctorOptions
-from adaponder.evaluation.flops import check_all
+from adaponder.evaluation.meter import check_all
 from adaponder.ops.fused import HAS_TRITON
 from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__

@@ -15,8 +15,7 @@ from adaponder.evaluation.agreement import agreement
 from adaponder.evaluation.meter import COLUMNS
 from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Difference, Summary, by_source, paired_difference, summarise
-from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Windows
 from adaponder.policies import FixedDepth
 from adaponder.terminal import console, counted, counting, table, write_json
 

@@ -21,9 +21,9 @@ from adaponder.commands.options.shared import CheckpointOptions, WindowOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
-from adaponder.evaluation.halves import halve
 from adaponder.evaluation.lab.calibration import budgets_between
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
+from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.inference import Engine, Request

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from rich.console import Group
 
-from adaponder.commands.keeping import keeping, saying_if_interrupted
 from adaponder.commands.options import PoliciesOptions
 from adaponder.commands.subject import Subject, open_subject
 from adaponder.errors import InputError
-from adaponder.evaluation.halves import Half, Halves, halve
-from adaponder.evaluation.kept import FOLDER, Kept, fingerprint
+from adaponder.evaluation.lab.halves import Half, Halves, halve
 from adaponder.evaluation.lab.lab import RATES, Lab, Measurement, check_budget, require_halting
+from adaponder.evaluation.scoring import fingerprint
 from adaponder.evaluation.summary import FEW
 from adaponder.files import read_json
+from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 from adaponder.terminal import console, counted, line, progress_bars, table, write_json
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
@@ -57,18 +57,20 @@ def run(options: PoliciesOptions) -> dict[str, Any]:
     windows = subject.windows(options)
     halves = halve(text, windows)
     origin = about(subject, halves, data=options.data, split=options.split, windows=str(windows), seed=options.seed)
-    kept = None
+    journal = None
     if options.out is not None:
         settings = {"budgets": list(options.budgets) or None, "rates": list(rates), "batch size": options.batch_size}
-        kept = Kept(options.out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
-    with keeping(kept, "row"), watching() as bars:
+        journal = Journal(
+            options.out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)}
+        )
+    with resuming(journal, "row"), watching() as bars:
         lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
         own = lab.own_depth()
         chosen = lab.budgets(options.budgets, own)
         bars.expect(1 + len(chosen) * len(lab.dials(rates)))
         rows = [lab.trained(own)]
         bars.done()
-        for row in lab.compare(chosen, rates=rates, kept=kept):
+        for row in lab.compare(chosen, rates=rates, journal=journal):
             rows.append(row)
             bars.done()
     result = origin | {
@@ -82,9 +84,9 @@ def run(options: PoliciesOptions) -> dict[str, Any]:
         console.print(budget_table(rows, budget))
     console.print(f"\n{FOOTNOTES}", style="dim")
     write_json(options.json, result)
-    if options.out is not None and kept is not None:
+    if options.out is not None and journal is not None:
         save(result, options.out)
-        kept.remove()
+        journal.remove()
     return result
 
 
@@ -186,7 +188,7 @@ def save(result: dict[str, Any], out: Path) -> None:
     frame = flat(result["rows"])
     frame.to_csv(out / "policies.csv", index=False)
     frame.to_parquet(out / "policies.parquet", index=False)
-    with saying_if_interrupted(f"the result is whole; adaponder policies {out / RESULT} draws its figures"):
+    with on_interrupt(f"the result is whole; adaponder policies {out / RESULT} draws its figures"):
         draw(result, out)
 
 

@@ -14,8 +14,7 @@ from adaponder.conversion.open import load
 from adaponder.data.tokenizers import load_tokenizer as read_tokenizer
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions, default_length
-from adaponder.evaluation.text import Text, Vocabulary, open_text, open_vocabulary
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Vocabulary, Windows, open_text, open_vocabulary
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate, Policy
 from adaponder.terminal import console

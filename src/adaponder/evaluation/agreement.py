@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from adaponder.evaluation.scoring import OWN, ScoringOptions, score
-from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
 from adaponder.terminal import counted
@@ -25,15 +24,14 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Agreement:
-    """Dense against compact execution on the same predictions.
+    """The differences between dense and compact execution on the same predictions.
 
     Attributes:
         loss_difference: of the mean losses.
         worst: the largest difference of one prediction's loss whose depth agrees.
         flips: predictions whose depth differs.
-        unexplained: flips that are no near tie; ``None`` where a policy other than the learned gate decides, whose
-            threshold is not known.
-        gate_noise: the largest difference between the two executions' gates, where no flip can have caused it.
+        unexplained: flips that are not near ties; ``None`` for policies other than the learned gate.
+        gate_noise: the largest difference between the two executions' gates that no flip can have caused.
         tolerance: allowed difference of the mean losses in this precision.
     """
 
@@ -97,7 +95,7 @@ def agreement(
 
 
 def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
-    """``bool[predictions]``: those with no flip before them in their window, so that none can have changed them."""
+    """Returns ``bool[predictions]``: those without an earlier flip in their window, which could have changed them."""
     index = np.arange(len(flipped))
     latest = np.maximum.accumulate(np.where(flipped, index, -1))
     start = index // windows.length * windows.length if windows.stride is None else index - windows.length + 1
@@ -105,7 +103,7 @@ def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
 
 
 def _taus(model: AdaPonderForCausalLM, how: ScoringOptions, gates: int) -> np.ndarray | None:
-    """The learned gate's threshold at each gate; ``None`` for other policies."""
+    """Returns the learned gate's threshold at each gate; ``None`` for other policies."""
     policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
     if not isinstance(policy, LearnedGate):
         return None

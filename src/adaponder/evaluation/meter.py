@@ -1,37 +1,40 @@
-"""Cost of forwards, from the depths that tokens had: every command that reports a cost counts it here."""
+"""The cost of forwards, computed from the depths of tokens, and a check of its formulas against torch's counter."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.methods import method_class
 from adaponder.methods.cost import Cost, cost_of
-from adaponder.modeling import PolicyLike
-from adaponder.policies import as_policy
+from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
+from adaponder.policies import ForcedDepths, as_policy
+from adaponder.registry import method_names
 
 COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s")
 
 
 @dataclass(frozen=True)
 class Spent:
-    """A cost and the seconds it took, of the model alone.
+    """The cost of forwards and the seconds they took, of the model alone.
 
-    Four halting numbers: ``iterations`` is the mean depth, ``halted`` the share of tokens of less than full depth,
-    ``gates_closed`` the share of (token, gate) pairs that the token did not pass, and ``cost`` has the FLOPs.
+    Four halting numbers: ``iterations`` is the mean depth, ``halted`` the share of tokens below full depth,
+    ``gates_closed`` the share of (token, gate) pairs at which the token is halted, and ``cost`` has the FLOPs.
 
     Attributes:
         histogram: numbers of tokens of depth 1, 2, … K.
-        deepest: the most iterations that were allowed.
+        deepest: maximum iterations allowed.
         halts: whether tokens could halt earlier.
-        scored: number of tokens that per-token numbers are divided by; ``None`` where no token is mere context.
+        scored: number of tokens that per-token numbers are divided by; ``None`` where every token is scored.
     """
 
     cost: Cost
@@ -47,12 +50,12 @@ class Spent:
 
     @property
     def halted(self) -> float:
-        """Share of tokens of less depth than was allowed."""
+        """Returns the share of tokens that halted before the maximum depth."""
         return sum(self.histogram[: self.deepest - 1]) / max(1, sum(self.histogram))
 
     @property
     def gates_closed(self) -> float | None:
-        """Share of (token, gate) pairs that the token did not pass; ``None`` where there is nothing to decide."""
+        """Returns the share of (token, gate) pairs at which the token is halted; ``None`` without gates."""
         gates = self.deepest - 1
         if gates == 0 or not self.halts:
             return None
@@ -61,7 +64,7 @@ class Spent:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that per-token numbers are divided by, at least 1."""
+        """Returns the number of tokens that per-token numbers are divided by, at least 1."""
         return max(1, self.cost.tokens if self.scored is None else self.scored)
 
     @property
@@ -69,7 +72,7 @@ class Spent:
         return self.tokens / self.seconds if self.seconds else None
 
     def cells(self) -> tuple[str, ...]:
-        """Table cells of this cost, one for each of :data:`COLUMNS`."""
+        """Returns table cells of this cost, one for each of :data:`COLUMNS`."""
         tokens, speed = self.tokens, self.tokens_per_second
         return (
             f"{self.iterations:.3f}",
@@ -170,8 +173,53 @@ class Meter:
 
 
 def deciding_flops(policy: PolicyLike | None, active: Sequence[int], shape: Shape) -> int:
-    """FLOPs of logits that a policy computes to decide about ``active[i]`` tokens after iteration i."""
+    """Returns the FLOPs of logits that a policy computes to decide about ``active[i]`` tokens after iteration i."""
     if policy is None:
         return 0
     rule = as_policy(policy)
     return 2 * shape.vocabulary * shape.hidden * sum(rule.heads(i) * count for i, count in enumerate(active))
+
+
+_BACKBONE = {
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+class FlopCheck(NamedTuple):
+    """FLOPs of one forward by the formula and by torch's counter."""
+
+    method: str
+    formula: int
+    counted: int
+
+    @property
+    def ratio(self) -> float:
+        return self.formula / self.counted
+
+
+@torch.no_grad()
+def check_flops(method: str) -> FlopCheck:
+    """Compares one forward of a small random model over two sequences, at random depths where the method halts."""
+    generator = torch.Generator().manual_seed(0)
+    config = AdaPonderConfig(backbone_config=dict(_BACKBONE), method=method, iterations=4)
+    model = AdaPonderForCausalLM(config).eval()
+    ids = torch.randint(_BACKBONE["vocab_size"], (2, 48), generator=generator)
+    policy = None
+    if model.method.halts:
+        policy = ForcedDepths(torch.randint(1, config.iterations + 1, ids.shape, generator=generator))
+    counter = FlopCounterMode(display=False)
+    # The counter does not know CPU attention kernels, so attention runs as plain products: every query with every key.
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        output = model(ids, output_gates=False, **({} if policy is None else {"policy": policy}))
+    formula = cost_of(output.depth, model.config, attention="square").flops
+    return FlopCheck(method, formula, counter.get_total_flops())
+
+
+def check_all() -> list[FlopCheck]:
+    return [check_flops(method) for method in method_names()]

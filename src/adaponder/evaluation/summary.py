@@ -31,9 +31,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean loss of what is learned of a text, the mean depth of all of it, and how many tokens are in that loss.
+    """The mean loss over learned tokens, the mean depth over all tokens, and the number of tokens in that loss.
 
-    ``interval`` is of the loss, ``None`` for too few documents. Bits per byte are of whole texts alone.
+    ``interval`` belongs to the loss, ``None`` for too few documents. Bits per byte exist for fully learned texts only.
     """
 
     loss: float
@@ -52,7 +52,7 @@ class Summary:
 
 
 def summarise(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> Summary:
-    """The summary of one scoring of ``text``."""
+    """Summarises one scoring of ``text``."""
     counted = text.counted
     sums, counts = per_document(text, nll * counted), per_document(text, counted)
     size = int(text.utf8_bytes.sum()) if text.learned is None else 0
@@ -67,7 +67,7 @@ def summarise(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) 
 
 
 def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> dict[str, Summary]:
-    """A summary for each source of documents, largest first; nothing where all documents come from one."""
+    """Returns a summary for each source of documents, largest first; empty where all documents come from one."""
     names = sorted(set(text.sources))
     if len(names) < 2:
         return {}
@@ -77,30 +77,30 @@ def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) 
     sums, counts = per_document(text, nll * counted), per_document(text, counted)
     summaries = {}
     for index, name in enumerate(names):
-        chosen, here = of_document == index, of_prediction == index
+        documents, here = of_document == index, of_prediction == index
         if not (here & counted).any():
             continue
-        size = int(text.utf8_bytes[chosen].sum()) if text.learned is None else 0
+        size = int(text.utf8_bytes[documents].sum()) if text.learned is None else 0
         summaries[name] = Summary(
             loss=float(nll[here & counted].mean()),
-            interval=bootstrap(sums[chosen], counts[chosen], seed=seed),
+            interval=bootstrap(sums[documents], counts[documents], seed=seed),
             bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
             depth=float(depth[here].mean()),
             tokens=int((here & counted).sum()),
-            documents=int(chosen.sum()),
+            documents=int(documents.sum()),
         )
     return dict(sorted(summaries.items(), key=lambda item: -item[1].tokens))
 
 
 def per_document(text: Text, values: np.ndarray) -> np.ndarray:
-    """``[documents]``: sums of a value, or numbers of what is true, over each document's predictions."""
+    """Returns ``[documents]``: sums of a value, or counts of true values, over each document's predictions."""
     return np.add.reduceat(values, text.starts, dtype=np.int64 if values.dtype == bool else None)
 
 
 def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int = RESAMPLES) -> Interval | None:
-    """The percentile interval of ``sum(sums) / sum(counts)`` over documents resampled with replacement.
+    """Returns the percentile interval of ``sum(sums) / sum(counts)`` over documents resampled with replacement.
 
-    ``None`` for fewer than :data:`FEW` of them, of which those that count nothing are none.
+    Returns ``None`` for fewer than :data:`FEW` documents with at least one counted token.
     """
     sums, counts = sums[counts > 0], counts[counts > 0]
     documents = len(sums)
@@ -120,7 +120,7 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int
 
 @dataclass(frozen=True)
 class Difference:
-    """Loss of B minus loss of A on the same predictions: ``interval`` pairs them document by document.
+    """The loss of B minus the loss of A on the same predictions; ``interval`` pairs them document by document.
 
     ``wins`` and ``ties`` are the shares of tokens whose loss is lower in B, and equal.
     """
@@ -133,7 +133,7 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval excludes zero."""
         return self.interval is not None and (self.interval.low > 0 or self.interval.high < 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Difference:
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
-    """``second - first``, both per prediction of ``text``."""
+    """Returns ``second - first``, both per prediction of ``text``."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
     gap, counted = second - first, text.counted

@@ -1,4 +1,4 @@
-"""A text to be scored: one stream of tokens in which every token of every document is predicted exactly once.
+"""The text of an evaluation, and the windows it is scored in: every token of every document is predicted once.
 
 The stream is an end token, then the documents one after another, each closed by an end token. Prediction ``p`` reads
 ``stream[p]`` and is scored on ``stream[p + 1]``; it belongs to the document of what it predicts, so a document's first
@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from adaponder.checkpoints.loading import refuse_code, tokenizer_of
 from adaponder.data import Shards, sources
@@ -41,7 +43,7 @@ class Vocabulary(NamedTuple):
 
 
 def open_vocabulary(spec: str) -> Vocabulary:
-    """The tokenizer of a model folder or hub name, or a ``tokenizer.json``; transformers converts older formats."""
+    """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; older formats are converted."""
     folder = Path(spec)
     if folder.is_dir():
         refuse_code(folder)
@@ -51,12 +53,14 @@ def open_vocabulary(spec: str) -> Vocabulary:
 
 
 def _rebuilt(folder: Path) -> Vocabulary:
-    """The tokenizer of a folder without ``tokenizer.json``, converted by transformers."""
+    """Opens the tokenizer of a folder without ``tokenizer.json``, converted by transformers."""
     loaded: Any = tokenizer_of(folder)
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.bos_token_id
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if end is None or tokenizer is None:
-        raise InputError(f"{folder}: its tokenizer has no end token or is not a fast one; name one with --tokenizer")
+        raise InputError(
+            f"{folder}: the tokenizer has no end token or is not a fast one; pass another with --tokenizer"
+        )
     tokenizer.encode_special_tokens = True
     return Vocabulary(tokenizer, end)
 
@@ -70,8 +74,8 @@ class Text:
         starts: ``int64[documents]``: the first prediction of each document.
         sources: of each document.
         utf8_bytes: ``int64[documents]``.
-        learned: ``bool[predictions]``: which predicted tokens training learns, of conversations what the assistant
-            says, of puzzles the answers and the end; losses are theirs alone. ``None``: all.
+        learned: ``bool[predictions]``: predicted tokens that training learns (the assistant's turns of conversations,
+            the answers and the end of puzzles); losses are computed from these alone. ``None``: all.
     """
 
     stream: np.ndarray
@@ -87,21 +91,21 @@ class Text:
 
     @property
     def document(self) -> np.ndarray:
-        """``int64[predictions]``: index of the document that each prediction belongs to."""
+        """Returns ``int64[predictions]``: the document of each prediction."""
         return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=self.predictions))
 
     @property
     def counted(self) -> np.ndarray:
-        """``bool[predictions]``: which predictions a loss is the mean of."""
+        """Returns ``bool[predictions]``: the predictions included in the mean loss."""
         return np.ones(self.predictions, bool) if self.learned is None else self.learned
 
     @property
     def position(self) -> np.ndarray:
-        """``int64[predictions]``: number of tokens of its document before the one predicted."""
+        """Returns ``int64[predictions]``: the position of the predicted token in its document."""
         return np.arange(self.predictions) - self.starts[self.document]
 
     def first(self, predictions: int) -> Text:
-        """The first ``predictions``; a document cut short keeps its source, and its ``utf8_bytes`` are 0 (unknown)."""
+        """Returns the first ``predictions``; a truncated document keeps its source, and its ``utf8_bytes`` become 0."""
         if predictions >= self.predictions:
             return self
         count = int(np.searchsorted(self.starts, predictions, "left"))
@@ -121,14 +125,14 @@ class Text:
 def open_text(
     data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
 ) -> Text:
-    """The text behind ``data`` in tokens of ``vocabulary``; ``whose`` names its checkpoint in errors.
+    """Opens the text behind ``data`` in tokens of ``vocabulary``; ``whose`` names its checkpoint in errors.
 
     ``data`` is a folder made by ``adaponder prepare`` (its ``split``), or anything ``prepare`` reads: a text file, a
     folder of them, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``. ``max_tokens``
-    keeps the first ones.
+    truncates it.
     """
     if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens}: at least one token must be predicted")
+        raise InputError(f"--max-tokens {max_tokens} must be at least 1")
     if os.path.isfile(Path(data) / MANIFEST):
         documents = _prepared(Path(data), split, vocabulary, whose)
     else:
@@ -189,7 +193,7 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
 
 
 def _mask(tokens: int, runs: list[int]) -> np.ndarray:
-    """``bool[tokens]`` from (first token, tokens) of each run that is learned, one after another."""
+    """Returns ``bool[tokens]`` from the (first token, length) pairs of the learned runs."""
     mask = np.zeros(tokens, bool)
     for first, count in zip(runs[::2], runs[1::2], strict=True):
         mask[first : first + count] = True
@@ -205,7 +209,7 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
             break
         tokens, size = piece.tokens[:left], piece.utf8_bytes
         if len(tokens) < len(piece.tokens):
-            # A document cut short has the bytes of what is left of it.
+            # Count the bytes of what is left of a truncated document.
             size = len(vocabulary.tokenizer.decode(tokens.tolist()).encode())
         parts.append(tokens)
         masks.append(np.ones(len(tokens), bool) if piece.learned is None else piece.learned[:left])
@@ -214,9 +218,9 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
         sizes.append(size)
         total += len(tokens)
     if total == 0:
-        raise InputError(f"--data {data}: there is no text in it")
+        raise InputError(f"--data {data} has no text")
     if not any(mask.any() for mask in masks):
-        raise InputError(f"--data {data}: nothing in it is learned, so there is nothing to score")
+        raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
     lengths = np.array([len(part) for part in parts[1:]])
     return Text(
         stream=np.concatenate(parts),
@@ -226,3 +230,84 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
         vocabulary=vocabulary,
         learned=np.concatenate(masks) if masked else None,
     )
+
+
+class WindowBatch(NamedTuple):
+    """A batch of windows of one length; window ``w`` holds predictions ``first[w] …`` of the stream.
+
+    ``fresh`` marks predictions that no earlier window scored; ``documents`` is set where attention may not cross them.
+    """
+
+    first: np.ndarray
+    input_ids: Tensor
+    targets: Tensor
+    fresh: np.ndarray
+    documents: Tensor | None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Disjoint windows of ``length`` predictions, or sliding ones that advance by ``stride`` and score the new ones.
+
+    ``across_documents``: whether a token may attend to earlier documents, as in packed training. ``every`` and
+    ``offset`` score one window in ``every`` and leave out the others: the halves of a text are ``every=2`` with
+    ``offset`` 0 and 1.
+    """
+
+    length: int
+    stride: int | None = None
+    across_documents: bool = True
+    every: int = 1
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise InputError(f"--window {self.length} must be at least 1")
+        if self.stride is not None and not 1 <= self.stride <= self.length:
+            raise InputError(f"--stride {self.stride} must be from 1 to {self.length}, the window")
+        if not 0 <= self.offset < self.every:
+            raise InputError(f"offset={self.offset} must be from 0 to every - 1 = {self.every - 1}")
+
+    def __str__(self) -> str:
+        kind = "disjoint" if self.stride in (None, self.length) else f"sliding by {self.stride:,}"
+        return f"{kind} windows of {self.length:,}" + ("" if self.across_documents else ", each document alone")
+
+    def starts(self, predictions: int) -> np.ndarray:
+        """Returns the first prediction of each window; the last sliding one is moved back so that it is full."""
+        step = self.stride or self.length
+        if predictions <= self.length or step == self.length:
+            return np.arange(0, predictions, self.length)
+        count = -(-(predictions - self.length) // step) + 1
+        return np.minimum(np.arange(count) * step, predictions - self.length)
+
+    def scored(self, predictions: int) -> np.ndarray:
+        """Returns ``bool[predictions]``: the scored predictions, all unless ``every`` leaves windows out."""
+        starts, lengths, fresh = self._cut(predictions)
+        bounds = np.zeros(predictions + 1, np.int64)
+        np.add.at(bounds, fresh, 1)
+        np.add.at(bounds, starts + lengths, -1)
+        return np.cumsum(bounds[:-1]) > 0
+
+    def _cut(self, predictions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns each window's first prediction, length, and first prediction that no earlier window scores."""
+        starts = self.starts(predictions)
+        lengths = np.minimum(self.length, predictions - starts)
+        fresh = np.concatenate([[0], starts[:-1] + lengths[:-1]])
+        selected = slice(self.offset, None, self.every)
+        return starts[selected], lengths[selected], fresh[selected]
+
+    def batches(self, text: Text, size: int) -> Iterator[WindowBatch]:
+        """Yields batches of ``size`` windows; a shorter last window is a batch of its own, so nothing is padded."""
+        starts, lengths, scored = self._cut(text.predictions)
+        full = int((lengths == self.length).sum())
+        groups = [slice(begin, min(begin + size, full)) for begin in range(0, full, size)]
+        for group in [*groups, *([slice(full, None)] if full < len(starts) else [])]:
+            yield self._batch(text, starts[group], int(lengths[group][0]), scored[group])
+
+    def _batch(self, text: Text, first: np.ndarray, length: int, scored: np.ndarray) -> WindowBatch:
+        index = first[:, None] + np.arange(length + 1)
+        tokens = torch.from_numpy(text.stream[index])
+        documents = None
+        if not self.across_documents:
+            documents = torch.from_numpy(np.searchsorted(text.starts, index[:, :-1], "right") - 1)
+        return WindowBatch(first, tokens[:, :-1], tokens[:, 1:], index[:, :-1] >= scored[:, None], documents)

@@ -9,14 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from adaponder.analysis import portions
 from adaponder.analysis.spelling import token_texts
 from adaponder.analysis.trace import Trace, check, columns_of, make_trace, planned_scorings, read_trace, write_trace
 from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import EvaluationError, InputError
+from adaponder.evaluation import scoring
 from adaponder.evaluation.scoring import ScoringOptions, score
-from adaponder.evaluation.text import Text, Vocabulary
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Vocabulary, Windows
 from adaponder.policies import FixedDepth, LearnedGate
 from support import METHODS, VOCABULARY, tiny
 from trace_support import made_up
@@ -68,9 +67,9 @@ def test_a_trace_of_a_conversation_has_the_loss_of_what_is_learned_of_it():
 def test_a_text_read_in_portions_is_the_text_read_at_once(windows, monkeypatch):
     model, whole = tiny(), text()
     alone = score(model, whole, windows, detail=True)
-    monkeypatch.setattr(portions, "BATCHES", 1)
-    assert len(portions.portions(windows, whole.predictions, 2)) > 1
-    found = portions.score_portions(model, whole, windows, how=ScoringOptions(), name="all", batch_size=2)
+    monkeypatch.setattr(scoring, "BATCHES", 1)
+    assert len(scoring.portions(windows, whole.predictions, 2)) > 1
+    found = scoring.score_portions(model, whole, windows, how=ScoringOptions(), name="all", batch_size=2)
     np.testing.assert_array_equal(found.depth, alone.depth)
     for name in ("nll", "gates", "nll_by_iteration", "entropy"):
         np.testing.assert_allclose(getattr(found, name), getattr(alone, name), rtol=0, atol=1e-5)

@@ -16,8 +16,7 @@ from adaponder.conversion.convert import convert
 from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, EvaluationError
 from adaponder.evaluation.scoring import score
-from adaponder.evaluation.text import open_text, open_vocabulary
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.training.run import train
 from support import FAMILIES, stock, tiny
 from training_support import corpus, small

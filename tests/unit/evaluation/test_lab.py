@@ -19,13 +19,22 @@ from adaponder import AdaPonderError, Entropy, FixedDepth, LearnedGate, Ranked, 
 from adaponder.analysis import policies_figure as figures
 from adaponder.analysis.style import depth_colours
 from adaponder.commands import policies as command
-from adaponder.evaluation.halves import Half, halve
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import Dial, Setting, at_full_depth, priced_depths, scaled_shares, threshold_at
+from adaponder.evaluation.lab.dials import (
+    CLOSE,
+    REACHED,
+    Dial,
+    Setting,
+    at_full_depth,
+    priced_depths,
+    scaled_shares,
+    threshold_at,
+    tune,
+)
+from adaponder.evaluation.lab.halves import Half, halve
 from adaponder.evaluation.lab.lab import LEARNED, TRAINED, Lab, require_halting
-from adaponder.evaluation.lab.tuning import CLOSE, REACHED, tune
 from adaponder.evaluation.scoring import ScoringOptions, score
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Windows
 from adaponder.terminal import console
 from lab_support import K, made_up, opinionated
 
@@ -57,7 +66,7 @@ def rows(lab):
 
 
 def test_many_documents_are_dealt_out_whole_and_each_once(halves):
-    assert "dealt out whole" in halves.how
+    assert "assigned whole" in halves.how
     assert halves.drawn == "documents"
     text = made_up([32] * 24)
     documents = {tuple(text.stream[1:][text.document == i]) for i in range(24)}

@@ -11,10 +11,9 @@ from adaponder import AdaPonderForCausalLM, cli, methods, registry
 from adaponder.analysis.figures import PLATES, GateValues, TokenGrid
 from adaponder.analysis.report import write_report
 from adaponder.analysis.trace import Trace, make_trace
-from adaponder.evaluation.flops import check_flops
+from adaponder.evaluation.meter import check_flops
 from adaponder.evaluation.scoring import score
-from adaponder.evaluation.text import Text, open_text, open_vocabulary
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.methods import register_method
 from adaponder.methods.cost import cost_of, parameters_of
 from adaponder.training.build import config_of

@@ -24,8 +24,7 @@ from adaponder.backbones import wrapper
 from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 from adaponder.evaluation.scoring import ScoringOptions, score
-from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Windows
 from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
 from adaponder.ops.vocab_expectation import torch as vocab_expectation
 from adaponder.recipes import Recipe, load_recipe

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from adaponder.errors import InputError
-from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import SHALLOWEST, Dial, FullDepth, scaled_shares, threshold_at
+from adaponder.evaluation.lab.dials import SHALLOWEST, Dial, FullDepth, Tuned, scaled_shares, threshold_at, too_shallow
 from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget
-from adaponder.evaluation.lab.tuning import Tuned, too_shallow
 from adaponder.evaluation.summary import paired_difference
 from adaponder.evaluation.text import Text
+from adaponder.journal import Journal
 from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresholds_for
 
 ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "every token equally often"
@@ -141,8 +140,8 @@ def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[t
     ends = [_climb(few, scaled_shares(start, budget - 1.0)) for start in starts]
     ends.sort(key=lambda end: end[1])
     gate = few.signals["gate"]
-    kept = np.logical_and.accumulate(gate >= threshold_at(gate, budget), axis=1).mean(0)
-    chosen = [tuple(kept.tolist())]
+    active = np.logical_and.accumulate(gate >= threshold_at(gate, budget), axis=1).mean(0)
+    chosen = [tuple(active.tolist())]
     for shares, _ in ends:
         if all(max(abs(a - b) for a, b in zip(shares, other, strict=True)) > 0.02 for other in chosen):
             chosen.append(shares)
@@ -180,10 +179,10 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
             yield tuple(moved)
 
 
-def frontier(lab: Lab, budgets: Sequence[float], *, kept: Kept | None = None) -> Iterator[Measurement]:
+def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = None) -> Iterator[Measurement]:
     """A measurement for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth.
 
-    Measurements are saved in ``kept`` as they come, and those that it has already are not repeated.
+    Measurements are saved in ``journal`` as they come, and those that it has already are not repeated.
     """
     measures: dict[str, Callable[[], Measurement]] = {
         f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
@@ -191,10 +190,10 @@ def frontier(lab: Lab, budgets: Sequence[float], *, kept: Kept | None = None) ->
     for depth in range(1, lab.iterations + 1):
         measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
     for name, measure in measures.items():
-        part = None if kept is None else kept.load(name)
+        part = None if journal is None else journal.load(name)
         measurement = measure() if part is None else Measurement.from_dict(part.facts)
-        if kept is not None and part is None:
-            kept.save(name, measurement.as_dict())
+        if journal is not None and part is None:
+            journal.save(name, measurement.as_dict())
         yield measurement
 
 

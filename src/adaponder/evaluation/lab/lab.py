@@ -10,14 +10,13 @@ import numpy as np
 
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
-from adaponder.evaluation.halves import Half, Halves
-from adaponder.evaluation.kept import Kept
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import Dial, FullDepth, Setting, at_full_depth
-from adaponder.evaluation.lab.tuning import Tuned, tune
+from adaponder.evaluation.lab.dials import Dial, FullDepth, Setting, Tuned, at_full_depth, tune
+from adaponder.evaluation.lab.halves import Half, Halves
 from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Scores, ScoringOptions
 from adaponder.evaluation.summary import Difference, Interval, paired_difference
+from adaponder.journal import Journal
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 
@@ -171,27 +170,27 @@ class Lab:
         return (own,)
 
     def compare(
-        self, budgets: Sequence[float], *, rates: Sequence[float] = RATES, kept: Kept | None = None
+        self, budgets: Sequence[float], *, rates: Sequence[float] = RATES, journal: Journal | None = None
     ) -> Iterator[Measurement]:
         """For each budget a measurement of each policy, the learned gate first.
 
-        Measurements are saved in ``kept`` as they come, and those that it has already are not repeated.
+        Measurements are saved in ``journal`` as they come, and those that it has already are not repeated.
         """
         learned_dial, *others = self.dials(rates)
         for budget in budgets:
             learned: Scores | None = None
             for dial in (learned_dial, *others):
                 name = f"{dial.name} at {budget!r}"
-                if kept is not None and (part := kept.load(name)) is not None:
+                if journal is not None and (part := journal.load(name)) is not None:
                     yield Measurement.from_dict(part.facts)
                     continue
                 if learned is None and dial is not learned_dial:
-                    # Its measurement is kept, its losses are not, and every other policy is paired with them.
+                    # Its measurement is saved, its losses are not, and every other policy is paired with them.
                     learned = self._tuned_and_measured(learned_dial, budget, None)[1]
                 measurement, scores = self._tuned_and_measured(dial, budget, learned)
                 learned = scores if dial is learned_dial else learned
-                if kept is not None:
-                    kept.save(name, measurement.as_dict())
+                if journal is not None:
+                    journal.save(name, measurement.as_dict())
                 yield measurement
 
     def _tuned_and_measured(

@@ -8,10 +8,11 @@ import pytest
 from adaponder import AdaPonderError
 from adaponder.commands import policies as command
 from adaponder.commands.options import PoliciesOptions
-from adaponder.evaluation.halves import halve
-from adaponder.evaluation.kept import Kept, fingerprint
+from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, Lab
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.scoring import fingerprint
+from adaponder.evaluation.text import Windows
+from adaponder.journal import Journal
 from lab_support import made_up, opinionated, saved, written
 
 BUDGET = 2.5
@@ -29,45 +30,45 @@ def test_an_interrupted_comparison_goes_on_with_the_same_numbers(few, tmp_path, 
     lab = Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
     rows = list(lab.compare([BUDGET], rates=()))
     assert [row.policy for row in rows] == list(FEW)
-    kept = Kept(tmp_path / "unfinished", {"text": "a"})
-    started = lab.compare([BUDGET], rates=(), kept=kept)
+    journal = Journal(tmp_path / "unfinished", {"text": "a"})
+    started = lab.compare([BUDGET], rates=(), journal=journal)
     first = [next(started) for _ in range(2)]
-    assert len(kept) == 2
+    assert len(journal) == 2
     tuned = []
     monkeypatch.setattr(lab, "tune", lambda dial, budget: tuned.append(dial.name) or Lab.tune(lab, dial, budget))
-    again = list(lab.compare([BUDGET], rates=(), kept=Kept(tmp_path / "unfinished", {"text": "a"})))
-    # Intervals, differences and all: those kept and those paired with the learned gate that was kept.
+    again = list(lab.compare([BUDGET], rates=(), journal=Journal(tmp_path / "unfinished", {"text": "a"})))
+    # Intervals, differences and all: those kept and those paired with the learned gate that was journal.
     assert again == rows
     assert again[:2] == first
     assert tuned == [LEARNED, *FEW[2:]]
     tuned.clear()
-    assert list(lab.compare([BUDGET], rates=(), kept=kept)) == rows
+    assert list(lab.compare([BUDGET], rates=(), journal=journal)) == rows
     assert not tuned
-    kept.remove()
+    journal.remove()
     assert not (tmp_path / "unfinished").exists()
 
 
 def test_parts_of_another_measurement_are_refused_by_what_differs(tmp_path):
-    Kept(tmp_path, {"seed": 0, "rates": (0.9,)}).save("one", {"loss": 0.1 + 0.2}, {"nll": np.arange(3.0)})
-    kept = Kept(tmp_path, {"seed": 0, "rates": [0.9]})
-    found = kept.load("one")
+    Journal(tmp_path, {"seed": 0, "rates": (0.9,)}).save("one", {"loss": 0.1 + 0.2}, {"nll": np.arange(3.0)})
+    journal = Journal(tmp_path, {"seed": 0, "rates": [0.9]})
+    found = journal.load("one")
     assert found.facts == {"loss": 0.1 + 0.2}
     assert found.arrays["nll"].tolist() == [0.0, 1.0, 2.0]
-    assert kept.load("two") is None
-    with pytest.raises(AdaPonderError, match=r"1 finished parts of another measurement \(other seed\)"):
-        Kept(tmp_path, {"seed": 1, "rates": (0.9,)})
+    assert journal.load("two") is None
+    with pytest.raises(AdaPonderError, match="seed was 0, is 1"):
+        Journal(tmp_path, {"seed": 1, "rates": (0.9,)})
 
 
 def test_a_damaged_part_is_named_and_never_used(tmp_path):
-    kept = Kept(tmp_path, {})
-    kept.save("one", {"loss": 1.0}, {"nll": np.zeros(500)})
+    journal = Journal(tmp_path, {})
+    journal.save("one", {"loss": 1.0}, {"nll": np.zeros(500)})
     path = next(tmp_path.glob("*.npz"))
     whole = path.read_bytes()
     place = whole.index(bytes(100))
     for content in (whole[:-40], whole[: place + 8] + b"\x01" + whole[place + 9 :], b""):
         path.write_bytes(content)
-        with pytest.raises(AdaPonderError, match=r"one\.npz is damaged .* delete it"):
-            kept.load("one")
+        with pytest.raises(AdaPonderError, match=r"one\.npz"):
+            journal.load("one")
 
 
 def test_policies_interrupted_says_what_it_keeps_and_goes_on(few, tmp_path, monkeypatch, capsys):
@@ -89,26 +90,26 @@ def test_policies_interrupted_says_what_it_keeps_and_goes_on(few, tmp_path, monk
     monkeypatch.setattr(Lab, "held_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command.run(PoliciesOptions(checkpoint=str(checkpoint), out=out, **asked))
-    assert f"2 finished rows are kept in {out / 'unfinished'}; the same command goes on" in capsys.readouterr().err
+    assert f"2 finished rows are saved in {out / 'unfinished'}; run the same command" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         command.run(PoliciesOptions(checkpoint=str(checkpoint), **asked))
-    assert "nothing is kept; with --out DIR" in capsys.readouterr().err
+    assert "nothing was saved; with --out DIR" in capsys.readouterr().err
     measured.clear()
     patience[0] = 99
     assert command.run(PoliciesOptions(checkpoint=str(checkpoint), out=out, **asked)) == finished
     # The learned gate once more, because the rest is paired with it.
     assert measured == [LEARNED, *FEW[2:]]
     shown = capsys.readouterr().out
-    assert "going on after an interruption: 2 finished rows" in shown
+    assert "resuming: 2 finished rows" in shown
     assert "3 figures, each as PNG and SVG" in shown
     assert not (out / "unfinished").exists()
 
 
 def test_removing_parts_leaves_what_is_not_theirs(tmp_path):
-    kept = Kept(tmp_path, {})
-    kept.save("one", {})
+    journal = Journal(tmp_path, {})
+    journal.save("one", {})
     (tmp_path / "mine.txt").write_text("not a part")
-    kept.remove()
+    journal.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 

@@ -1,8 +1,8 @@
 """Splits a text into a tuning half and a held-out half that share no target.
 
-Many documents are dealt out whole. Few, or very unequal ones, would make halves of different kinds: then windows are
-dealt out alternately, so that both halves hold parts of every long document. Intervals then resample windows, which are
-narrower than those over documents; results say which.
+Many documents are assigned whole. With few or very unequal documents, windows alternate between the halves, so that
+both hold parts of every long document. Intervals then resample windows and are narrower than those over documents;
+results say which.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from adaponder.backbones.shape import Shape
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
-from adaponder.evaluation.text import Text
-from adaponder.evaluation.windows import Windows
+from adaponder.evaluation.text import Text, Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import counted
 
@@ -28,9 +27,9 @@ _UNEQUAL = 0.1
 
 @dataclass(frozen=True)
 class Half:
-    """The predictions of ``text`` that ``windows`` score.
+    """One half: the predictions of ``text`` that ``windows`` score.
 
-    ``own_text`` holds these alone, in documents that are the units intervals resample: documents or windows.
+    ``own_text`` holds these alone; its documents are the units that intervals resample, documents or windows.
     """
 
     text: Text
@@ -39,7 +38,7 @@ class Half:
 
     @property
     def chosen(self) -> np.ndarray:
-        """``bool[text.predictions]``: which of them belong to this half."""
+        """Returns ``bool[text.predictions]``: the predictions of this half."""
         return self.windows.scored(self.text.predictions)
 
     @property
@@ -48,7 +47,7 @@ class Half:
 
     @property
     def learned(self) -> int:
-        """How many tokens losses are the mean of: all of a text, the answers of conversations and puzzles."""
+        """Returns the number of tokens in the mean loss: all of a text, the answers of conversations and puzzles."""
         return int(self.own_text.counted.sum())
 
     @property
@@ -65,7 +64,7 @@ class Half:
         shape: Shape | None = None,
         advance: Callable[[int], None] = lambda predictions: None,
     ) -> Scores:
-        """Scores of this half's predictions alone."""
+        """Scores the predictions of this half alone."""
         scores = score(
             model,
             self.text,
@@ -87,19 +86,19 @@ class Half:
         return summarise(self.own_text, scores.nll, scores.depth, seed=seed)
 
     def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
-        """Interval of the mean depth."""
+        """Returns the interval of the mean depth."""
         counts = np.diff(self.own_text.starts, append=self.own_text.predictions)
         return bootstrap(per_document(self.own_text, scores.depth.astype(np.float64)), counts, seed=seed)
 
     def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
-        """One value per prediction of the whole text: ``values`` in this half, ``otherwise`` in the other."""
+        """Returns one value per prediction of the whole text: ``values`` in this half, ``otherwise`` in the other."""
         everywhere = np.full(self.text.predictions, otherwise, values.dtype)
         everywhere[self.chosen] = values
         return everywhere
 
 
 class Halves(NamedTuple):
-    """The two halves of a text, ``how`` they were made in words, and what intervals resample (``drawn``)."""
+    """The two halves of a text, a description of the split (``how``), and what intervals resample (``drawn``)."""
 
     tuning: Half
     held_out: Half
@@ -108,32 +107,32 @@ class Halves(NamedTuple):
 
 
 def halve(text: Text, windows: Windows) -> Halves:
-    """Two halves of about equally many predictions: of whole documents if there are many, else of alternate windows."""
-    first = _deal(np.diff(text.starts, append=text.predictions))
+    """Splits a text into halves of about equal size: by whole documents if there are many, else by windows."""
+    first = _assign(np.diff(text.starts, append=text.predictions))
     counts = np.array([_gather(text, chosen).predictions if chosen.any() else 0 for chosen in (first, ~first)])
     even = abs(counts[0] - counts[1]) <= _UNEQUAL * text.predictions
     if len(text.starts) >= _ENOUGH_DOCUMENTS and even:
         parts = [_gather(text, chosen) for chosen in (first, ~first)]
         halves = [_with_targets(Half(part, windows, part)) for part in parts]
-        return Halves(*halves, f"{len(text.starts)} documents dealt out whole", "documents")
+        return Halves(*halves, f"{len(text.starts)} documents assigned whole", "documents")
     if len(windows.starts(text.predictions)) < 2:
         raise InputError(
-            f"--data: {text.predictions:,} tokens are one window of {windows.length:,} and cannot be halved; "
-            "give more text or a shorter --window"
+            f"--data has {text.predictions:,} tokens, one window of {windows.length:,}, and cannot be split in two; "
+            "use more text or a shorter --window"
         )
     halves = [_with_targets(_every_other(text, windows, offset)) for offset in (0, 1)]
     few = counted(len(text.starts), "document")
-    return Halves(*halves, f"windows dealt out in turn ({few}: too few or too unequal to deal out whole)", "windows")
+    return Halves(*halves, f"alternate windows ({few}: too few or too unequal to assign whole)", "windows")
 
 
 def _with_targets(half: Half) -> Half:
     if not half.own_text.counted.any():
-        raise InputError("--data: a half of it has nothing that is learned, so nothing to score; give more text")
+        raise InputError("--data: one half has no learned tokens to score; use more text")
     return half
 
 
-def _deal(lengths: np.ndarray) -> np.ndarray:
-    """``bool[documents]``: documents of the first half, each given in order to the half with fewer tokens so far."""
+def _assign(lengths: np.ndarray) -> np.ndarray:
+    """Returns ``bool[documents]``: those of the first half; each goes to the half with fewer tokens so far."""
     chosen, lead = np.zeros(len(lengths), bool), 0
     for index, length in enumerate(lengths.tolist()):
         chosen[index] = lead <= 0
@@ -142,7 +141,7 @@ def _deal(lengths: np.ndarray) -> np.ndarray:
 
 
 def _gather(text: Text, chosen: np.ndarray) -> Text:
-    """The chosen documents as a text of their own; each still follows an end token."""
+    """Returns the chosen documents as a text of their own; each still follows an end token."""
     lengths = np.diff(text.starts, append=text.predictions)[chosen]
     targets = text.stream[1:][chosen[text.document]]
     return Text(
@@ -156,7 +155,7 @@ def _gather(text: Text, chosen: np.ndarray) -> Text:
 
 
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
-    """The half of every second window, beginning with window ``offset``."""
+    """Returns the half of every second window, starting with window ``offset``."""
     half = replace(windows, every=2, offset=offset)
     chosen = half.scored(text.predictions)
     index = np.flatnonzero(chosen)
