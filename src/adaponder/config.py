@@ -11,9 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from adaponder.errors import ConfigError, did_you_mean, in_one_line, shown
+from adaponder.fields import Recurrence, check_fields, is_removed, meanings
 from adaponder.methods import method_class
-from adaponder.registry import scale_from_scratch
-from adaponder.settings import OpenRecurrence, PonderOn, Recurrence, check_against, fits, meanings, needed, scale_of
+from adaponder.registry import scale_from_scratch, scale_of
 
 # What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
 _FOREIGN_KEYS = {
@@ -79,6 +79,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
     backbone_config: Any = None  # a config or a dict when given, always a config once built
 
     def __post_init__(self, **kwargs: Any):
+        kwargs = {key: value for key, value in kwargs.items() if not is_removed(f"model.{key}", value)}
         _refuse_unknown(kwargs, {field.name for field in fields(type(self))})
         self.backbone_config = _as_config(self.backbone_config)
         method = method_class(self.method)
@@ -190,13 +191,7 @@ def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
 
 
 def _check_recurrence(config: AdaPonderConfig) -> None:
-    for item in fields(Recurrence):
-        # A recipe may leave a setting open; a config whose default is a value needs one.
-        if getattr(config, item.name) is None and item.default is not None:
-            raise ConfigError(f"{item.name}=None: a value is needed, as {item.default!r}")
-    check_against(OpenRecurrence, config)
-    if not fits(config.ponder_on, PonderOn, None):
-        raise ConfigError(f"ponder_on={shown(config.ponder_on)}: {needed(config.ponder_on, PonderOn, None)}")
+    check_fields(config, kind=Recurrence)
     if config.ponder_pool == "closed" and config.ponder_on == "logits":
         raise ConfigError(
             "ponder_pool='closed' counts later gates as probability 0, which no logit has: "

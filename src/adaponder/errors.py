@@ -52,9 +52,9 @@ def shown(value: Any) -> str:
 
 
 def choice(value: Any, words: Sequence[str]) -> str:
-    """What an error says of a value that is none of ``words``: all of them, and the one spelled most alike."""
+    """Returns ``one of a, b, …`` for an error about ``value``, with the word that is spelled most alike."""
     hint = did_you_mean(value, words) if isinstance(value, str) and len(words) > 3 else ""
-    return f"choose one of {', '.join(words)}{hint}"
+    return f"one of {', '.join(words)}{hint}"
 
 
 def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:

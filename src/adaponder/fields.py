@@ -5,8 +5,6 @@ derive from the dataclasses here, so their ranges cannot disagree. Importing thi
 only; ``option`` imports typer, ``body_field`` pydantic.
 """
 
-# ruff: noqa: RUF009 (a call of `setting` makes a dataclass field, as `dataclasses.field` does)
-
 from __future__ import annotations
 
 import dataclasses
@@ -197,6 +195,26 @@ def _number(text: str) -> float:
 
 def _brief(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+# --- fields that are gone ------------------------------------------------------------------------------------------
+
+# ``section.field`` of a recipe or config that older versions had: (its default, the last version that had it).
+REMOVED: dict[str, tuple[Any, str]] = {}
+
+
+def is_removed(path: str, value: Any) -> bool:
+    """Returns whether ``section.field`` is gone; raises if its value is not the old default, which changes nothing."""
+    if path not in REMOVED:
+        return False
+    default, version = REMOVED[path]
+    same = list(value) == list(default) if isinstance(default, (list, tuple)) and value else value == default
+    if value is not None and not same:
+        raise ConfigError(
+            f"{path}={shown(value)} was removed; adaponder {version} is the last version that has it, and without it "
+            f"{path} is {shown(default)}"
+        )
+    return True
 
 
 # --- a request -----------------------------------------------------------------------------------------------------
@@ -395,6 +413,27 @@ class Recurrence:
         "lookahead_delta, so that a gate is half open where reading on gains that much on the average",
     )
 
+    if typing.TYPE_CHECKING:  # what AdaPonderConfig adds and methods read
+        backbone_config: Any = None
+
+        @property
+        def hidden_size(self) -> int: ...
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on the embedding table of the mixture."""
+        assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
+        return self.embedding_scale
+
+    @property
+    def input_scale(self) -> float:
+        """Factor on the first embedding, E^0."""
+        return self.table_scale * self.initial_multiplier
+
+    def gates(self) -> int:
+        """Returns how many decisions a token faces: none after the last iteration."""
+        return self.iterations - 1
+
 
 def meanings(kind: type) -> str:
     """Returns the fields of a dataclass as lines of a docstring's ``Args``."""
@@ -430,8 +469,9 @@ def body_field(name: str, **more: Any) -> Any:
     import pydantic
 
     field = REQUEST_FIELDS[name]
-    bounds = field.range.bounds
+    bounds: dict[str, Any] = field.range.bounds
     if int in (field.type, *get_args(field.type)):
         lowest = {} if {"ge", "gt"} & bounds.keys() else {"ge": -LARGEST_INT}
         bounds = {**lowest, "le": LARGEST_INT, **bounds}
-    return pydantic.Field(**{"description": field.meaning, **bounds, **more})
+    details: dict[str, Any] = {"description": field.meaning, **bounds, **more}
+    return pydantic.Field(**details)

@@ -5,12 +5,14 @@ The classes stand in :mod:`adaponder.methods`, under the same names.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from adaponder.errors import ConfigError, choice, shown
 
-# Embedding scales that depend on the hidden size d, as a recipe writes them.
+# Embedding scales that depend on the hidden size d, as a recipe writes them, and their factor on d under the root.
 Scale = Literal["sqrt(d)", "sqrt(2.5 d)"]
+SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
 
 # What a model trained from scratch has unless its config says otherwise: the same for every method of one comparison,
 # vanilla included; loop's is its release's. It stands here and not with the other facts, in the class, because the hash
@@ -30,6 +32,9 @@ _SCALES: dict[str, Scale] = {
     "vanilla": "sqrt(d)",
 }
 
+# Methods that are gone, with the last version that had each.
+REMOVED_METHODS: dict[str, str] = {}
+
 DEFAULT_METHOD = "adaponder"  # of a model or recipe that names none
 PLAIN_METHOD = "vanilla"  # computes what the stock decoder computes
 
@@ -39,16 +44,24 @@ def method_names() -> tuple[str, ...]:
     return tuple(_SCALES)
 
 
-def check_method(name: str) -> str:
-    """Returns ``name`` if it is a registered method; raises otherwise."""
+def check_method(name: str, prefix: str = "") -> str:
+    """Returns ``name`` if it is a registered method; raises otherwise (``prefix`` stands before ``method`` then)."""
+    if isinstance(name, str) and name in REMOVED_METHODS:
+        version = REMOVED_METHODS[name]
+        raise ConfigError(f"{prefix}method={name} was removed; adaponder {version} is the last version that has it")
     if not isinstance(name, str) or name not in _SCALES:
-        raise ConfigError(f"method={shown(name)}: {choice(name, method_names())}")
+        raise ConfigError(f"{prefix}method={shown(name)} must be {choice(name, method_names())}")
     return name
 
 
 def scale_from_scratch(name: str) -> Scale:
     """Returns the default embedding scale of a model of this method that is trained from scratch."""
     return _SCALES[check_method(name)]
+
+
+def scale_of(rule: str, hidden_size: int) -> float:
+    """Returns the number that a rule of ``SCALES`` means at this hidden size."""
+    return math.sqrt(SCALES[rule] * hidden_size)
 
 
 def register_name(name: str, embedding_scale: Scale) -> None:

@@ -26,7 +26,6 @@ ORDER = [
     "devices",
     "registry",
     "fields",
-    "settings",
     "ops",
     "halting",
     "policies",

@@ -1,7 +1,8 @@
 """One table of fields: engine, command line, server body and OpenAPI take the same values."""
 
+import dataclasses
+import inspect
 import math
-from dataclasses import replace
 from typing import Annotated
 
 import pydantic
@@ -9,8 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from adaponder.errors import InputError
-from adaponder.fields import REQUEST_FIELDS, Range, Sampling, body_field, check, option, violation
+from adaponder import fields, registry
+from adaponder.config import AdaPonderConfig
+from adaponder.errors import ConfigError, InputError
+from adaponder.fields import REQUEST_FIELDS, Range, Recurrence, Sampling, body_field, check, option, violation
+from adaponder.recipes import ModelRecipe, load_recipe
 
 VALUES = {
     "top_p": ({0.5, 1}, {0, 1.5, -1}),
@@ -75,4 +79,30 @@ def test_an_interval_reads_as_it_is_written():
 def test_every_default_is_allowed():
     for name, field in REQUEST_FIELDS.items():
         assert violation(field, getattr(Sampling(), name)) is None, name
-    assert replace(Sampling(), top_p=0.5).top_p == 0.5
+
+
+def test_config_and_recipe_have_the_fields_of_the_table_and_repeat_none():
+    names = {item.name for item in dataclasses.fields(Recurrence)}
+    for kind in (AdaPonderConfig, ModelRecipe):
+        assert not names & set(inspect.get_annotations(kind)), kind.__name__
+        assert names - {"ponder_on"} <= {item.name for item in dataclasses.fields(kind)}
+    assert all(f"{name}: " in (AdaPonderConfig.__doc__ or "") for name in names)
+
+
+def test_a_removed_field_is_taken_at_its_old_default_only(monkeypatch):
+    plain = load_recipe("cpu/demo")
+    before = plain.fingerprint
+    backbone = plain.model.backbone | {"vocab_size": 64}
+    removed = {"model.warmth": (3, "0.1.0"), "train.layers": ([1, 2], "0.1.0")}
+    monkeypatch.setattr(fields, "REMOVED", removed)
+    monkeypatch.setattr("adaponder.recipes.schema.REMOVED", removed)
+    older = load_recipe("cpu/demo", ["model.warmth=3", "train.layers=[1, 2]"])
+    assert older.fingerprint == load_recipe("cpu/demo").fingerprint != before
+    assert not hasattr(AdaPonderConfig(backbone_config=backbone, warmth=3), "warmth")
+    with pytest.raises(ConfigError, match=r"model\.warmth=4 .*0\.1\.0"):
+        AdaPonderConfig(backbone_config=backbone, warmth=4)
+    with pytest.raises(ConfigError, match=r"train\.layers=\[1\] .*0\.1\.0"):
+        load_recipe("cpu/demo", ["train.layers=[1]"])
+    monkeypatch.setattr(registry, "REMOVED_METHODS", {"ponderous": "0.1.0"})
+    with pytest.raises(ConfigError, match=r"model\.method=ponderous .*0\.1\.0"):
+        load_recipe("cpu/demo", ["model.method=ponderous"])

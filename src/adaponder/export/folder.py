@@ -46,7 +46,7 @@ def require_exportable(config: AdaPonderConfig, source: str) -> None:
         )
     family = config.backbone_config.model_type
     if family not in FAMILIES:
-        raise InputError(f"{source}: backbone {family} cannot be exported; {choice(family, FAMILIES)}")
+        raise InputError(f"{source}: backbone {family} cannot be exported; use {choice(family, FAMILIES)}")
     if config.reuse != "state":
         raise InputError(
             f"{source}: reuse={config.reuse} cannot be exported, only reuse=state: the exported file leaves halted "

@@ -2,6 +2,7 @@
 
 from adaponder.errors import ConfigError, shown
 from adaponder.execution.base import Iteration
+from adaponder.fields import Recurrence
 from adaponder.methods.act import AdaptiveComputationTime
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.methods.anytime import Anytime
@@ -16,7 +17,6 @@ from adaponder.methods.pondernet import PonderNet
 from adaponder.methods.relay import Relay
 from adaponder.methods.reread import Reread
 from adaponder.registry import Scale, check_method, method_names, register_name
-from adaponder.settings import Recurrence
 
 # Under the names of adaponder.registry, which are known without torch.
 _CLASSES: dict[str, type[Method]] = {

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.execution.base import Pass, Rows
+from adaponder.fields import Recurrence
 from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.ponder_cost import PonderCostLoss
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, Policy
-from adaponder.settings import Recurrence
 
 
 class AdaptiveComputationTime(Method):

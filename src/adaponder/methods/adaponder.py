@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from adaponder.execution.base import Pass, Rows
+from adaponder.fields import Recurrence
 from adaponder.halting import Gate, gate_probability, pondered
 from adaponder.methods.base import State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.ponder import PonderLoss
 from adaponder.methods.ponder import Ponder
 from adaponder.policies import LearnedGate, Policy
-from adaponder.settings import Recurrence
 
 
 class AdaPonder(Ponder):

@@ -6,6 +6,7 @@ import torch
 
 from adaponder.errors import ConfigError
 from adaponder.execution.base import Rows
+from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability, pondered
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.methods.base import State
@@ -13,7 +14,6 @@ from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.depths import EveryDepthLoss
 from adaponder.methods.objectives.lookahead import LookaheadLoss
 from adaponder.policies import GateOrChance, LearnedGate, Policy, RandomRates
-from adaponder.settings import Recurrence
 
 
 class Anytime(AdaPonder):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.execution.tokens import Tokens
+from adaponder.fields import Recurrence
 from adaponder.methods.facts import Facts
 from adaponder.methods.objectives import CrossEntropy, LossFunction, Objective, Trajectory
 from adaponder.policies import FixedDepth, Policy
-from adaponder.settings import Recurrence
 
 
 class State(NamedTuple):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.errors import InputError
+from adaponder.fields import Recurrence
 from adaponder.methods import method_class
-from adaponder.settings import Recurrence
 
 Attention = Literal["causal", "square"]
 

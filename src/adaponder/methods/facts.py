@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from adaponder.fields import Recurrence
 from adaponder.policies import Policy
-from adaponder.settings import Recurrence
 
 
 class Facts:

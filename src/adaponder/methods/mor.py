@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from adaponder.errors import ConfigError
 from adaponder.execution.base import Pass, Rows
+from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.router import RouterLoss
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
-from adaponder.settings import Recurrence
 
 
 class Router(nn.Linear):

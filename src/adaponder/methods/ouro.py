@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from adaponder.execution.base import Pass, Rows
+from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import LossFunction, Objective
 from adaponder.methods.objectives.exits import ExitImprovementLoss, ExpectedExitLoss
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import ExitThreshold, Policy
-from adaponder.settings import Recurrence
 
 
 class Exit(nn.Linear):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from adaponder.execution.base import Pass, Rows
 from adaponder.execution.tokens import Tokens
+from adaponder.fields import Recurrence
 from adaponder.methods.base import Method, State
-from adaponder.settings import Recurrence
 
 
 class Pause(Method):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.errors import ConfigError, did_you_mean, shown
+from adaponder.fields import Field, check_fields, fits, is_removed
 from adaponder.files import parse_yaml, read_yaml
 from adaponder.recipes.schema import DataRecipe, ModelRecipe, Origin, Recipe, TrainRecipe
-from adaponder.settings import check_fields, fits
 
 _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
@@ -76,9 +76,9 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         hint = did_you_mean(name, recipe_names()) or "; see adaponder recipes"
         raise ConfigError(f"{name}: neither a recipe that ships nor a file{hint}")
     if not isinstance(values, dict):
-        raise ConfigError(f"{name}: a mapping is needed")
+        raise ConfigError(f"{name} must hold a mapping")
     if not isinstance(values.get("base", ""), str):
-        raise ConfigError(f"{name}: base={shown(values['base'])}: the name of a recipe is needed")
+        raise ConfigError(f"{name}: base={shown(values['base'])} must be the name of a recipe")
     return values, recipe_name
 
 
@@ -142,6 +142,8 @@ def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
+        if is_removed(f"{path}{key}", value):
+            continue
         if key not in known:
             raise ConfigError(f"{path}{key}: no such field{_suggestion(str(key), path, known)}")
         if key in _SECTIONS and kind is Recipe:
@@ -163,7 +165,7 @@ def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
 
 def _mapping(value: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}={shown(value)}: a section is needed")
+        raise ConfigError(f"{path}={shown(value)} must be a section")
     return value
 
 
@@ -183,7 +185,7 @@ def _coerced(value: Any, hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         tried = [(argument, _coerced(value, argument)) for argument in arguments]
-        return next((coerced for argument, coerced in tried if fits(coerced, argument, None)), value)
+        return next((coerced for argument, coerced in tried if fits(coerced, argument, Field("", argument))), value)
     if origin is tuple and isinstance(value, list):
         hints = [arguments[0]] * len(value) if ... in arguments else arguments
         same = len(hints) == len(value)

@@ -3,45 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import operator
+import types
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 import yaml
 
 from adaponder.errors import ConfigError, shown
-from adaponder.registry import scale_from_scratch
-from adaponder.settings import OpenRecurrence, PonderOn, check_fields, limited
+from adaponder.fields import REMOVED, PonderOn, Recurrence, check_fields, setting
+from adaponder.registry import check_method, scale_from_scratch
 
-STEPS = 1_000_000_000
+STEPS = "[0, 1_000_000_000]"
 
 # Fields of train that do not change the result: not part of the hash, and free to change when a run is resumed.
 FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits", "compile_by")
 
 
+def _open_recurrence() -> Any:
+    """Makes a frozen dataclass of the fields of ``Recurrence``, in which ``None``, the default, leaves one open.
+
+    A field left open is what a checkpoint was trained with, else the config's default. The method cannot be left open,
+    ``ponder_on`` stands in the section ``train``, and lists are tuples, so that the recipe cannot change.
+    """
+    hints = typing.get_type_hints(Recurrence)
+    columns: list[Any] = []
+    for item in fields(Recurrence):
+        always = item.name == "method"
+        hint = hints[item.name] if always else _with_tuples(hints[item.name]) | None
+        default = item.default if always else None
+        columns.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
+    columns = [column for column in columns if column[0] != "ponder_on"]
+    return dataclasses.make_dataclass("OpenRecurrence", columns, frozen=True, kw_only=True)
+
+
+def _with_tuples(hint: Any) -> Any:
+    """Returns the type with ``tuple[T, ...]`` for ``list[T]``."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return functools.reduce(operator.or_, (_with_tuples(part) for part in typing.get_args(hint)))
+    return tuple[(*typing.get_args(hint), ...)] if typing.get_origin(hint) is list else hint
+
+
+OpenRecurrence: Any = _open_recurrence()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelRecipe(OpenRecurrence):
-    """What is trained: a backbone, and every setting of :class:`adaponder.settings.Recurrence`.
+    """What is trained: a backbone, and every setting of :class:`adaponder.fields.Recurrence`."""
 
-    Attributes:
-        backbone: a Hugging Face config as a mapping (training from scratch; ``vocab_size`` defaults to the tokenizer's,
-            rounded up to 128), or a checkpoint folder or hub name (continued pretraining).
-        init: ``depth_scaled`` (PonderLM's) or ``stock`` (the backbone's own); only from scratch.
-    """
-
-    backbone: Any
-    init: Literal["depth_scaled", "stock"] = "depth_scaled"
+    backbone: Any = setting(
+        MISSING,
+        "a Hugging Face config as a mapping (training from scratch; vocab_size defaults to the tokenizer's, rounded up "
+        "to 128), or a checkpoint folder or hub name (continued pretraining)",
+    )
+    init: Literal["depth_scaled", "stock"] = setting(
+        "depth_scaled", "depth_scaled (PonderLM's) or stock (the backbone's own); only from scratch"
+    )
 
     def __post_init__(self) -> None:
+        check_method(self.method, "model.")
         check_fields(self, "model.")
         if isinstance(self.backbone, str) and self.backbone:
             return
         if not isinstance(self.backbone, Mapping):
             raise ConfigError(
-                f"model.backbone={shown(self.backbone)}: a mapping with model_type, or a checkpoint's folder or name, "
-                "is needed"
+                f"model.backbone={shown(self.backbone)} must be a mapping with model_type, or a checkpoint's folder or "
+                "name"
             )
         if not isinstance(self.backbone.get("model_type"), str):
             raise ConfigError("model.backbone.model_type is missing: name the decoder family, e.g. gpt_neox")
@@ -49,7 +81,7 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the recurrence as keyword arguments of the config; fields left open (``None``) are absent."""
+        """Returns the settings of the recurrence as keyword arguments of the config, without those left open."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -60,127 +92,155 @@ class ModelRecipe(OpenRecurrence):
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """The data that is trained on.
+    """The data that is trained on."""
 
-    Attributes:
-        source: a folder made by ``adaponder prepare``, or what to prepare one from (``stdlib``, files, folders).
-        tokenizer: folder, hub name, path of a tokenizer.json, or ``train-bpe:N``; ignored for a prepared folder.
-        sequence: tokens that a window predicts.
-        attend_across_documents: whether tokens attend to earlier documents of their window, as in Pythia.
-        validation: share of documents held out when preparing.
-    """
-
-    source: str
-    tokenizer: str = "train-bpe:4096"
-    sequence: int = limited(1, 10_000_000, default=2048, because="a window must predict at least one token")
-    attend_across_documents: bool = True
-    validation: float = limited(0, 1, default=0.01, below=True, because="something must be left to train on")
+    source: str = setting(
+        MISSING, "a folder made by adaponder prepare, or what to prepare one from (stdlib, files, folders)"
+    )
+    tokenizer: str = setting(
+        "train-bpe:4096", "folder, hub name, path of a tokenizer.json, or train-bpe:N; ignored for a prepared folder"
+    )
+    sequence: int = setting(
+        2048, "tokens that a window predicts", "[1, 10_000_000]", why="a window must predict at least one token"
+    )
+    attend_across_documents: bool = setting(
+        True, "whether tokens attend to earlier documents of their window, as in Pythia"
+    )
+    validation: float = setting(
+        0.01, "share of documents held out when preparing", "[0, 1)", why="something must be left to train on"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
         for name in ("source", "tokenizer"):
             if not getattr(self, name).strip() or "\0" in getattr(self, name):
-                raise ConfigError(f"data.{name}={getattr(self, name)!r}: a name or path is needed")
+                raise ConfigError(f"data.{name}={getattr(self, name)!r} must be a name or path")
 
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How the model is trained; steps count optimizer updates.
+    """How the model is trained; steps count optimizer updates."""
 
-    Attributes:
-        steps: updates in all.
-        global_batch: windows (sequences) per update, over all processes.
-        micro_batch: windows per process and forward, at most; ``None``: the process's whole share of an update.
-        lr, gate_lr: peak learning rates of the backbone and of the method's own parameters (``None``: the same).
-        min_lr_ratio: the cosine's floor as a share of the peak.
-        warmup: linear warm-up; below 1 a share of the steps, else steps.
-        joint_warmup: the same once more where joint training begins after ``freeze_backbone_steps``, on top of the
-            schedule: the optimizer's averages begin anew there (``None``: none).
-        weight_decay, betas: of AdamW. clip: largest gradient norm (``None``: no clipping).
-        dtype: bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests.
-        execution: ``dense`` computes every token and masks; ``compact`` computes active rows only, with the same
-            gradients: cheaper once many tokens halt.
-        compile: torch.compile the passes over the backbone and what is computed between them.
-        compile_by: ``layer`` compiles one layer and uses it for all; ``pass`` compiles one graph of all layers, which
-            takes minutes instead of seconds and is faster where the host is slower than the GPU (small models).
-        memory_budget: with ``compile``, the share of activations kept for backward; the rest is computed again.
-        gradient_checkpointing: compute each iteration again in backward instead of keeping its activations.
-        keep_logits: for adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of
-            computing them again: faster, the same bits, tokens x vocabulary x 2 bytes (bfloat16) more per iteration.
-        parallel: ``ddp`` or ``fsdp``, when there are several processes.
-        ponder_weight: the paper's lambda.
-        k_max: the share of gates that the ponder loss averages, the lowest, once it is full.
-        ponder_start, ponder_full: the paper's S0 and S1, the steps where stage 2 begins and where k has reached k_max.
-        ponder_on: whether the ponder loss is of gate probabilities or of logits.
-        ponder_scope: rank gates over all processes of a micro-step (``micro``), or in each process (``process``).
-        gate_start: the first step that updates the method's own parameters; until then gates stay as they began.
-            ``None``: a third into stage 1 where a ponder loss is to come, as measured (experiments/), else step 0,
-            as for every method whose loss has no ponder term.
-        halt_before_ponder: whether gates may halt tokens in stage 1.
-        target_depth: from ponder_full on, steer ponder_weight and k towards this mean depth (``None``: do not).
-        target_gain, target_every: how strongly, and after how many steps each time; see training/controller.py.
-        freeze_backbone_steps: the first steps, in which the method's own parameters train alone.
-        freeze_gates: whether the method's own parameters stay as the checkpoint has them (``None``: they train).
-        lora_rank: train low-rank adapters of the backbone's linear maps instead of its weights (``None``: the weights).
-        lora_alpha: adapters weigh ``lora_alpha / lora_rank`` (``None``: twice the rank).
-        capacity_warmup: for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become
-            as frequent as ``model.halt_prior`` says.
-        exit_stage: for ouro, its training stage; 2 trains exits alone, with ``freeze_backbone_steps`` = ``steps``.
-        exit_entropy: for ouro, beta at the beginning and at the end (``None``: ``model.exit_entropy_weight`` always).
-        exit_entropy_steps: the steps between which beta changes linearly; equal ones are a jump (``None``: all steps).
-        seed: of the weights and of the order of the data.
-        eval_every, save_every, log_every: steps between validations, checkpoints, logs (0: only at the end).
-        eval_tokens: tokens of one validation.
-        keep: how many checkpoints are kept.
-    """
-
-    steps: int = limited(1, STEPS, default=MISSING)
-    global_batch: int = limited(1, 1_000_000, default=MISSING, because="at least one window is needed")
-    micro_batch: int | None = limited(1, 1_000_000, because="at least one window is needed")
-    lr: float = limited(0, 100, default=1e-3, above=True)
-    gate_lr: float | None = limited(0, 100)
-    min_lr_ratio: float = limited(0, 1, default=0.1)
-    warmup: float = limited(0, STEPS, default=0.02)
-    joint_warmup: float | None = limited(0, STEPS)
-    weight_decay: float = limited(0, 100, default=0.1)
-    betas: tuple[float, float] = limited(0, 1, default=(0.9, 0.95), below=True)
-    clip: float | None = limited(0, 1_000_000_000, default=1.0, above=True, because="null turns clipping off")
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    execution: Literal["dense", "compact"] = "dense"
-    compile: bool = False
-    compile_by: Literal["layer", "pass"] = "layer"
-    memory_budget: float = limited(0, 1, default=1.0, above=True)
-    gradient_checkpointing: bool = False
-    keep_logits: bool = False
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    ponder_weight: float = limited(0, 1_000_000, default=0.1)
-    k_max: float = limited(0, 1, default=0.1)
-    ponder_start: int = limited(0, STEPS, default=0)
-    ponder_full: int = limited(0, STEPS, default=0)
-    ponder_on: PonderOn = "probabilities"
-    ponder_scope: Literal["micro", "process"] = "micro"
-    gate_start: int | None = limited(0, STEPS)
-    halt_before_ponder: bool = False
-    target_depth: float | None = limited(1, 1024)
-    target_gain: float = limited(0, 1000, default=0.5, above=True)
-    target_every: int = limited(1, STEPS, default=10)
-    freeze_backbone_steps: int = limited(0, STEPS, default=0)
-    freeze_gates: bool | None = None
-    lora_rank: int | None = limited(1, 65_536)
-    lora_alpha: float | None = limited(0, 1_000_000, above=True)
-    capacity_warmup: int = limited(0, STEPS, default=0)
-    exit_stage: Literal[1, 2] = 1
-    exit_entropy: tuple[float, float] | None = limited(0, 1_000_000)
-    exit_entropy_steps: tuple[int, int] | None = limited(0, STEPS)
-    seed: int = limited(0, 2**63 - 1, default=0)
-    eval_every: int = limited(0, STEPS, default=0)
-    eval_tokens: int = limited(1, 10**15, default=131_072)
-    save_every: int = limited(0, STEPS, default=0)
-    keep: int = limited(1, 1_000_000, default=2)
-    log_every: int = limited(0, STEPS, default=10)
+    steps: int = setting(MISSING, "updates in all", "[1, 1_000_000_000]")
+    global_batch: int = setting(
+        MISSING,
+        "windows (sequences) per update, over all processes",
+        "[1, 1_000_000]",
+        why="at least one window is needed",
+    )
+    micro_batch: int | None = setting(
+        None,
+        "windows per process and forward, at most; None: the process's whole share of an update",
+        "[1, 1_000_000]",
+        why="at least one window is needed",
+    )
+    lr: float = setting(1e-3, "peak learning rate of the backbone", "(0, 100]")
+    gate_lr: float | None = setting(
+        None, "peak learning rate of the method's own parameters; None: the same as lr", "[0, 100]"
+    )
+    min_lr_ratio: float = setting(0.1, "the cosine's floor as a share of the peak", "[0, 1]")
+    warmup: float = setting(0.02, "linear warm-up; below 1 a share of the steps, else steps", STEPS)
+    joint_warmup: float | None = setting(
+        None,
+        "a second warm-up where joint training begins after freeze_backbone_steps, on top of the schedule: the "
+        "optimizer's averages begin anew there; None: no second one",
+        STEPS,
+    )
+    weight_decay: float = setting(0.1, "of AdamW", "[0, 100]")
+    betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW", "[0, 1)")
+    clip: float | None = setting(1.0, "largest gradient norm", "(0, 1_000_000_000]", why="null turns clipping off")
+    dtype: Literal["float32", "bfloat16", "float64"] = setting(
+        "float32",
+        "bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests",
+    )
+    execution: Literal["dense", "compact"] = setting(
+        "dense",
+        "dense computes every token and masks; compact computes active rows only, with the same gradients: cheaper "
+        "once many tokens halt",
+    )
+    compile: bool = setting(False, "torch.compile the passes over the backbone and what is computed between them")
+    compile_by: Literal["layer", "pass"] = setting(
+        "layer",
+        "layer compiles one layer and uses it for all; pass compiles one graph of all layers, which takes minutes "
+        "instead of seconds and is faster where the host is slower than the GPU (small models)",
+    )
+    memory_budget: float = setting(
+        1.0,
+        "with compile, the share of activations kept for backward; the rest is computed again",
+        "(0, 1]",
+    )
+    gradient_checkpointing: bool = setting(
+        False, "compute each iteration again in backward instead of keeping its activations"
+    )
+    keep_logits: bool = setting(
+        False,
+        "for adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of computing "
+        "them again: faster, the same bits, tokens x vocabulary x 2 bytes (bfloat16) more per iteration",
+    )
+    parallel: Literal["ddp", "fsdp"] = setting("ddp", "how several processes share the work")
+    ponder_weight: float = setting(0.1, "the paper's lambda", "[0, 1_000_000]")
+    k_max: float = setting(
+        0.1, "the share of gates that the ponder loss averages, the lowest, once it is full", "[0, 1]"
+    )
+    ponder_start: int = setting(0, "the paper's S0, the step where stage 2 begins", STEPS)
+    ponder_full: int = setting(0, "the paper's S1, the step where k has reached k_max", STEPS)
+    ponder_on: PonderOn = setting("probabilities", "whether the ponder loss is of gate probabilities or of logits")
+    ponder_scope: Literal["micro", "process"] = setting(
+        "micro", "rank gates over all processes of a micro-step (micro), or in each process (process)"
+    )
+    gate_start: int | None = setting(
+        None,
+        "the first step that updates the method's own parameters; until then gates stay as they began. None: a third "
+        "into stage 1 where a ponder loss is to come, as measured (experiments/), else step 0, as for every method "
+        "whose loss has no ponder term",
+        STEPS,
+    )
+    halt_before_ponder: bool = setting(False, "whether gates may halt tokens in stage 1")
+    target_depth: float | None = setting(
+        None,
+        "from ponder_full on, steer ponder_weight and k towards this mean depth; None: do not",
+        "[1, 1024]",
+    )
+    target_gain: float = setting(0.5, "how strongly to steer; see training/controller.py", "(0, 1000]")
+    target_every: int = setting(10, "steps between two corrections of the steering", "[1, 1_000_000_000]")
+    freeze_backbone_steps: int = setting(0, "the first steps, in which the method's own parameters train alone", STEPS)
+    freeze_gates: bool | None = setting(
+        None, "whether the method's own parameters stay as the checkpoint has them; None: they train"
+    )
+    lora_rank: int | None = setting(
+        None,
+        "train low-rank adapters of the backbone's linear maps instead of its weights; None: the weights",
+        "[1, 65_536]",
+    )
+    lora_alpha: float | None = setting(
+        None, "adapters weigh lora_alpha / lora_rank; None: twice the rank", "(0, 1_000_000]"
+    )
+    capacity_warmup: int = setting(
+        0,
+        "for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become as frequent as "
+        "model.halt_prior says",
+        STEPS,
+    )
+    exit_stage: Literal[1, 2] = setting(
+        1, "for ouro, its training stage; 2 trains exits alone, with freeze_backbone_steps = steps"
+    )
+    exit_entropy: tuple[float, float] | None = setting(
+        None,
+        "for ouro, beta at the beginning and at the end; None: model.exit_entropy_weight always",
+        "[0, 1_000_000]",
+    )
+    exit_entropy_steps: tuple[int, int] | None = setting(
+        None, "the steps between which beta changes linearly; equal ones are a jump; None: all steps", STEPS
+    )
+    seed: int = setting(0, "of the weights and of the order of the data", "[0, 9_223_372_036_854_775_807]")
+    eval_every: int = setting(0, "steps between validations; 0: only at the end", STEPS)
+    eval_tokens: int = setting(131_072, "tokens of one validation", "[1, 1_000_000_000_000_000]")
+    save_every: int = setting(0, "steps between checkpoints; 0: only at the end", STEPS)
+    keep: int = setting(2, "how many checkpoints are kept", "[1, 1_000_000]")
+    log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """The first step that updates the method's own parameters; ``pressed``: whether its loss has a ponder term."""
+        """Returns the first step that updates the method's own parameters; ``pressed``: its loss has a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -188,79 +248,64 @@ class TrainRecipe:
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
-        self._check_steps()
-        self._check_objective()
-        self._check_frozen()
-        self._check_computing()
+        for wrong, message in self._contradictions():
+            if wrong:
+                raise ConfigError(f"train.{message}")
 
-    def _check_steps(self) -> None:
-        """Raises where two fields that count steps contradict each other."""
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Yields for each rule between fields whether it is broken, and the error."""
         for name in ("warmup", "joint_warmup"):
             warmup = getattr(self, name) or 0
-            _require(
-                warmup < 1 or (warmup <= self.steps and warmup == int(warmup)),
-                f"{name}={warmup}: a share below 1, or whole steps up to steps={self.steps}",
+            yield (
+                warmup >= 1 and (warmup > self.steps or warmup != int(warmup)),
+                f"{name}={warmup} must be a share below 1, or whole steps up to steps={self.steps}",
             )
-        _require(
-            self.ponder_start <= self.ponder_full,
-            f"ponder_full={self.ponder_full} lies before ponder_start={self.ponder_start}",
+        yield (
+            self.ponder_start > self.ponder_full,
+            f"ponder_full={self.ponder_full} must not be less than ponder_start={self.ponder_start}",
         )
-        _require(
-            not (self.gate_start and self.freeze_backbone_steps),
-            f"gate_start={self.gate_start}: 0 where freeze_backbone_steps={self.freeze_backbone_steps} trains gates "
+        yield (
+            bool(self.gate_start and self.freeze_backbone_steps),
+            f"gate_start={self.gate_start} must be 0: freeze_backbone_steps={self.freeze_backbone_steps} trains gates "
             "alone first",
         )
-        _require(
-            self.freeze_backbone_steps <= self.steps,
-            f"freeze_backbone_steps={self.freeze_backbone_steps}: lies between 0 and steps={self.steps}",
+        yield (
+            self.freeze_backbone_steps > self.steps,
+            f"freeze_backbone_steps={self.freeze_backbone_steps} must be between 0 and steps={self.steps}",
         )
-
-    def _check_objective(self) -> None:
-        """Raises where a field of the loss needs another one that is not set."""
-        _require(
-            self.target_depth is None or (self.ponder_weight > 0 and self.k_max > 0),
-            f"target_depth={self.target_depth}: ponder_weight and k_max above 0 are needed to steer with",
+        yield (
+            self.target_depth is not None and not (self.ponder_weight and self.k_max),
+            f"target_depth={self.target_depth} needs ponder_weight and k_max above 0 to steer with",
         )
         first, last = self.exit_entropy_steps or (0, 0)
-        _require(first <= last, f"exit_entropy_steps=[{first}, {last}]: the second lies before the first")
-        _require(
-            self.exit_entropy_steps is None or self.exit_entropy is not None,
-            "exit_entropy_steps: exit_entropy is missing, the two values to go between",
+        yield first > last, f"exit_entropy_steps=[{first}, {last}] must not decrease"
+        yield (
+            self.exit_entropy_steps is not None and self.exit_entropy is None,
+            "exit_entropy_steps needs exit_entropy, the two values between which beta changes",
         )
-
-    def _check_frozen(self) -> None:
-        """Raises where what is frozen leaves nothing to train, or nothing to press on."""
-        _require(
-            not (self.freeze_gates and self.ponder_weight),
-            f"freeze_gates with ponder_weight={self.ponder_weight}: gates that stay cannot be pressed shut; set "
+        yield (
+            bool(self.freeze_gates and self.ponder_weight),
+            f"freeze_gates with ponder_weight={self.ponder_weight}: frozen gates cannot learn to close; set "
             "train.ponder_weight=0",
         )
-        _require(
-            not (self.freeze_gates and self.freeze_backbone_steps),
+        yield (
+            bool(self.freeze_gates and self.freeze_backbone_steps),
             f"freeze_gates with freeze_backbone_steps={self.freeze_backbone_steps}: nothing would train",
         )
-        _require(self.lora_rank is not None or self.lora_alpha is None, "lora_alpha: lora_rank is missing")
-        _require(
-            self.lora_rank is None or not (self.compile or self.parallel == "fsdp"),
-            f"lora_rank={self.lora_rank}: not with compile or parallel=fsdp",
+        yield self.lora_alpha is not None and self.lora_rank is None, "lora_alpha needs lora_rank"
+        yield (
+            self.lora_rank is not None and (self.compile or self.parallel == "fsdp"),
+            f"lora_rank={self.lora_rank} cannot be combined with compile or parallel=fsdp",
         )
-
-    def _check_computing(self) -> None:
-        """Raises where two ways to compute a step exclude each other."""
-        _require(
-            not (self.execution == "compact" and self.parallel == "fsdp"),
+        yield (
+            self.execution == "compact" and self.parallel == "fsdp",
             "execution=compact with parallel=fsdp: a process whose tokens have all halted would leave the others "
             "waiting for its shards; use parallel=ddp",
         )
-        _require(
-            self.compile or self.memory_budget == 1,
-            f"memory_budget={self.memory_budget}: below 1 only with compile=true",
+        yield (
+            self.memory_budget < 1 and not self.compile,
+            f"memory_budget={self.memory_budget} below 1 needs compile=true",
         )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(f"train.{message}")
 
 
 @dataclass(frozen=True)
@@ -297,7 +342,7 @@ class Recipe:
         check_fields(self)
         depth, deepest = self.train.target_depth, self.model.iterations
         if depth is not None and deepest is not None and depth > deepest:
-            raise ConfigError(f"train.target_depth={depth}: no token can exceed model.iterations={deepest}")
+            raise ConfigError(f"train.target_depth={depth} must be at most model.iterations={deepest}")
         self._check_sequence()
 
     def _check_sequence(self) -> None:
@@ -306,16 +351,16 @@ class Recipe:
         if isinstance(backbone, Mapping):
             longest = backbone.get("max_position_embeddings", sequence)
             if not isinstance(longest, int) or isinstance(longest, bool):
-                raise ConfigError(f"model.backbone.max_position_embeddings={longest!r}: a whole number is needed")
+                raise ConfigError(f"model.backbone.max_position_embeddings={longest!r} must be a whole number")
             if sequence > longest:
                 raise ConfigError(f"data.sequence={sequence} exceeds model.backbone.max_position_embeddings={longest}")
         if self.train.eval_tokens < sequence:
             raise ConfigError(
-                f"train.eval_tokens={self.train.eval_tokens}: at least one window of data.sequence={sequence}"
+                f"train.eval_tokens={self.train.eval_tokens} must hold at least one window of data.sequence={sequence}"
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """The recipe as plain data; an embedding scale left open is the one that training from scratch uses.
+        """Returns the recipe as plain data, with the embedding scale of training from scratch where it is left open.
 
         So records and hashes of runs with different scales differ.
         """
@@ -326,15 +371,20 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all fields that decide the result: not of name, prose, or how often the run logs and saves.
+        """Returns the hash of all fields that decide the result: not of name, prose, or how often the run logs.
 
-        Fields left open (``None``) are not part of it, so that adding a field does not change the hash of older runs.
+        Fields left open (``None``) are not part of it, and removed fields are, with their last default: so neither
+        adding nor removing a field changes the hash of older runs.
         """
         sections = self.as_dict()
         decisive = {
             section: {key: value for key, value in sections[section].items() if value is not None}
             for section in ("model", "data", "train")
         }
+        for path, (default, _) in REMOVED.items():
+            section, _, name = path.partition(".")
+            if default is not None and section != "model":  # a model's fields were left open by default
+                decisive[section][name] = default
         for key in FREE_TRAIN:
             decisive["train"].pop(key, None)
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
@@ -352,4 +402,4 @@ def _check_numbers(value: Any, where: str) -> None:
         for inner in value:
             _check_numbers(inner, where)
     elif isinstance(value, (int, float)) and not abs(value) <= 1e15:
-        raise ConfigError(f"{where}={shown(value)}: a finite number is needed")
+        raise ConfigError(f"{where}={shown(value)} must be a finite number")

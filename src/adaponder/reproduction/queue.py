@@ -20,8 +20,7 @@ from typing import Any
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
 from adaponder.recipes import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe, load_recipe
-from adaponder.registry import DEFAULT_METHOD, scale_from_scratch
-from adaponder.settings import scale_of
+from adaponder.registry import DEFAULT_METHOD, scale_from_scratch, scale_of
 
 # Fields of data that are left out of the identity: records carry a hash of the data instead.
 _BY_HASH = ("source", "tokenizer", "validation")

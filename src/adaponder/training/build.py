@@ -13,9 +13,9 @@ from adaponder.backbones.initialisation import depth_scaled_
 from adaponder.config import AdaPonderConfig
 from adaponder.conversion.open import open_checkpoint
 from adaponder.errors import ConfigError, did_you_mean
+from adaponder.fields import Recurrence
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
-from adaponder.settings import Recurrence
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:

@@ -11,8 +11,7 @@ from torch import Tensor
 from adaponder.data import Sampler
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.recipes import FREE_TRAIN, Recipe
-from adaponder.registry import scale_from_scratch
-from adaponder.settings import scale_of
+from adaponder.registry import scale_from_scratch, scale_of
 from adaponder.terminal import console, line
 from adaponder.training.build import config_of
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint

