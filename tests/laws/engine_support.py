@@ -293,9 +293,9 @@ def assert_empty(engine: Engine) -> None:
     assert not scheduler.waiting
     assert not scheduler.resident
     assert not engine._requests
-    assert not engine._sinks
-    assert not engine._ended
-    assert len(scheduler._free_lanes) == len(set(scheduler._free_lanes)) == engine.runner.lanes.nobody, "lanes leak"
+    assert not engine._callbacks
+    assert not engine._pending
+    assert len(scheduler._free_lanes) == len(set(scheduler._free_lanes)) == engine.runner.lanes.padding, "lanes leak"
     assert not engine.busy
 
 

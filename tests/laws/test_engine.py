@@ -195,7 +195,7 @@ def test_samples_share_one_prompt_and_differ_in_what_they_draw(prompt):
     (found,) = engine.generate([request])
     assert len({tuple(done.ids) for done in found}) == 3
     assert engine.statistics["most_resident"] == 3, "samples wait for each other"
-    assert engine.receiver.rows < sum(sum(done.depths) for done in found) or len(prompt) <= 2
+    assert engine.statistics["rows"] < sum(sum(done.depths) for done in found) or len(prompt) <= 2
     for done in found:
         assert_as_the_model_says(model, done)
 

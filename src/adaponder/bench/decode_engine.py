@@ -16,8 +16,8 @@ import torch
 from adaponder.bench.decode import Case, Measured
 from adaponder.bench.decode_depths import drawn
 from adaponder.inference.engine import Engine
-from adaponder.inference.launches import Launch
 from adaponder.inference.request import Request
+from adaponder.inference.runner import Launch
 from adaponder.inference.scheduler import Plan
 
 # Seconds until every lane must decode.
@@ -93,7 +93,7 @@ class Load:
         """One more request of ``new`` tokens."""
         draw, context = random.Random(self.seed * 1_000_003 + self.count), self.case.context
         if self.prompts is None:
-            prompt = [draw.randrange(self.engine.config.vocab_size) for _ in range(context)]
+            prompt = [draw.randrange(self.engine.model.config.vocab_size) for _ in range(context)]
         else:
             start = draw.randrange(max(1, len(self.prompts) - context))
             prompt = list(self.prompts[start : start + context])

@@ -19,8 +19,8 @@ import torch
 from adaponder.bench.decode_models import ITERATIONS, build, sizes_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import EvaluationError, InputError
+from adaponder.inference.config import eos_ids, max_tokens
 from adaponder.inference.engine import Engine
-from adaponder.inference.opening import eos_ids, longest
 from adaponder.inference.outputs import Completion, Event, FinishReason, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
@@ -71,7 +71,7 @@ class SleepingEngine:
     def __init__(self, model: AdaPonderForCausalLM, *, lanes: int = 64, tick: float = 0.008) -> None:
         self.model, self.config = model, model.config
         self.lanes, self.tick = lanes, tick
-        self.tokens, self.iterations, self.eos_ids = longest(model, None), model.config.iterations, eos_ids(model)
+        self.tokens, self.iterations, self.eos_ids = max_tokens(model, None), model.config.iterations, eos_ids(model)
         self.waiting: deque[_Sequence] = deque()
         self.resident: dict[tuple[int, int], _Sequence] = {}
         self._left: dict[int, int] = {}

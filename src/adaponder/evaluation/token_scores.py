@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaponder.errors import EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
-from adaponder.inference.lane_policies import shareable
+from adaponder.inference.policies import prefix_key
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import widened
@@ -171,7 +171,7 @@ class TokenScorer:
         ids = [int(one) for one in ids]
         self._check(ids, how)
         rule = how.policy or self.model.method.default_policy(training=False)
-        decides = shareable(rule, how.seed)
+        decides = prefix_key(rule, how.seed)
         depths = tuple(sorted((how.depths or {}).items()))
         key = None if decides is None else (how.salt, decides, how.max_iterations, depths)
         number, entry, common = self._find(key, ids)

@@ -1,4 +1,4 @@
-"""Requests in, tokens out: continuous batching over sequences and depth."""
+"""Serves many requests at once: continuous batching over sequences and over depth."""
 
 from __future__ import annotations
 
@@ -8,312 +8,250 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from adaponder.errors import EvaluationError, InputError
-from adaponder.inference.bodies import body_of
-from adaponder.inference.drafting import usual_drafts, window_of
-from adaponder.inference.graphs import bucket_of
-from adaponder.inference.lane_policies import runs_on_host, shareable
-from adaponder.inference.launches import Launch, Needs
-from adaponder.inference.opening import (
-    PAGE,
-    check_options,
-    check_top_k,
-    eos_ids,
-    longest,
-    mean_depth,
-    refuse,
-    rows_that_fit,
-)
-from adaponder.inference.outputs import Completion, Event, PromptToken, Token
+from adaponder.inference.bodies import build_body
+from adaponder.inference.config import PAGE, EngineConfig, EngineShape, check_model, eos_ids
+from adaponder.inference.outputs import Completion, Event, Token
 from adaponder.inference.pages import Pages
+from adaponder.inference.policies import prefix_key, runs_on_host
+from adaponder.inference.postprocess import Postprocessor
 from adaponder.inference.prefixes import Prefixes
-from adaponder.inference.receiving import Receiver
 from adaponder.inference.request import Request, check_request, policy_of
-from adaponder.inference.runner import Runner
+from adaponder.inference.runner import Launch, Runner
 from adaponder.inference.scheduler import Scheduler
-from adaponder.inference.sequence import DECODING, FINISHED, Sequence
+from adaponder.inference.sequence import DECODING, FINISHED, Needs, Sequence, Submission
+from adaponder.inference.tick import pad_lanes
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 
 
 class Engine:
-    """Generates for many requests at once; each token costs as many rows as the gates decide.
+    """Generates for many requests at once; each token costs as many rows as its gates decide.
 
-    A tick is one pass of the backbone over one row of each sequence, whatever iteration that row is at, and over chunks
-    of prompts beside them. A sequence whose token halts goes on to its next token in the next tick. See
-    ``docs/design.md``, "The engine". One thread at a time uses an engine; a second one is refused.
+    A tick is one pass of the backbone over one row of each decoding sequence, at whatever iteration that row is, and
+    over prefill chunks beside them. A sequence whose token halts starts its next token in the next tick. See
+    ``docs/design.md``, "The engine". One thread at a time may use an engine; a second one is refused.
 
     Args:
-        model: in evaluation mode, where its weights are to stay.
-        lanes: sequences on the device at a time.
-        rows: rows of keys and values that the pools hold; by default what memory allows, at most what the lanes need.
-        chunk: rows of prompts in one tick, at most.
-        tokens: the longest sequence; by default as far as the backbone's positions reach.
-        max_iterations: the most times a token is read, for every request.
-        share_prefixes: whether requests that begin alike share rows.
-        prefix_block: they share whole blocks of so many tokens.
-        burst: ticks between two looks of the host, at most, while nothing but decoding goes on.
-        late: whether the host reads the answers to one launch while the next one runs; by default on a GPU.
-        expectation_top_k: the expected embedding of the k likeliest tokens alone, for methods that mix the vocabulary;
-            by default as the model was trained. Another model, strictly: see ``docs/design.md``.
-        body: ``fused``, ``stock``, or by default whichever is faster here.
-        drafts: tokens of a sequence, at most, that are begun before it is certain that they follow; the tokens that
-            come out are the same. It spends rows to save ticks: by default as many as are of use where an engine has
-            few lanes, and none elsewhere. See :mod:`adaponder.inference.drafting`.
+        model: the model, in evaluation mode and on its device.
+        config: the engine's options.
+        options: fields of :class:`EngineConfig`, which override ``config``: ``Engine(model, lanes=8)``.
     """
 
-    def __init__(
-        self,
-        model: AdaPonderForCausalLM,
-        *,
-        lanes: int = 64,
-        rows: int | None = None,
-        chunk: int | None = None,
-        tokens: int | None = None,
-        max_iterations: int | None = None,
-        share_prefixes: bool = True,
-        prefix_block: int = 16,
-        burst: int | None = None,
-        late: bool | None = None,
-        expectation_top_k: int | None = None,
-        body: str | None = None,
-        drafts: int | None = None,
-    ):
-        refuse(model)
-        check_options(lanes=lanes, rows=rows, chunk=chunk, burst=burst, prefix_block=prefix_block)
-        check_options(tokens=tokens, expectation_top_k=expectation_top_k)
-        self.model, self.config, self.eos_ids = model, model.config, eos_ids(model)
-        self.iterations = model.most_iterations(max_iterations)
-        self.tokens = longest(model, tokens)
-        on_gpu = model.device.type == "cuda"
-        burst = burst or (16 if on_gpu else 1)
-        width, passes = model.method.slots_per_token(self.iterations), model.method.passes(self.iterations)
-        if drafts is None:
-            drafts = usual_drafts(lanes, width=width, passes=passes)
-        window = window_of(drafts, method=self.config.method, width=width, passes=passes)
-        rows_alone = bucket_of(bucket_of(lanes) * window * width)
-        built = body_of(model, body, rows=rows_alone, positions=self.tokens, width=width)
-        numbers = sum(shape.numbers() for shape in built.row_shapes())
-        # Beyond what the lanes need: what a launch may use before its answer is known, as `_room` counts it.
-        most = lanes * (self.tokens * width * passes + 2 * PAGE) + 3 * PAGE + 2 * burst * width
-        rows = rows_that_fit(model, numbers, most) if rows is None else rows
-        pages = Pages(rows // PAGE + 1, PAGE)
+    def __init__(self, model: AdaPonderForCausalLM, config: EngineConfig | None = None, **options: Any):
+        check_model(model)
+        self.model, self.config = model, replace(config or EngineConfig(), **options)
+        self.eos_ids = eos_ids(model)
+        shape = EngineShape.of(self.config, model)
+        self.iterations, self.tokens = shape.iterations, shape.tokens
+        decode_rows = pad_lanes(pad_lanes(shape.lanes) * shape.window * shape.width)
+        body = build_body(model, self.config.body, rows=decode_rows, positions=shape.tokens, width=shape.width)
+        rows = shape.default_rows(model, body) if self.config.rows is None else self.config.rows
+        self.pages = Pages(rows // PAGE + 1, PAGE)
+        self.prefixes = Prefixes(self.pages, self.config.prefix_block)
         self.runner = Runner(
             model,
-            built,
-            lanes=lanes,
-            iterations=self.iterations,
-            tokens=self.tokens,
-            rows=pages.count * PAGE,
-            page_size=PAGE,
+            body,
+            shape,
+            rows=self.pages.count * PAGE,
             eos_ids=self.eos_ids,
-            ahead=2 * burst * width,
-            window=window,
+            top_k=self.config.expectation_top_k,
         )
-        self.pages, self.prefixes = pages, Prefixes(pages, prefix_block)
         self.scheduler = Scheduler(
-            lanes,
-            pages,
+            shape.lanes,
+            self.pages,
             self.prefixes,
-            chunk=max(width, chunk or (8192 if on_gpu else 256) * width),
-            burst=burst,
-            width=width,
-            passes=passes,
+            chunk=shape.chunk,
+            burst=shape.burst,
+            width=shape.width,
+            passes=shape.passes,
+            window=shape.window,
         )
-        if expectation_top_k is not None:
-            check_top_k(model, expectation_top_k)
-            self.runner.top_k = expectation_top_k
-        self.scheduler.drafts = self.runner.drafts
-        self.share_prefixes = share_prefixes
-        if on_gpu:
-            self.runner.use_graphs(burst)
-        self.receiver = Receiver(self.runner, self.scheduler, self.prefixes, self.eos_ids)
-        self.late = on_gpu if late is None else late
+        self.postprocessor = Postprocessor(self.runner, self.scheduler, self.prefixes, self.eos_ids)
+        self.late = model.device.type == "cuda" if self.config.late is None else self.config.late
+        # Rows of a token at full depth; rows that one request may use, beside those of launches in flight.
+        self._token_rows = shape.width * shape.passes
+        self._most_rows = max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - shape.rows_in_flight)
         self._requests: dict[int, list[Sequence]] = {}
-        self._sinks: dict[int, Callable[[Event], None]] = {}
-        self._numbers, self._ids = itertools.count(), itertools.count()
+        self._callbacks: dict[int, Callable[[Event], None]] = {}
+        self._sequence_numbers, self._request_numbers = itertools.count(), itertools.count()
         self._in_flight: Launch | None = None
-        self._ended: list[Event] = []
-        self._user = threading.RLock()
+        self._pending: list[Event] = []
+        self._stepping = False
+        self._lock = threading.RLock()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
-        """Takes a request in and returns its number; raises :class:`InputError` if it cannot be honoured.
+        """Queues a request and returns its number; raises :class:`InputError` if it is invalid.
 
-        ``on_event`` is called with each of its events; if it raises, the request ends, and no other.
+        ``on_event`` is called with each of its events; if it raises, this request alone ends. It may submit and cancel
+        requests, but not step the engine.
         """
-        with self._alone():
-            return self._submit(request, on_event)
-
-    def _submit(self, request: Request, on_event: Callable[[Event], None] | None) -> int:
-        self._check(request)
-        prompt = [int(token) for token in request.prompt]
-        asks_of_prompt = request.prompt_log_probabilities is not None
-        policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
-        if self.runner.graphs is not None and runs_on_host(policy):
-            warnings.warn(
-                f"policy={policy.spelling}: it is called for this request alone, and every tick waits for it, so the "
-                "requests beside it are slower too; give it an engine of its own, or take a policy that adaponder has, "
-                "such as fixed:2, gate:0.1 or entropy:2.5",
-                stacklevel=3,
-            )
-        number, samples = next(self._ids), []
-        for sample in range(request.samples):
-            one = Sequence(
-                request=request,
-                sample=sample,
-                number=next(self._numbers),
+        with self._exclusive():
+            self._check(request)
+            policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
+            if self.runner.graphs is not None and runs_on_host(policy):
+                warnings.warn(
+                    f"policy={policy.spelling} is called for this request alone and every tick waits for it, so other "
+                    "requests are slower too; give it a separate engine, or use a built-in policy such as fixed:2, "
+                    "gate:0.1 or entropy:2.5",
+                    stacklevel=2,
+                )
+            submission = Submission(
+                request,
+                next(self._request_numbers),
                 policy=policy,
                 iterations=iterations,
-                root=self._root(request, policy, iterations),
-                tokens=list(prompt),
+                namespace=self._namespace(request, policy, iterations),
                 page_size=PAGE,
-                request_number=number,
-                leader=samples[0] if samples else None,
-                samples=samples,
-                forced_depth=mean_depth(request, iterations),
-                prompt_log_probabilities=[PromptToken(token) for token in prompt] if asks_of_prompt else None,
             )
-            samples.append(one)
-        self._requests[number] = list(samples)
-        if on_event is not None:
-            self._sinks[number] = on_event
-        for one in samples:
-            self.scheduler.add(one)
-        return number
+            self._requests[submission.number] = [
+                submission.add_sample(next(self._sequence_numbers)) for _ in range(request.samples)
+            ]
+            if on_event is not None:
+                self._callbacks[submission.number] = on_event
+            for sequence in submission.samples:
+                self.scheduler.add(sequence)
+            return submission.number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
-        """Ends a request's samples that are not finished, or one of them; what they hold is free at once."""
-        with self._alone():
+        """Ends the unfinished samples of a request, or one of them, and frees what they hold."""
+        with self._exclusive():
             for sequence in self._requests.get(number, ()):
                 if sequence.state != FINISHED and sample in (None, sequence.sample):
-                    self._ended.append(self.receiver.end(sequence, "cancelled"))
+                    self._pending.append(self.postprocessor.finish(sequence, "cancelled"))
 
     @property
     def busy(self) -> bool:
-        """Whether any request is not finished, or the end of one has not been told."""
+        """Whether a request is unfinished, or its last event has not been delivered."""
         return bool(self._requests)
 
     def step(self) -> list[Event]:
-        """One tick, or a burst of them: plans it, gives it to the device, and returns what has become known.
+        """Runs one tick, or a burst of them: schedules, launches, postprocesses; returns the new events.
 
-        If anything breaks it off, Ctrl-C too, every request ends with an ``error``, which the next step tells; the
-        engine is empty then and takes requests as before.
+        If anything interrupts it, Ctrl-C included, every request ends with an ``error`` that the next step delivers;
+        the engine is empty then and accepts new requests.
         """
-        with self._alone():
+        with self._exclusive():
+            if self._stepping:
+                raise EvaluationError(
+                    "step(), generate() and stream() cannot be called from on_event, where a step is running; call "
+                    "submit() there, and step() afterwards"
+                )
+            self._stepping = True
             try:
-                return self._tell(self._advance())
+                return self._dispatch(self._step())
             except BaseException as problem:
-                self._start_over(problem)
+                self._reset(problem)
                 raise
+            finally:
+                self._stepping = False
 
-    def _advance(self) -> list[Event]:
-        plan = self.scheduler.plan()
-        launched = None if plan.empty else self.runner.launch(plan)
-        before, self._in_flight = self._in_flight, launched
-        events, self._ended = self._ended, []
-        if before is not None:
-            events += self.receiver.receive(before)
-        if launched is not None and not self.late:
-            self._in_flight = None
-            events += self.receiver.receive(launched)
+    def _step(self) -> list[Event]:
+        plan = self.scheduler.schedule()
+        launch = None if plan.empty else self.runner.launch(plan)
+        previous, self._in_flight = self._in_flight, launch if self.late else None
+        events, self._pending = self._pending, []
+        for finished in (previous, None if self.late else launch):
+            if finished is not None:
+                events += self.postprocessor.process(finished)
         return events
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Captures at once, on a GPU, what the sequences that decode now may come to need, fewer of them included."""
-        with self._alone():
-            decoding = [one for one in self.scheduler.resident.values() if one.state == DECODING]
+        """Captures, on a GPU, all graphs that the decoding sequences may need, also when fewer of them are left."""
+        with self._exclusive():
+            decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
-                longest = max(len(one.tokens) + one.left for one in decoding) * self.runner.width
-                self.runner.graphs.warm(Needs.of(decoding), longest, len(decoding))
+                longest = max(len(sequence.tokens) + sequence.num_remaining for sequence in decoding)
+                self.runner.graphs.warm_up(Needs.of(decoding), longest * self.runner.width, len(decoding))
 
-    def _tell(self, events: list[Event]) -> list[Event]:
-        """Calls back whoever wants to know."""
+    def _dispatch(self, events: list[Event]) -> list[Event]:
+        """Passes events to their callbacks and forgets finished requests."""
         for event in events:
             if event.completion is not None:
                 samples = self._requests[event.request]
-                samples[:] = [one for one in samples if one.sample != event.sample]
+                samples[:] = [sequence for sequence in samples if sequence.sample != event.sample]
                 if not samples:
                     del self._requests[event.request]
-            sink = self._sinks.get(event.request)
+            callback = self._callbacks.get(event.request)
             if event.request not in self._requests:
-                self._sinks.pop(event.request, None)
-            if sink is None:
+                self._callbacks.pop(event.request, None)
+            if callback is None:
                 continue
             try:
-                sink(event)
+                callback(event)
             except Exception as error:
-                self._sinks.pop(event.request, None)
-                for one in self._requests.get(event.request, ()):
-                    if one.state != FINISHED:
-                        self._ended.append(self.receiver.end(one, "error", error=f"on_event: {error!r}"))
+                self._callbacks.pop(event.request, None)
+                for sequence in self._requests.get(event.request, ()):
+                    if sequence.state != FINISHED:
+                        self._pending.append(self.postprocessor.finish(sequence, "error", error=f"on_event: {error!r}"))
         return events
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuses a second thread; what is called back may use the engine."""
-        if not self._user.acquire(blocking=False):
+    def _exclusive(self) -> Iterator[None]:
+        """Refuses a second thread, and makes the model's device current; callbacks may use the engine."""
+        if not self._lock.acquire(blocking=False):
             raise EvaluationError("engine: another thread is using it; let one thread submit and step")
         device = self.model.device
         try:
-            # Streams, events and graphs are those of the current device, which need not be the model's.
+            # Streams, events and graphs belong to the current device, which need not be the model's.
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 yield
         finally:
-            self._user.release()
+            self._lock.release()
 
-    def _start_over(self, problem: BaseException) -> None:
-        """Nothing is trusted that a broken step may have left half done: all requests end, and everything is free."""
-        why = f"engine: a step was broken off by {type(problem).__name__}: {problem}".rstrip(": ")
+    def _reset(self, problem: BaseException) -> None:
+        """Ends all requests and frees everything: an interrupted step may have left any state half done."""
+        error = f"engine: a step was interrupted by {type(problem).__name__}: {problem}".rstrip(": ")
         self._in_flight = None
-        self._ended = [
-            self.receiver.ended(one, "error", error=why) for samples in self._requests.values() for one in samples
-        ]
-        for samples in self._requests.values():
-            for one in samples:
-                one.state = FINISHED
+        sequences = [sequence for samples in self._requests.values() for sequence in samples]
+        self._pending = [self.postprocessor.final_event(sequence, "error", error=error) for sequence in sequences]
+        for sequence in sequences:
+            sequence.state = FINISHED
         self.prefixes.forget()
         self.pages.free_all()
         self.scheduler.clear()
 
-    # --- ways to use it -----------------------------------------------------------------------------------------
+    # --- generation ---------------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> list[list[Completion]]:
-        """The completions of each request, one per sample, in the order of the requests."""
-        done: dict[tuple[int, int], Completion] = {}
+        """Returns the completions of each request, one per sample, in the order of the requests."""
+        completions: dict[tuple[int, int], Completion] = {}
 
-        def note(event: Event) -> None:
+        def collect(event: Event) -> None:
             if event.completion is not None:
-                done[event.request, event.sample] = event.completion
+                completions[event.request, event.sample] = event.completion
 
-        wanted = list(requests)
-        for request in wanted:
-            self._check(request)  # none is begun if one is refused
+        requests = list(requests)
+        for request in requests:
+            self._check(request)  # nothing is submitted if any is invalid
         numbers: list[int] = []
         try:
-            numbers.extend(self.submit(request, note) for request in wanted)
+            numbers.extend(self.submit(request, collect) for request in requests)
             while any(number in self._requests for number in numbers):
                 self.step()
         finally:
             for number in numbers:
-                self.cancel(number)  # those that an exception has left unfinished
+                self.cancel(number)  # after an exception, some are unfinished
         return [
-            [done[number, sample] for sample in range(request.samples)]
-            for number, request in zip(numbers, wanted, strict=True)
+            [completions[number, sample] for sample in range(request.samples)]
+            for number, request in zip(numbers, requests, strict=True)
         ]
 
     def stream(self, request: Request) -> Iterator[Token]:
-        """The tokens of a request of one sample, as they come; it is cancelled when the caller leaves.
+        """Yields the tokens of a request with one sample; cancels it when the caller stops iterating.
 
-        Several streams, and other requests, may go on beside each other.
+        Several streams, and other requests, may run at the same time.
         """
         if request.samples != 1:
-            raise InputError(f"samples={request.samples}: a stream is of one sample; submit with on_event for several")
+            raise InputError(f"samples={request.samples} must be 1 for a stream; use submit() with on_event for more")
         events: deque[Event] = deque()
         number = self.submit(request, events.append)
         try:
@@ -330,53 +268,48 @@ class Engine:
         finally:
             self.cancel(number)
 
-    # --- what a request means -----------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
+        """Raises :class:`InputError` if this engine cannot run the request."""
         check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
         if self.runner.width > 1 and request.max_iterations not in (None, self.iterations):
             raise InputError(
-                f"max_iterations={request.max_iterations}: {self.config.method} takes {self.runner.width} slots for "
-                "every token of an engine; open the engine with this max_iterations"
+                f"max_iterations={request.max_iterations} must be the engine's {self.iterations}: "
+                f"{self.model.config.method} uses {self.runner.width} slots for every token; open the engine with this "
+                "max_iterations"
             )
-        rows, room = (len(request.prompt) + request.max_new_tokens) * self._token_rows, self._room
-        if rows > room:
+        rows = (len(request.prompt) + request.max_new_tokens) * self._token_rows
+        if rows > self._most_rows:
             raise InputError(
-                f"max_new_tokens={request.max_new_tokens}: with {len(request.prompt)} prompt tokens up to {rows} rows "
-                f"are needed, and the engine has {room}: shorten it, or open the engine with more rows"
+                f"max_new_tokens={request.max_new_tokens} with {len(request.prompt)} prompt tokens needs up to {rows} "
+                f"rows, and the engine has {self._most_rows}: shorten it, or open the engine with more rows"
             )
 
     @property
     def longest_request(self) -> int:
-        """Tokens of a prompt and of what follows it, together: as many as positions and rows allow."""
-        return min(self.tokens + 1, self._room // self._token_rows)  # the last token needs no position
+        """The maximum number of prompt and new tokens of a request, by positions and rows."""
+        return min(self.tokens + 1, self._most_rows // self._token_rows)  # the last token needs no position
 
-    @property
-    def _token_rows(self) -> int:
-        """Rows of a token that is read as often as it may be."""
-        return self.runner.width * self.runner.passes
+    def _namespace(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
+        """Returns the prefix-cache namespace of a request; ``None`` disables sharing.
 
-    @property
-    def _room(self) -> int:
-        """Rows that one request may have, beside what a launch may use before its answer is known."""
-        return max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - 2 * self.scheduler.burst * self.runner.width)
-
-    def _root(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
-        """Whose decisions over equal tokens are equal to this request's; ``None``: nobody's."""
-        decides = shareable(policy, request.seed)
-        apart = request.depths is not None or request.prompt_log_probabilities is not None
-        if decides is None or apart or not self.share_prefixes:
+        Requests in one namespace decide the same depths for the same tokens.
+        """
+        key = prefix_key(policy, request.seed)
+        unshared = request.depths is not None or request.prompt_log_probabilities is not None
+        if key is None or unshared or not self.config.share_prefixes:
             return None
-        return (request.salt, iterations, *decides)
+        return (request.salt, iterations, *key)
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counts since the engine was opened, and what is in use at this moment."""
-        scheduler, receiver, drafts = self.scheduler, self.receiver, self.runner.drafts
+        """Counts since the engine was opened, and current usage."""
+        scheduler, counts = self.scheduler, self.postprocessor
         return {
-            "ticks": receiver.ticks,
-            "rows": receiver.rows,
-            "tokens": receiver.tokens,
+            "ticks": counts.ticks,
+            "rows": counts.rows,
+            "tokens": counts.tokens,
             "waiting": len(scheduler.waiting),
             "resident": len(scheduler.resident),
             "most_resident": scheduler.most_resident,
@@ -384,6 +317,6 @@ class Engine:
             "pages": self.pages.count - 1,
             "pages_held": self.pages.held,
             "prefix_tokens_reused": scheduler.tokens_reused,
-            "drafted": 0 if drafts is None else drafts.drafted,
-            "accepted": 0 if drafts is None else drafts.accepted,
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
         }

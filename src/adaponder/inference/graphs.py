@@ -1,104 +1,86 @@
-"""Ticks as CUDA graphs: one for each number of rows and each set of things they need, captured when first wanted."""
+"""Captures and replays CUDA graphs: of whole ticks, and of the body's passes where a tick cannot be one graph."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adaponder.inference.lane_policies import LanePolicies
-from adaponder.inference.lanes import Lanes
-from adaponder.inference.launches import Extras, Needs
+from adaponder.execution.base import Pass
+from adaponder.inference.bodies.base import Body, Pools, RowShape
+from adaponder.inference.bodies.fused import FusedBody
+from adaponder.inference.sequence import Needs
+from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
+from adaponder.ops.ledger_attention import LedgerRows, Tiles
+from adaponder.ops.ledger_attention.choice import by_kernels
 
-_WARM_UP = 1
 _SHORT, _SEVERAL = 4, 8
+_SPARE_TILES = 64  # beyond those of one long cohort
 
 
-def bucket_of(rows: int) -> int:
-    """The least number of rows, of those that graphs are made for, that is not smaller."""
-    for size in (1, 2, 4, 8):
-        if rows <= size:
-            return size
-    step = 8 if rows <= 64 else 16 if rows <= 128 else 32
-    return -(-rows // step) * step
-
-
-def context_of(slots: int, most: int) -> int:
-    """A bound on slots, of few: the programs that attention has beyond a sequence's own slots end at once."""
+def pad_context(slots: int, most: int) -> int:
+    """Rounds a bound on slots up to one of few sizes: attention programs beyond a sequence's slots exit at once."""
     size = 512
     while size < slots:
         size *= 4
     return min(size, most)
 
 
-class Ticks(Protocol):
-    """What graphs use of the :class:`~adaponder.inference.runner.Runner` whose ticks they replay."""
-
-    device: torch.device
-    lanes: Lanes
-    policies: LanePolicies
-
-    def as_tensor(self, numbers: Any) -> Tensor: ...
-
-    def new_log(self, ticks: int, lanes: int) -> Tensor: ...
-
-    def tick(
-        self, lane: Tensor, chunks: tuple[()], needs: Needs, longest: int, log: Tensor
-    ) -> tuple[Extras, list[Any]]: ...
+def pad_prefill(rows: int) -> int:
+    """Rounds a number of prefill rows up to the nearest captured graph size."""
+    step = max(64, 1 << (rows - 1).bit_length() >> (3 if rows <= 1024 else 4))  # at most a quarter, or an eighth, more
+    return -(-rows // step) * step
 
 
 class Graphs:
-    """Replays ticks of a runner. What a graph reads, the lanes and the number of the tick, lies in buffers of its own.
+    """Replays ticks, one graph for each number of lanes and set of needs, captured at first use.
 
-    ``ticks`` is the most ticks in a row: so many logs are kept until the host fetches them.
+    ``ticks`` is the maximum number of ticks per launch, whose logs are kept until the host fetches them.
     """
 
-    def __init__(self, runner: Ticks, ticks: int):
+    def __init__(self, runner: TickRunner, ticks: int):
         self.runner, self.ticks = runner, ticks
-        self.graphs: dict[Hashable, _Graph] = {}
+        self.graphs: dict[Hashable, _TickGraph] = {}
         self.pool: Any = None
 
-    def run(self, lanes: list[int], needs: Needs, longest: int, ticks: int) -> tuple[Tensor, Extras]:
-        """So many ticks over these lanes: tokens and extras, on the host once the stream has come so far."""
-        return self._graph(len(lanes), needs, longest).run(lanes, ticks)
+    def run(self, lanes: list[int], needs: Needs, context: int, ticks: int) -> tuple[Tensor, Extras]:
+        """Runs ``ticks`` ticks of these lanes; the results are on the host once the stream has reached the copy."""
+        return self._graph(len(lanes), needs, context).run(lanes, ticks)
 
-    def warm(self, needs: Needs, longest: int, most: int) -> None:
-        """Captures the graphs of every number of lanes up to ``most``, for the policies that are there now."""
-        for rows in range(1, most + 1):
-            self._graph(rows, needs, longest)
+    def warm_up(self, needs: Needs, context: int, lanes: int) -> None:
+        """Captures the graphs of every number of lanes up to ``lanes``, for the current policies."""
+        for count in range(1, lanes + 1):
+            self._graph(count, needs, context)
 
-    def _graph(self, rows: int, needs: Needs, longest: int) -> _Graph:
-        bucket = bucket_of(rows)
-        context = context_of(longest, self.runner.lanes.index.shape[2])
-        key = (bucket, needs, context, self.runner.policies.key())
+    def _graph(self, lanes: int, needs: Needs, context: int) -> _TickGraph:
+        size = pad_lanes(lanes)
+        context = pad_context(context, self.runner.lanes.index.shape[2])
+        key = (size, needs, context, self.runner.policies.key())
         if key not in self.graphs:
-            self.graphs[key] = _Graph(self, bucket, needs, context)
+            self.graphs[key] = _TickGraph(self, size, needs, context)
         return self.graphs[key]
 
 
-class _Graph:
-    def __init__(self, owner: Graphs, bucket: int, needs: Needs, context: int):
+class _TickGraph:
+    """The graphs of one tick and of several; the lanes and the number of the tick are in its own buffers."""
+
+    def __init__(self, owner: Graphs, size: int, needs: Needs, context: int):
         runner = owner.runner
-        self.runner, self.bucket = runner, bucket
+        self.runner, self.size = runner, size
         self.lane_numbers: list[int] = []
-        self.lane = torch.full((bucket,), runner.lanes.nobody, device=runner.device)
-        self.tokens = runner.new_log(owner.ticks, bucket)
-        # The first runs, over nobody's rows, compile kernels and show what a tick says.
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP):
+        self.lane = torch.full((size,), runner.lanes.padding, device=runner.device)
+        self.tokens = runner.new_log(owner.ticks, size)
+        # Two runs over padding rows compile kernels and show the shapes of a tick's extras.
+        with _side_stream():
+            for _ in range(2):
                 runner.lanes.books.tick.fill_(-1)
-                runner.tick(self.lane, (), needs, context, self.tokens)
-            runner.lanes.books.tick.fill_(-1)
-            extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
-        torch.cuda.current_stream().wait_stream(side)
-        self.extras = [None if part is None else part.new_zeros(owner.ticks, *part.shape) for part in extras]
-        self.kind = type(extras)
-        # Between two graphs the device stands still for some microseconds: short ticks are captured several at a time.
-        self.several = min(_SEVERAL, owner.ticks) if bucket <= _SHORT else 1
+                extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
+        self.extras = [None if values is None else values.new_zeros(owner.ticks, *values.shape) for values in extras]
+        # The device idles for some microseconds between two graphs: short ticks are captured several at a time.
+        self.several = min(_SEVERAL, owner.ticks) if size <= _SHORT else 1
         self.single = self._capture(owner, needs, context, 1)
         self.many = self.single if self.several == 1 else self._capture(owner, needs, context, self.several)
 
@@ -107,23 +89,112 @@ class _Graph:
         with torch.cuda.graph(graph, pool=owner.pool):
             for _ in range(ticks):
                 extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
-                for kept, part in zip(self.extras, extras, strict=True):
-                    if kept is not None and part is not None:
-                        kept.index_copy_(0, runner.lanes.books.tick, part[None])
+                for buffer, values in zip(self.extras, extras, strict=True):
+                    if buffer is not None and values is not None:
+                        buffer.index_copy_(0, runner.lanes.books.tick, values[None])
         owner.pool = graph.pool()
         return graph
 
     def run(self, lanes: list[int], ticks: int) -> tuple[Tensor, Extras]:
+        padding = self.runner.lanes.padding
         if lanes != self.lane_numbers:
-            filled = lanes + [self.runner.lanes.nobody] * (self.bucket - len(lanes))
-            self.lane.copy_(self.runner.as_tensor(filled))
+            self.lane.copy_(self.runner.as_tensor(lanes + [padding] * (self.size - len(lanes))))
             self.lane_numbers = list(lanes)
         books = self.runner.lanes.books
         books.tick.fill_(-1)
-        books.place[self.runner.lanes.nobody :].zero_()  # rows that fill up see one slot, and not more with every tick
+        books.place[padding:].zero_()  # padding rows attend to one slot, not to one more with every tick
         for _ in range(ticks // self.several):
             self.many.replay()
         for _ in range(ticks % self.several):
             self.single.replay()
-        kept = (None if part is None else part[:ticks].to("cpu", non_blocking=True) for part in self.extras)
-        return self.tokens[:ticks].to("cpu", non_blocking=True), self.kind(*kept)
+        extras = (None if values is None else to_host(values[:ticks]) for values in self.extras)
+        return to_host(self.tokens[:ticks]), Extras(*extras)
+
+
+class GraphedBody(Body):
+    """Equals ``body``, by replaying graphs of its passes, always with the same pools.
+
+    Used where the host takes part in a tick: for prefill, whose rows change from tick to tick, and for rows with a
+    user's own policy. Passes of decode rows alone, or of prefill rows alone with a fused body, are replayed with rows
+    padded to few sizes; other passes run eagerly. A padding row attends to nothing.
+    """
+
+    def __init__(self, body: Body, owner: Graphs, padding: int):
+        self.body, self.owner, self.padding = body, owner, padding
+        self.tiled = isinstance(body, FusedBody)  # other bodies read the cohorts on the host
+        self.graphs: dict[Hashable, _PassGraph] = {}
+
+    def row_shapes(self) -> list[RowShape]:
+        return self.body.row_shapes()
+
+    def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
+        if rows.cohorts and (rows.alone or not self.tiled or not by_kernels(pools.keys[0], pools.values[0])):
+            return self.body.forward(x, position, rows, pools)
+        tiles: list[tuple[int, int, int, int]] = []
+        if rows.cohorts:
+            from adaponder.ops.ledger_attention import launch
+
+            size, block = pad_prefill(len(x)), launch.block_of(rows.cohorts)
+            tiles = launch.tiles_of(rows.cohorts, block)
+            tiles += [(first, size, self.padding, 0) for first in range(len(x), size, block)]
+            room = size // block + _SPARE_TILES
+            while room < len(tiles):
+                room *= 2
+            key: tuple[int, ...] = (size, block, room)
+        else:
+            key = (pad_lanes(len(x)), 0, pad_context(rows.reach, rows.index.shape[2]))
+        if key not in self.graphs:
+            self.graphs[key] = _PassGraph(self, key, x, rows, pools)
+        return self.graphs[key].run(x, position, rows, tiles)
+
+
+class _PassGraph:
+    """The graph of a pass; ``key`` is (rows, 0, context) for decode rows, (rows, rows per tile, tiles) for prefill."""
+
+    def __init__(self, owner: GraphedBody, key: tuple[int, ...], x: Tensor, rows: LedgerRows, pools: Pools):
+        size, block, bound = key
+        self.padding = owner.padding
+        self.x = x.new_zeros(size, x.shape[1])
+        self.position, self.lane, self.slot, self.iteration, self.row = x.new_zeros(5, size, dtype=torch.long)
+        self.padding_slot = 0 if block == 0 else -1  # a padding decode row attends to itself at slot 0
+        self.slot.fill_(self.padding_slot)
+        self.lane.fill_(owner.padding)
+        layout: dict[str, Any] = {"alone": size, "longest": bound}
+        self.table = None
+        if block:
+            self.table = torch.zeros(bound, 4, dtype=torch.int32, device=x.device)
+            layout = {"alone": 0, "tiles": Tiles(block, self.table)}
+        ledger = LedgerRows(rows.index, self.lane, self.slot, self.iteration, self.row, **layout)
+        with _side_stream():  # over padding rows, to compile kernels
+            owner.body.forward(self.x, self.position, ledger, pools)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=owner.owner.pool):
+            self.output = owner.body.forward(self.x, self.position, ledger, pools)
+        owner.owner.pool = self.graph.pool()
+
+    def run(self, x: Tensor, position: Tensor, rows: LedgerRows, tiles: list[tuple[int, int, int, int]]) -> Pass:
+        count = len(x)
+        self.x[:count] = x
+        inputs = (position, rows.lane, rows.slot, rows.iteration, rows.row)
+        buffers = (self.position, self.lane, self.slot, self.iteration, self.row)
+        for buffer, values in zip(buffers, inputs, strict=True):
+            buffer[:count] = values
+        self.position[count:], self.lane[count:], self.slot[count:] = 0, self.padding, self.padding_slot
+        self.iteration[count:], self.row[count:] = 0, 0  # page 0 is never allocated
+        if self.table is not None:
+            table = torch.zeros(len(self.table), 4, dtype=torch.int32)
+            table[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
+            self.table.copy_(table, non_blocking=True)
+        self.graph.replay()
+        # The next replay overwrites the graph's memory.
+        return Pass(self.output.hidden[:count].clone(), self.output.stream[:count].clone())
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    """Context manager that runs work on a side stream, as capture requires, ordered with the current stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,4 @@
-"""The device's own books: where each lane stands, which rows it sees, and where its next row goes."""
+"""Holds the device's state of every lane: token, iteration, KV index, block table and the method's state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from adaponder.ops.lane_books import Books, resume_rows
 
 
 class Lanes:
-    """One entry per lane, and one more that is nobody's, for rows that only fill up a batch.
+    """One entry per lane, and a last one for padding rows.
 
-    Every tensor keeps its place in memory, so that a CUDA graph can read and write it.
+    Every tensor keeps its address, so that CUDA graphs can read and write it.
 
     Attributes:
-        books: where each lane stands, and which rows it sees.
-        state: what the method keeps of the lane's token, from one iteration to the next; with a window of several
-            tokens, of each of them.
-        places: how many tokens a sequence may have.
+        books: where each lane is, and which rows it attends to.
+        state: the method's state of each lane's current token, kept between iterations; with drafting, of every token
+            in its window.
+        padding: the number of the padding lane.
+        tokens: the maximum length of a sequence.
     """
 
     def __init__(
@@ -32,49 +33,50 @@ class Lanes:
         tokens: int,
         width: int,
         page_size: int,
-        ahead: int,
+        rows_in_flight: int,
         like: State,
         window: int = 1,
     ):
         device, count, slots = like.input.device, lanes + 1, tokens * width
-        self.nobody, self.places, self.width = lanes, tokens, width
+        self.padding, self.tokens = lanes, tokens
 
-        def numbers(*shape: int) -> Tensor:
+        def entries(*shape: int) -> Tensor:
             return torch.zeros(count, *shape, dtype=torch.int32 if shape else torch.long, device=device)
 
-        # A lane that is done may run so many rows more before the host has heard of it, and is given pages for them.
-        pages = -(-(slots * passes + ahead) // page_size) + 1
+        # A finished lane may use rows_in_flight more rows before the host knows that it is finished.
+        pages = -(-(slots * passes + rows_in_flight) // page_size) + 1
         self.books = Books(
-            index=numbers(passes, slots).fill_(-1),
-            token=numbers(),
-            place=numbers(),
-            iteration=numbers(),
-            last=numbers(),
-            used=numbers(),
-            pages=numbers(pages),
+            index=entries(passes, slots).fill_(-1),
+            token=entries(),
+            place=entries(),
+            iteration=entries(),
+            last=entries(),
+            used=entries(),
+            pages=entries(pages),
             tick=torch.zeros(1, dtype=torch.long, device=device),
             page_size=page_size,
         )
 
-        def entries(one: Tensor) -> Tensor:
-            return one.new_zeros(count * window, *one.shape[1:])
+        def empty(values: Tensor) -> Tensor:
+            return values.new_zeros(count * window, *values.shape[1:])
 
         hidden = like.input.new_zeros(count * window, 1, like.input.shape[-1])
-        self.state = State(entries(like.input), hidden, tuple(entries(one) for one in like.carried))
+        self.state = State(empty(like.input), hidden, tuple(empty(values) for values in like.carried))
 
     @property
     def index(self) -> Tensor:
+        """The pool row that each iteration of a lane reads for a slot, int32 ``[lanes, iterations, slots]``."""
         return self.books.index
 
-    def enter(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
-        """(lane, token id, its place in the sequence, last iteration): these lanes begin to read a token."""
-        books, (lane, token, place, last) = self.books, self._columns(entries)
-        books.token[lane], books.place[lane], books.last[lane] = token, place, last
+    def start(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
+        """Starts decoding a token in lanes; entries are (lane, token id, position, last iteration)."""
+        books, (lane, token, position, last) = self.books, self._columns(entries)
+        books.token[lane], books.place[lane], books.last[lane] = token, position, last
         books.iteration.index_fill_(0, lane, 0)
         books.used.index_fill_(0, lane, 0)
 
-    def add_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
-        """(lane, index in its page table, page)."""
+    def update_block_tables(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """Writes pages into block tables; entries are (lane, index in its block table, page)."""
         lane, index, page = self._columns(entries)
         self.books.pages[lane, index] = page.int()
 
@@ -82,35 +84,35 @@ class Lanes:
         return torch.tensor(entries).to(self.books.token.device, non_blocking=True).unbind(1)
 
 
-def rows_of(state: State, which: Any) -> State:
-    """Some rows of a state, without their hidden states."""
-    return State(state.input[which], carried=tuple(one[which] for one in state.carried))
+def select_state(state: State, which: Any) -> State:
+    """Returns some rows of a state, without their hidden states."""
+    return State(state.input[which], carried=tuple(values[which] for values in state.carried))
 
 
-def resumed(first: State, kept: State, lane: Tensor, iteration: Tensor) -> State:
-    """What rows begin a pass with: ``first`` at iteration 0, else what their lanes have ``kept``."""
-    pairs = zip(first.carried, kept.carried, strict=True)
+def resume_state(first: State, stored: State, lane: Tensor, iteration: Tensor) -> State:
+    """Returns ``first`` for rows at iteration 0, else the state ``stored`` for their lanes."""
+    pairs = zip(first.carried, stored.carried, strict=True)
     return State(
-        resume_rows(first.input, kept.input, lane, iteration),
-        carried=tuple(resume_rows(one, other, lane, iteration) for one, other in pairs),
+        resume_rows(first.input, stored.input, lane, iteration),
+        carried=tuple(resume_rows(start, kept, lane, iteration) for start, kept in pairs),
     )
 
 
-def joined(states: Sequence[State]) -> State:
-    """The rows of several states, one after the other, without their hidden states."""
+def join_states(states: Sequence[State]) -> State:
+    """Concatenates the rows of several states, without their hidden states."""
     if len(states) == 1:
         return states[0]
     carried = zip(*(state.carried for state in states), strict=True)
     return State(
         torch.cat([state.input for state in states]),
-        carried=tuple(torch.cat(parts) for parts in carried),
+        carried=tuple(torch.cat(values) for values in carried),
     )
 
 
-def store(state: State, lane: Tensor, new: State, hidden: Tensor | None) -> None:
-    """Writes rows into the lanes' own state; ``hidden`` too where it is given."""
-    state.input.index_copy_(0, lane, new.input.to(state.input.dtype))
+def store_state(stored: State, lane: Tensor, new: State, hidden: Tensor | None) -> None:
+    """Writes rows into the stored state of their lanes, ``hidden`` too where it is given."""
+    stored.input.index_copy_(0, lane, new.input.to(stored.input.dtype))
     if hidden is not None:
-        state.hidden.index_copy_(0, lane, hidden.to(state.hidden.dtype))
-    for mine, one in zip(state.carried, new.carried, strict=True):
-        mine.index_copy_(0, lane, one.to(mine.dtype))
+        stored.hidden.index_copy_(0, lane, hidden.to(stored.hidden.dtype))
+    for target, values in zip(stored.carried, new.carried, strict=True):
+        target.index_copy_(0, lane, values.to(target.dtype))

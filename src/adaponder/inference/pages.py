@@ -1,4 +1,4 @@
-"""Who holds which rows of the pools: pages of rows, counted, and streams of rows taken from them."""
+"""Allocates rows of the KV pools: reference-counted pages, and streams of rows within a sequence's pages."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import numpy as np
 
 
 class Pages:
-    """Hands out pages of ``size`` rows and takes them back when their last holder lets go.
+    """Allocates pages of ``size`` rows; a page is free once its last holder releases it.
 
-    Page 0 is nobody's: rows that only fill up a batch write there.
+    Page 0 is never allocated: padding rows write there.
     """
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
-        self._free = list(range(count - 1, 0, -1))
-        self._holders = [0] * count
+        self.free_all()
 
     @property
     def free(self) -> int:
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def held(self) -> int:
+        """The number of allocated pages."""
         return self.count - 1 - self.free
 
     def take(self, count: int) -> list[int] | None:
-        """So many pages with one holder each; ``None`` if there are not as many."""
+        """Allocates ``count`` pages with one holder each; ``None`` if fewer are free."""
         if count > self.free:
             return None
         taken = [self._free.pop() for _ in range(count)]
@@ -36,29 +37,29 @@ class Pages:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder of each of these pages."""
+        """Adds a holder to each of these pages."""
         for page in pages:
             if not self._holders[page]:
-                raise RuntimeError(f"page {page} is free: nobody can begin to share it")
+                raise RuntimeError(f"page {page} is free and cannot be shared")
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less of each; a page that nobody holds is free."""
+        """Removes a holder from each of these pages and frees those without one."""
         for page in pages:
             if not self._holders[page]:
-                raise RuntimeError(f"page {page} is released more often than it was taken")
+                raise RuntimeError(f"page {page} is already free")
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
 
     def free_all(self) -> None:
-        """Nobody holds anything."""
+        """Frees every page."""
         self._free = list(range(self.count - 1, 0, -1))
         self._holders = [0] * self.count
 
 
 class RowStream:
-    """Rows one after the other from pages of one's own."""
+    """Consecutive rows of one sequence on its own pages."""
 
     def __init__(self, size: int):
         self.size, self.used = size, 0
@@ -66,17 +67,17 @@ class RowStream:
 
     @property
     def room(self) -> int:
-        """Rows left on the pages there are."""
+        """The number of unused rows on its pages."""
         return len(self.pages) * self.size - self.used
 
     def pages_for(self, rows: int) -> int:
-        """How many more pages so many more rows take."""
+        """Returns how many more pages ``rows`` more rows need."""
         return max(0, -(-(rows - self.room) // self.size))
 
     def take(self, rows: int) -> list[int]:
-        """The next rows; there must be room."""
+        """Returns the next ``rows`` pool rows, for which there must be room."""
         if rows > self.room:
-            raise RuntimeError(f"{rows} rows are wanted, there is room for {self.room}")
-        places = np.arange(self.used, self.used + rows)
+            raise RuntimeError(f"{rows} rows requested, {self.room} available")
+        offsets = np.arange(self.used, self.used + rows)
         self.used += rows
-        return (np.array(self.pages)[places // self.size] * self.size + places % self.size).tolist()
+        return (np.array(self.pages)[offsets // self.size] * self.size + offsets % self.size).tolist()

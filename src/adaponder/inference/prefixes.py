@@ -1,4 +1,4 @@
-"""Prompts that begin alike are read once: spans of the index that several sequences share."""
+"""Implements the prefix cache: blocks of prompt tokens whose rows several sequences share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Span:
     """Consecutive tokens whose rows are in the pools.
 
     Attributes:
-        columns: their part of the index, int32 ``[iterations, slots]``.
-        depths: how often each token was read.
-        pages: the pages on which their rows lie; who keeps the span holds them.
+        columns: their columns of the index, int32 ``[iterations, slots]``.
+        depths: the depth of each token.
+        pages: the pages of their rows; whoever keeps the span holds them.
     """
 
     columns: Tensor
@@ -34,10 +34,10 @@ class _Block:
 
 
 class Prefixes:
-    """Blocks of ``size`` tokens by what comes before them, the oldest unused ones dropped when pages are wanted.
+    """Caches blocks of ``size`` tokens; the least recently used are evicted when pages run short.
 
-    A block is found by the block before it and its own tokens, compared as they are: no hash decides. The first block
-    of a prompt is found by ``root``, which says whose decisions are equal.
+    A block is looked up by the block before it and its own tokens, compared exactly: no hash decides. The first block
+    of a prompt is looked up by ``namespace``, which is equal only for sequences whose depths are decided alike.
     """
 
     def __init__(self, pages: Pages, size: int):
@@ -48,25 +48,23 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, root: Hashable, tokens: Sequence[int]) -> list[Span]:
-        """The spans of as many leading blocks of ``tokens`` as are known; each is held for the caller."""
-        found, parent = [], root
+    def find(self, namespace: Hashable, tokens: Sequence[int]) -> list[Span]:
+        """Returns the spans of the longest cached prefix of ``tokens``, their pages held for the caller."""
+        blocks, parent = [], namespace
         for start in range(0, len(tokens) - self.size + 1, self.size):
             block = self._blocks.get((parent, tuple(tokens[start : start + self.size])))
             if block is None:
                 break
-            found.append(block)
+            blocks.append(block)
             parent = block.number
-        for block in reversed(found):  # a block is never dropped before those that follow it
-            self._blocks.move_to_end(block.key)
-        spans = [block.span for block in found]
-        for span in spans:
-            self.pages.hold(span.pages)
-        return spans
+        self._touch(blocks)
+        for block in blocks:
+            self.pages.hold(block.span.pages)
+        return [block.span for block in blocks]
 
-    def keep(self, root: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:
-        """Remembers the blocks of ``tokens``, one span each, unless they are known."""
-        parent, entered = root, []
+    def add(self, namespace: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:
+        """Caches the blocks of ``tokens``, one span each, unless they are cached already."""
+        parent, blocks = namespace, []
         for number, span in enumerate(spans):
             key = (parent, tuple(tokens[number * self.size : (number + 1) * self.size]))
             block = self._blocks.get(key)
@@ -74,21 +72,26 @@ class Prefixes:
                 self._numbers += 1
                 block = self._blocks[key] = _Block(span, key, self._numbers)
                 self.pages.hold(span.pages)
-            entered.append(block)
+            blocks.append(block)
             parent = block.number
-        for block in reversed(entered):
+        self._touch(blocks)
+
+    def _touch(self, blocks: Sequence[_Block]) -> None:
+        """Marks blocks as recently used, so that a block is never evicted before those that follow it."""
+        for block in reversed(blocks):
             self._blocks.move_to_end(block.key)
 
     def make_room(self, pages: int) -> bool:
-        """Drops blocks, those unused for longest first, until so many pages are free; false if that cannot be."""
+        """Evicts least recently used blocks until ``pages`` pages are free; False if that is impossible."""
         while self.pages.free < pages and self._blocks:
             _, block = self._blocks.popitem(last=False)
             self.pages.release(block.span.pages)
         return self.pages.free >= pages
 
     def forget(self) -> None:
-        """As :meth:`clear`, but releases nothing: the pages are freed by the caller."""
+        """Empties the cache without releasing pages, which the caller frees."""
         self._blocks.clear()
 
     def clear(self) -> None:
+        """Empties the cache and releases its pages."""
         self.make_room(self.pages.count)

@@ -1,4 +1,4 @@
-"""What a request may ask of the engine, and each refusal with the field, the value and the cure."""
+"""Defines a request to the engine, and checks it: each refusal names the field, the value and the cure."""
 
 from __future__ import annotations
 
@@ -9,85 +9,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adaponder.errors import InputError, shown
+from adaponder.fields import REQUEST_FIELDS, Sampling, as_plain_number, check
 from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
 from adaponder.modeling.arguments import check_room
 from adaponder.policies import LearnedGate, Policy, as_policy
 
-MOST_SAMPLES = 128
-MOST_TOP = 20
+MOST_SAMPLES, MOST_TOP = (int(REQUEST_FIELDS[name].range.le or 0) for name in ("samples", "log_probabilities"))
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 100.0
-LOWEST_REPETITION, HIGHEST_REPETITION = 1e-6, 1e6
-
-_WHOLE_NUMBERS = (
-    *("max_new_tokens", "min_new_tokens", "top_k", "seed", "samples"),
-    *("log_probabilities", "prompt_log_probabilities", "max_iterations", "iteration_top"),
-)
+# Below this temperature sampling is greedy.
+LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt and how to go on from it.
+class Request(Sampling):
+    """A prompt and how to continue it: the fields of :class:`adaponder.fields.Sampling`, and those below.
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: most tokens to generate.
-        min_new_tokens: so many tokens come before any end-of-text or stop id may.
-        temperature: divides the logits; 0 is greedy, and so is anything below 1e-5.
-        top_k: sample among the k likeliest tokens; 0: among all.
-        top_p: sample among the fewest likeliest tokens whose probabilities sum to at least ``top_p``.
-        min_p: sample among tokens at least ``min_p`` times as probable as the likeliest.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
-        presence_penalty: subtracted from the logits of tokens in the output.
-        frequency_penalty: subtracted from a token's logit for each time it is in the output.
-        logit_bias: added to the logits of these token ids.
-        seed: of sampling and of policies that draw; any whole number.
-        samples: so many completions of the one prompt.
+        logit_bias: values added to the logits of these token ids.
         stop_ids: token ids that end the completion, beside the model's end-of-text ids.
-        ignore_eos: whether the model's end-of-text ids do not end the completion.
-        log_probabilities: ``None``: none; n: of each token and of the n likeliest.
-        prompt_log_probabilities: the same for the prompt's tokens, from the second on.
-        policy: who decides depth instead of the method's own rule.
-        tau: threshold of the learned gate; instead of a policy.
-        max_iterations: read each token at most this often.
-        depths: forced depth of each slot, as a list from slot 0 or by slot; 0, or no entry: not forced. Forcing
-            replaces the decision only: gates and expectations are computed.
-        gates: return the gates of each token.
-        iteration_top: return the n likeliest tokens after each iteration.
-        salt: requests share the rows of equal prompts only within one salt.
+        policy: the halting policy instead of the method's own.
+        depths: forced depth of each slot, as a list from slot 0 or by slot; 0, or no entry, forces nothing. Forcing
+            replaces the policy's decision only: gates and expectations are computed.
+        salt: requests share the rows of equal prefixes only within one salt.
     """
 
     prompt: Sequence[int]
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    samples: int = 1
     stop_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    log_probabilities: int | None = None
-    prompt_log_probabilities: int | None = None
     policy: PolicyLike | None = None
-    tau: float | None = None
-    max_iterations: int | None = None
     depths: Mapping[int, int] | Sequence[int] | None = None
-    gates: bool = False
-    iteration_top: int = 0
     salt: str = ""
 
     def __post_init__(self) -> None:
-        # numpy's whole numbers wrap around, and some are no index of torch's. What is no number is refused later.
-        for name in _WHOLE_NUMBERS:
-            if (number := _as_int(getattr(self, name))) is not None:
-                object.__setattr__(self, name, number)
+        # Integers of numpy wrap around, and some are no index of torch's. check_request refuses what is no number.
+        for name, setting in REQUEST_FIELDS.items():
+            object.__setattr__(self, name, as_plain_number(getattr(self, name), setting.type))
 
     @property
     def greedy(self) -> bool:
@@ -98,191 +56,125 @@ class Request:
 def check_request(
     request: Request, model: AdaPonderForCausalLM, *, positions: int, iterations: int, eos_ids: Collection[int]
 ) -> None:
-    """Raises :class:`InputError` on what cannot be honoured.
+    """Raises :class:`InputError` if a request is invalid.
 
     Args:
         request: the request.
-        model: asked for its vocabulary, and whether a policy can decide for it.
-        positions: tokens of the longest sequence.
-        iterations: the most times a token is read.
+        model: the model, for its vocabulary and its policies.
+        positions: the maximum length of a sequence.
+        iterations: the maximum depth of a token.
         eos_ids: the model's end-of-text ids.
     """
     vocabulary = model.config.vocab_size
-    prompt = _ids(request, "prompt", vocabulary)
+    prompt = _check_ids("prompt", request.prompt, vocabulary)
     if not prompt:
-        raise InputError("prompt: it is empty; give at least one token id")
-    _check_lengths(request, len(prompt), positions)
-    _check_sampling(request)
-    _check_bias(request, vocabulary)
-    stops = _ids(request, "stop_ids", vocabulary)
-    if len(stops) > MOST_STOP_IDS:
-        raise InputError(f"stop_ids has {len(stops)} entries: give at most {MOST_STOP_IDS}")
-    ends = set(stops) | (set() if request.ignore_eos else set(eos_ids))
-    if request.min_new_tokens and len(ends) >= vocabulary:
-        raise InputError(f"min_new_tokens={request.min_new_tokens}: every token id stops; leave some out of stop_ids")
+        raise InputError("prompt is empty; give at least one token id")
+    for name in REQUEST_FIELDS:
+        if name != "tau" or request.tau != math.inf:  # tau=inf halts every token after one iteration
+            check(name, getattr(request, name))
+    new_tokens, least = request.max_new_tokens, request.min_new_tokens
+    if least > new_tokens:
+        raise InputError(f"min_new_tokens={least} must be at most max_new_tokens={new_tokens}")
+    if len(prompt) > positions:
+        raise InputError(f"prompt has {len(prompt)} tokens, and the backbone {positions} positions; shorten it")
+    check_room(len(prompt), new_tokens, positions)
+    _check_bias(request.logit_bias, vocabulary)
+    stop_ids = _check_ids("stop_ids", request.stop_ids, vocabulary)
+    if len(stop_ids) > MOST_STOP_IDS:
+        raise InputError(f"stop_ids has {len(stop_ids)} entries and must have at most {MOST_STOP_IDS}")
+    stops = set(stop_ids) | (set() if request.ignore_eos else set(eos_ids))
+    if least and len(stops) >= vocabulary:
+        raise InputError(f"min_new_tokens={least} cannot be reached: every token id stops; remove some from stop_ids")
     if not isinstance(request.salt, str):
-        raise InputError(f"salt={shown(request.salt)}: a string is needed")
-    for name in ("ignore_eos", "gates"):
-        if not isinstance(getattr(request, name), bool):
-            raise InputError(f"{name}={shown(getattr(request, name))}: True or False is needed")
-    _check_depth(request, len(prompt), iterations, model)
+        raise InputError(f"salt={shown(request.salt)} must be a string")
+    slots = len(prompt) + new_tokens - 1
+    _check_policy(request, model, slots, iterations)
+    if request.depths is not None:
+        _check_depths(request.depths, model, slots, iterations)
 
 
 def policy_of(request: Request, model: AdaPonderForCausalLM) -> Policy:
-    """Who decides the depth of this request's tokens."""
+    """Returns the halting policy of a request."""
     if request.policy is not None:
         return as_policy(request.policy)
     return model.method.default_policy(training=False) if request.tau is None else LearnedGate(float(request.tau))
 
 
 def forced_depths(request: Request) -> dict[int, int]:
-    """Depth by slot of the tokens whose depth is forced."""
+    """Returns the forced depth by slot."""
     if request.depths is None:
         return {}
     pairs = request.depths.items() if isinstance(request.depths, Mapping) else enumerate(request.depths)
     return {operator.index(slot): operator.index(depth) for slot, depth in pairs if depth}
 
 
-def _check_lengths(request: Request, prompt: int, positions: int) -> None:
-    most = _whole(request, "max_new_tokens", 1, None)
-    least = _whole(request, "min_new_tokens", 0, None)
-    if least > most:
-        raise InputError(f"min_new_tokens={least}: more than max_new_tokens={most}; lower it")
-    _whole(request, "samples", 1, MOST_SAMPLES)
-    if prompt > positions:
-        raise InputError(
-            f"prompt: it has {prompt} tokens, the backbone's positions end at {positions}; shorten it to {positions}"
-        )
-    check_room(prompt, most, positions)
-
-
-def _check_sampling(request: Request) -> None:
-    _number(request, "temperature", 0.0, HIGHEST_TEMPERATURE)
-    _whole(request, "top_k", 0, None)
-    if _number(request, "top_p", 0.0, 1.0) == 0.0:
-        raise InputError("top_p=0: a number above 0 is needed; temperature=0 takes the likeliest token")
-    _number(request, "min_p", 0.0, 1.0)
-    _number(request, "repetition_penalty", LOWEST_REPETITION, HIGHEST_REPETITION)
-    _number(request, "presence_penalty", -2.0, 2.0)
-    _number(request, "frequency_penalty", -2.0, 2.0)
-    if _as_int(request.seed) is None:
-        raise InputError(f"seed={shown(request.seed)}: a whole number is needed")
-    for name in ("log_probabilities", "prompt_log_probabilities"):
-        if getattr(request, name) is not None:
-            _whole(request, name, 0, MOST_TOP)
-    _whole(request, "iteration_top", 0, MOST_TOP)
-
-
-def _check_bias(request: Request, vocabulary: int) -> None:
-    biases = request.logit_bias
-    if not isinstance(biases, Mapping):
-        raise InputError(f"logit_bias={shown(biases)}: a mapping of token ids to numbers is needed")
-    if len(biases) > MOST_BIASES:
-        raise InputError(f"logit_bias has {len(biases)} entries: give at most {MOST_BIASES}")
-    for key, value in biases.items():
-        _check_id("logit_bias", key, vocabulary)
-        if not _is_number(value) or not -100.0 <= value <= 100.0:
-            raise InputError(f"logit_bias[{key}]={shown(value)}: a number from -100 to 100 is needed")
-
-
-def _check_depth(request: Request, prompt: int, iterations: int, model: AdaPonderForCausalLM) -> None:
-    if request.max_iterations is not None:
-        _whole(request, "max_iterations", 1, iterations)
+def _check_policy(request: Request, model: AdaPonderForCausalLM, slots: int, iterations: int) -> None:
+    """Checks max_iterations, tau and policy."""
+    if request.max_iterations is not None and request.max_iterations > iterations:
+        raise InputError(f"max_iterations={request.max_iterations} must be at most {iterations}")
     if request.tau is not None:
         if request.policy is not None:
-            raise InputError(f"tau={shown(request.tau)}: a policy is given too; give one of them")
+            raise InputError(f"tau={shown(request.tau)} cannot be combined with policy; give one of them")
         if not isinstance(model.method.default_policy(training=False), LearnedGate):
             raise InputError(f"tau={shown(request.tau)}: {model.config.method} has no learned threshold; leave it out")
-        if not _is_number(request.tau) or not (0.0 <= request.tau <= 1.0 or request.tau == math.inf):
-            raise InputError(f"tau={shown(request.tau)}: a number from 0 to 1 is needed, or inf (nobody reads on)")
-    slots = prompt + request.max_new_tokens - 1
     if request.policy is not None:
         model.check_policy(request.policy)
         policy = as_policy(request.policy)
         if not policy.causal or not policy.row_by_row:
             raise InputError(
-                f"policy={policy.spelling} looks at other tokens of the sequence: it can be evaluated, not "
-                "generated with; name one that decides for each token by itself"
+                f"policy={policy.spelling} reads other tokens of the sequence: it can be evaluated, but not generate; "
+                "use one that decides for each token alone"
             )
         policy.check_batch(1, slots)
-    _check_forced(request, slots, iterations, model)
 
 
-def _check_forced(request: Request, slots: int, iterations: int, model: AdaPonderForCausalLM) -> None:
-    depths = request.depths
-    if depths is None:
-        return
+def _check_depths(depths: Any, model: AdaPonderForCausalLM, slots: int, iterations: int) -> None:
     if not model.method.halts:
-        raise InputError(
-            f"depths: {model.config.method} reads every token equally often; use max_iterations to read less"
-        )
+        raise InputError(f"depths: {model.config.method} never halts early; use max_iterations for fewer iterations")
     if isinstance(depths, (str, bytes)) or not hasattr(depths, "__len__"):
-        raise InputError(f"depths={shown(depths)}: a list of depths from slot 0 on, or a mapping from slots, is needed")
+        raise InputError(f"depths={shown(depths)} must be a list of depths from slot 0, or a mapping from slots")
     if len(depths) > slots:
-        raise InputError(f"depths has {len(depths)} entries: prompt and new tokens take {slots} slots; give no more")
+        raise InputError(f"depths has {len(depths)} entries, but prompt and new tokens take {slots} slots")
     for slot, depth in depths.items() if isinstance(depths, Mapping) else enumerate(depths):
-        if _as_int(slot) is None or not 0 <= slot < slots:
-            raise InputError(f"depths: {shown(slot)} is no slot; prompt and new tokens have slots 0 to {slots - 1}")
-        if _as_int(depth) is None or not 0 <= depth <= iterations:
-            raise InputError(f"depths[{slot}]={shown(depth)}: from 1 to {iterations}, or 0 (not forced)")
+        if not _is_index(slot, slots):
+            raise InputError(f"depths: slot {shown(slot)} must be between 0 and {slots - 1}")
+        if not _is_index(depth, iterations + 1):
+            raise InputError(f"depths[{slot}]={shown(depth)} must be between 1 and {iterations}, or 0 (not forced)")
 
 
-def _ids(request: Request, name: str, vocabulary: int) -> list[int]:
-    """The token ids in a field, as Python integers."""
-    values = getattr(request, name)
-    if isinstance(values, (str, bytes, Mapping)) or not _is_list(values):
-        cure = "; encode a text first: tokenizer(text).input_ids" if isinstance(values, str) else ""
-        raise InputError(f"{name}={shown(values)}: a list of token ids is needed{cure}")
+def _check_bias(biases: Any, vocabulary: int) -> None:
+    if not isinstance(biases, Mapping):
+        raise InputError(f"logit_bias={shown(biases)} must be a mapping from token ids to numbers")
+    if len(biases) > MOST_BIASES:
+        raise InputError(f"logit_bias has {len(biases)} entries and must have at most {MOST_BIASES}")
+    for token, bias in biases.items():
+        _check_id("logit_bias", token, vocabulary)
+        number = as_plain_number(bias, float)
+        if isinstance(number, bool) or not isinstance(number, float) or not -100.0 <= number <= 100.0:
+            raise InputError(f"logit_bias[{token}]={shown(bias)} must be a number between -100 and 100")
+
+
+def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
+    """Returns token ids as Python integers; raises for anything but a list of them."""
+    text = isinstance(values, (str, bytes))
+    try:
+        len(values)  # refuses iterators, and tensors without an axis
+        listed = not text and not isinstance(values, Mapping)
+    except TypeError:
+        listed = False
+    if not listed:
+        cure = "; encode a text first: tokenizer(text).input_ids" if text else ""
+        raise InputError(f"{name}={shown(values)} must be a list of token ids{cure}")
     return [_check_id(name, value, vocabulary) for value in values]
 
 
-def _is_list(values: Any) -> bool:
-    """Whether these can be gone through, and more than once: no iterator, and no tensor without an axis."""
-    try:
-        len(values)
-    except TypeError:
-        return False
-    return hasattr(values, "__iter__")
-
-
 def _check_id(name: str, value: Any, vocabulary: int) -> int:
-    number = _as_int(value)
-    if number is None or not 0 <= number < vocabulary:
-        raise InputError(f"{name}: {shown(value)} is no token id; they are whole numbers from 0 to {vocabulary - 1}")
-    return number
+    if not _is_index(value, vocabulary):
+        raise InputError(f"{name}: token id {shown(value)} must be a whole number between 0 and {vocabulary - 1}")
+    return operator.index(value)
 
 
-def _as_int(value: Any) -> int | None:
-    """A whole number of any kind as Python's; ``None`` for everything else, bools too."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _whole(request: Request, name: str, least: int, most: int | None) -> int:
-    value = getattr(request, name)
-    number = _as_int(value)
-    if number is None or number < least or (most is not None and number > most):
-        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise InputError(f"{name}={shown(value)}: a whole number {allowed} is needed")
-    return number
-
-
-def _number(request: Request, name: str, least: float, most: float) -> float:
-    value = getattr(request, name)
-    if not _is_number(value) or not least <= value <= most:
-        raise InputError(f"{name}={shown(value)}: a number from {least:g} to {most:g} is needed")
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether this is a real number, NaN not counted."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        return False
-    try:
-        return not math.isnan(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
+def _is_index(value: Any, stop: int) -> bool:
+    """Returns whether a value is a whole number from 0 to ``stop - 1``; bools are not."""
+    number = as_plain_number(value, int)
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < stop

@@ -1,39 +1,39 @@
-"""The next token of each row, chosen on the device: the same whatever else is in the batch.
+"""Samples the next token of each row on the device; the result does not depend on what else is in the batch.
 
-A row's logits go through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition,
-presence and frequency penalties; temperature; top-k; top-p of what top-k left; min-p. Tokens as likely as the least
-likely one that stays all stay. A token is drawn by Gumbel noise that is a hash of (seed, sample, position, token id).
-Greedy rows take the first of the likeliest tokens. Log-probabilities are of the model's own distribution, before all of
-this.
+Logits pass through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition, presence and
+frequency penalties; temperature; top-k; top-p of what top-k left; min-p. Tokens that tie with the least likely kept one
+are kept too. A token is drawn by Gumbel noise, a hash of (seed, sample, position, token id). Greedy rows take the
+smallest id among the likeliest tokens. Log-probabilities are those of the unmodified distribution.
 
-Settings of all lanes lie in device tensors that never move, shapes depend on the number of rows and on
-:class:`Features` alone, and the host never waits: a CUDA graph can hold :meth:`SamplerState.choose`.
+The settings of all lanes are device tensors that never move, shapes depend only on the number of rows and on
+:class:`Features`, and the host never waits: a CUDA graph can hold :meth:`SamplerState.choose`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from adaponder.inference.penalties import LaneBiases, Occurrences
-from adaponder.inference.request import Request
+from adaponder.inference.request import MOST_BIASES, MOST_STOP_IDS, Request
 from adaponder.ops.next_token import least_kept, pick, stream_key
 from adaponder.ops.precision import widened
 
-# Rows of a prompt that are scored at a time.
+# Prompt rows whose log-probabilities are computed at a time.
 _ROWS = 64
-# How many likeliest tokens are computed where some are asked for: few sizes, so that few graphs are captured.
+# Numbers of top tokens that are computed: few sizes, so that few graphs are captured.
 _TOP_SIZES = (0, 5, 20)
+_FOREVER = torch.iinfo(torch.int64).max
 
 
 class Features(NamedTuple):
-    """What any lane needs; the rest is not computed. Rows whose lane does not need it get the same token either way.
+    """The sampling features that any lane of a batch needs; the others are not computed.
 
-    ``log_probabilities`` is the number of likeliest tokens to return with them; ``None``: no log-probabilities at all.
+    A row's token is the same with and without features that its lane does not need. ``log_probabilities`` is the number
+    of top tokens to return; ``None`` returns no log-probabilities.
     """
 
     sampled: bool = False
@@ -44,6 +44,7 @@ class Features(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> Features:
+        """Returns the features that a request needs."""
         top = request.log_probabilities
         return cls(
             sampled=not request.greedy,
@@ -57,43 +58,54 @@ class Features(NamedTuple):
 
     @classmethod
     def union(cls, features: Iterable[Features]) -> Features:
-        """What is needed by any of these."""
+        """Returns the features that any of these needs."""
         every = tuple(features)
-        tops = [one.log_probabilities for one in every if one.log_probabilities is not None]
+        tops = [item.log_probabilities for item in every if item.log_probabilities is not None]
         return cls(
-            sampled=any(one.sampled for one in every),
-            truncated=any(one.truncated for one in every),
-            penalised=any(one.penalised for one in every),
-            biased=any(one.biased for one in every),
+            sampled=any(item.sampled for item in every),
+            truncated=any(item.truncated for item in every),
+            penalised=any(item.penalised for item in every),
+            biased=any(item.biased for item in every),
             log_probabilities=max(tops, default=None),
         )
 
 
-class Scored(NamedTuple):
-    """Log-probabilities of one token per row, ``[n]``, and the likeliest tokens with theirs, ``[n, top]``."""
+class Scores(NamedTuple):
+    """The log-probability of one token per row, ``[n]``, and the top tokens with theirs, ``[n, top]``."""
 
     log_probability: Tensor
     top_ids: Tensor
     top_log_probabilities: Tensor
 
 
-class Chosen(NamedTuple):
-    """The chosen token of each row, int64 ``[n]``.
+class Sampled(NamedTuple):
+    """The sampled token of each row, int64 ``[n]``.
 
-    ``bad`` marks rows without a choice, whose token has no meaning: logits that are NaN or infinite, or every token
-    banned. ``scored`` is ``None`` where no lane asks for log-probabilities.
+    ``bad`` marks rows without a valid token: NaN or infinite logits, or all tokens banned. ``scores`` is ``None`` where
+    no lane needs log-probabilities.
     """
 
     token: Tensor
     bad: Tensor
-    scored: Scored | None = None
+    scores: Scores | None = None
+
+
+class _Numbers(NamedTuple):
+    """The floating-point settings of a lane, in the order of the columns of :attr:`SamplerState._numbers`."""
+
+    temperature: float
+    top_p: float
+    log_min_p: float
+    repetition: float
+    presence: float
+    frequency: float
 
 
 class SamplerState:
-    """The sampling settings of every lane, and the choice by them.
+    """The sampling settings of every lane.
 
-    ``eos_ids`` are banned with a request's stop ids until its ``min_new_tokens``. Logits are computed in their own
-    precision, and at least in float32.
+    ``eos_ids`` are banned together with a request's stop ids until its ``min_new_tokens``. Logits are computed in their
+    own precision, and at least in float32.
     """
 
     def __init__(
@@ -106,46 +118,50 @@ class SamplerState:
     ):
         self.lanes, self.vocabulary, self.device = lanes, vocabulary, torch.device(device)
         self.eos_ids = tuple(eos_ids)
-        self._numbers = torch.ones(lanes, 6, dtype=torch.float64, device=self.device)
+        self._numbers = torch.ones(lanes, len(_Numbers._fields), dtype=torch.float64, device=self.device)
         self._integers = torch.ones(lanes, 2, dtype=torch.int64, device=self.device)
+        # Views of the columns: temperature, top_p, log_min_p; then the penalties.
+        self._truncation, self._penalties = self._numbers.split(3, dim=1)
+        self._temperature = self._truncation[:, 0]
+        self._key, self._top_k = self._integers.unbind(1)
         self._biases: LaneBiases | None = None
         self._occurrences: Occurrences | None = None
 
     def set(
         self, lane: int, request: Request, sample: int, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()
     ) -> None:
-        """Gives a lane to one sample of a request; ``output_ids`` are what it has generated already."""
+        """Assigns a lane to one sample of a request that has already generated ``output_ids``."""
         features = Features.of(request)
         top_k = min(request.top_k, self.vocabulary) or self.vocabulary
         integers = [stream_key(request.seed, sample), top_k]
-        numbers = [
-            0.0 if request.greedy else float(request.temperature),
-            float(request.top_p),
-            math.log(request.min_p) if request.min_p > 0 else -math.inf,
-            float(request.repetition_penalty),
-            float(request.presence_penalty),
-            float(request.frequency_penalty),
-        ]
+        numbers = _Numbers(
+            temperature=0.0 if request.greedy else float(request.temperature),
+            top_p=float(request.top_p),
+            log_min_p=math.log(request.min_p) if request.min_p > 0 else -math.inf,
+            repetition=float(request.repetition_penalty),
+            presence=float(request.presence_penalty),
+            frequency=float(request.frequency_penalty),
+        )
         for buffer, values in ((self._integers, integers), (self._numbers, numbers)):
             buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
         if features.biased and self._biases is None:
             self._biases = LaneBiases(self.lanes, self.device, len(self.eos_ids))
         if self._biases is not None:
-            ends = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)}
-            # The row at the prompt's last position chooses the first token.
+            stop_ids = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)}
+            # The row at the prompt's last position samples the first token.
             until = len(prompt_ids) - 1 + request.min_new_tokens
-            self._biases.set(lane, request.logit_bias, ends if request.min_new_tokens else (), until)
+            self._biases.set(lane, request.logit_bias, stop_ids if request.min_new_tokens else (), until)
         if features.penalised and self._occurrences is None:
             self._occurrences = Occurrences(self.lanes, self.vocabulary, self.device)
         if self._occurrences is not None and features.penalised:
             self._occurrences.set(lane, prompt_ids, output_ids)
 
-    def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Chosen:
-        """The next token of each row.
+    def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Sampled:
+        """Samples the next token of each row.
 
         Args:
             logits: ``[n, V]``, of any floating type.
-            lanes: int64 ``[n]``, the lane of each row; padding rows may name any.
+            lanes: int64 ``[n]``, the lane of each row; padding rows may have any.
             position: int64 ``[n]``, the position of each row's token, from 0.
             features: at least what the rows' lanes need.
         """
@@ -153,45 +169,108 @@ class SamplerState:
         if features.biased and self._biases is not None:
             adjusted = self._biases.add(widened(adjusted), lanes, position)
         if features.penalised and self._occurrences is not None:
-            penalties = self._numbers[lanes, 3:].split(1, dim=1)
+            penalties = self._penalties[lanes].split(1, dim=1)
             adjusted = self._occurrences.penalise(widened(adjusted), lanes, *penalties)
         least = None
         if features.truncated:
-            least = least_kept(adjusted, lanes, self._numbers[:, :3], self._integers[:, 1])
-        temperature, key = self._numbers[:, 0], self._integers[:, 0]
-        token, bad = pick(adjusted, lanes, position, temperature, key, sampled=features.sampled, least=least)
-        scored = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
-        return Chosen(token, bad, scored)
+            least = least_kept(adjusted, lanes, self._truncation, self._top_k)
+        token, bad = pick(
+            adjusted, lanes, position, self._temperature, self._key, sampled=features.sampled, least=least
+        )
+        scores = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
+        return Sampled(token, bad, scores)
 
-    def record(self, tokens: Tensor, lanes: Tensor, taken: Tensor) -> None:
-        """Counts the tokens of rows where ``taken`` as output of their lanes, for the penalties; all are ``[n]``."""
+    def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
+        """Adds the tokens of rows where ``final`` to the output counts of their lanes, for penalties; all ``[n]``."""
         if self._occurrences is not None:
-            self._occurrences.record(tokens, lanes, taken)
+            self._occurrences.record(tokens, lanes, final)
 
 
-def score(logits: Tensor, tokens: Tensor, top: int) -> Scored:
-    """Log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, in the distribution of ``logits [n, V]``."""
+class LaneBiases:
+    """Values added to a few logits of each lane: logit biases, and bans up to a position.
+
+    Buffers ``[lanes, entries]`` that never move; unused entries add 0 to token 0.
+    """
+
+    def __init__(self, lanes: int, device: torch.device, eos: int):
+        entries = MOST_BIASES + MOST_STOP_IDS + eos
+        self._token = torch.zeros(lanes, entries, dtype=torch.int64, device=device)
+        self._value = torch.zeros(lanes, entries, dtype=torch.float64, device=device)
+        self._until = torch.zeros(lanes, entries, dtype=torch.int64, device=device)
+        self._written: set[int] = set()
+
+    def set(self, lane: int, biases: Mapping[int, float], banned: Collection[int], until: int) -> None:
+        """Sets a lane's biases, and the tokens that rows before position ``until`` cannot sample."""
+        entries = [(int(token), float(value), _FOREVER) for token, value in biases.items()]
+        entries += [(int(token), -math.inf, until) for token in banned]
+        if not entries and lane not in self._written:
+            return
+        self._written.add(lane)
+        entries += [(0, 0.0, 0)] * (self._token.shape[1] - len(entries))
+        tokens, values, limits = zip(*entries, strict=True)
+        for buffer, column in ((self._token, tokens), (self._value, values), (self._until, limits)):
+            buffer[lane].copy_(torch.tensor(column, dtype=buffer.dtype), non_blocking=True)
+
+    def add(self, logits: Tensor, lanes: Tensor, position: Tensor) -> Tensor:
+        """Returns ``logits [n, V]`` plus the values of each row's lane at its position."""
+        value = torch.where(position[:, None] < self._until[lanes], self._value[lanes], 0.0)
+        return logits.scatter_add(1, self._token[lanes], value.to(logits.dtype))
+
+
+class Occurrences:
+    """Which tokens occur in each lane's prompt, and how often in its output: ``[lanes, V]``, never moved."""
+
+    def __init__(self, lanes: int, vocabulary: int, device: torch.device):
+        self._prompt = torch.zeros(lanes, vocabulary, dtype=torch.bool, device=device)
+        self._output = torch.zeros(lanes, vocabulary, dtype=torch.int32, device=device)
+
+    def set(self, lane: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Starts a lane with this prompt and the output generated so far."""
+        for buffer, tokens in ((self._prompt, prompt), (self._output, output)):
+            count = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=buffer.shape[1])
+            buffer[lane].copy_(count.to(buffer.dtype), non_blocking=True)
+
+    def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
+        """Counts each row's token in the output of its lane where ``final``; all are ``[n]``."""
+        index = lanes * self._output.shape[1] + tokens
+        self._output.view(-1).scatter_add_(0, index, final.to(torch.int32))
+
+    def penalise(
+        self, logits: Tensor, lanes: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+    ) -> Tensor:
+        """Returns ``logits [n, V]`` after the penalties, ``[n, 1]`` each.
+
+        Repetition divides positive logits of tokens in prompt or output and multiplies negative ones; presence is
+        subtracted for tokens in the output, frequency once per occurrence there.
+        """
+        repetition, presence, frequency = (penalty.to(logits.dtype) for penalty in (repetition, presence, frequency))
+        output = self._output[lanes]
+        occurred = self._prompt[lanes] | (output > 0)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(occurred, repeated, logits)
+        return logits - presence * (output > 0) - frequency * output
+
+
+def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
+    """Returns log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, by ``logits [n, V]``."""
     wide = widened(logits)
     normaliser = wide.logsumexp(-1, keepdim=True)
     ids = likeliest(wide, top)
-    return Scored((wide.gather(1, tokens[:, None]) - normaliser).squeeze(1), ids, wide.gather(1, ids) - normaliser)
+    return Scores((wide.gather(1, tokens[:, None]) - normaliser).squeeze(1), ids, wide.gather(1, ids) - normaliser)
 
 
-def prompt_log_probabilities(logits: Tensor, targets: Tensor, n: int) -> Scored:
-    """What :func:`score` says of each prompt token ``targets [rows]`` by the row before it, a few rows at a time."""
-    parts = [score(*part, n) for part in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)]
-    return Scored(*(torch.cat(column) for column in zip(*parts, strict=True)))
+def prompt_log_probabilities(logits: Tensor, targets: Tensor, n: int) -> Scores:
+    """Equals ``score(logits, targets, n)``, computed for a few rows at a time."""
+    chunks = [score(*chunk, n) for chunk in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)]
+    return Scores(*(torch.cat(column) for column in zip(*chunks, strict=True)))
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:
-    """Ids ``[rows, n]`` of the n largest of each row of float32 or float64 ``logits``; of equals, the smaller id first.
-
-    There are at most V of them.
-    """
+    """Returns the ids ``[rows, min(n, V)]`` of each row's largest float32 or float64 logits; ties by smaller id."""
     n = min(n, logits.shape[1])
     if logits.dtype == torch.float64:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :n]
-    # A float's bits order as whole numbers do once negative ones are flipped; + 0.0 makes one zero of two.
+    # A float's bits order as integers once negative ones are flipped; + 0.0 merges the two zeros.
     bits = (logits + 0.0).view(torch.int32)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     last = (1 << 32) - 1

@@ -1,4 +1,4 @@
-"""Who takes part in the next tick: admission by expected rows, chunks of prompts beside decoding, preemption."""
+"""Schedules ticks: admits by expected rows, prefills in chunks beside decoding, preempts when pages run short."""
 
 from __future__ import annotations
 
@@ -6,330 +6,339 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from adaponder.inference.drafting import Drafting
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
 
+# Tokens of a kind after which their mean depth is used.
+_ENOUGH = 32
+# Kinds whose mean depth is kept: every request may bring its own threshold.
+_KINDS = 1024
+
 
 @dataclass
 class Plan:
-    """What the device is told to do.
+    """One launch of ticks.
 
     Attributes:
-        left: lanes that somebody has left.
+        freed: lanes that have been freed.
         admitted: sequences that have just got a lane.
-        entering: sequences whose prompt is read and whose last token begins to be decoded.
-        decoding: sequences that give one row per tick, in the order of their lanes.
-        chunks: chunks of prompts that are read in the first tick, each with its pool rows.
-        pages: (lane, index, page): what the lanes' page tables get at that index.
-        ticks: how many ticks follow each other before the host looks again.
-        longest: a bound on the slots of the sequences that decode.
+        starting: sequences whose prefill is complete and that start to decode.
+        decoding: sequences with one row per tick, in the order of their lanes.
+        chunks: prefill chunks of the first tick, each with its pool rows.
+        pages: block-table updates, (lane, index, page).
+        ticks: the number of ticks.
+        context: an upper bound on the slots of the decoding sequences.
     """
 
-    left: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    entering: list[Sequence] = field(default_factory=list)
+    starting: list[Sequence] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Chunk, list[int]]] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     ticks: int = 1
-    longest: int = 0
+    context: int = 0
 
     @property
     def empty(self) -> bool:
+        """Whether there is nothing to compute."""
         return not (self.decoding or self.chunks)
 
     def drop_preempted(self) -> None:
-        """Takes out who has lost its lane since the plan took it in."""
-        self.admitted, self.entering, self.decoding = (
-            [one for one in part if one.lane is not None] for part in (self.admitted, self.entering, self.decoding)
+        """Removes sequences that were preempted after the plan included them."""
+        self.admitted, self.starting, self.decoding = (
+            [sequence for sequence in sequences if sequence.lane is not None]
+            for sequences in (self.admitted, self.starting, self.decoding)
         )
         self.chunks = [(chunk, rows) for chunk, rows in self.chunks if chunk.sequence.lane is not None]
 
 
 class Scheduler:
-    """Shares lanes, pages and the rows of a tick among sequences; knows nothing of the device.
+    """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
     Args:
-        lanes: sequences that can be on the device at a time.
-        pages: the pool's pages.
-        prefixes: shared prompts.
-        chunk: rows of prompts in one tick, at most.
-        burst: ticks in a row, at most, while nothing but decoding goes on.
-        width: slots, and so rows per pass, of a token.
-        passes: in which a token is read, at most.
+        lanes: the number of lanes.
+        pages: the page allocator of the pools.
+        prefixes: the prefix cache.
+        chunk: the maximum number of prefill rows per tick.
+        burst: the maximum number of ticks per launch while no prompt is prefilled.
+        width: slots, and rows per pass, of a token.
+        passes: the maximum number of passes per token.
+        window: tokens of a sequence in one tick; above 1 the engine drafts.
 
     Attributes:
-        drafts: the windows of an engine that drafts: their tokens need rows too.
-        preemptions: how often a sequence gave its rows up.
-        most_resident: sequences that were on the device at a time.
-        tokens_reused: tokens of those that came in whose rows an earlier request had left.
+        preemptions: the number of preemptions so far.
+        most_resident: the largest number of sequences that had a lane at a time.
+        tokens_reused: tokens found in the prefix cache so far.
     """
 
     def __init__(
-        self, lanes: int, pages: Pages, prefixes: Prefixes, *, chunk: int, burst: int, width: int, passes: int
+        self,
+        lanes: int,
+        pages: Pages,
+        prefixes: Prefixes,
+        *,
+        chunk: int,
+        burst: int,
+        width: int,
+        passes: int,
+        window: int = 1,
     ):
-        self.pages, self.prefixes = pages, prefixes
-        self.chunk, self.burst, self.width, self.passes = chunk, burst, width, passes
+        self.pages, self.prefixes, self.chunk, self.burst = pages, prefixes, chunk, burst
+        self.width, self.passes, self.window = width, passes, window
         self.waiting: deque[Sequence] = deque()
         self.resident: dict[int, Sequence] = {}
         self._free_lanes = list(range(lanes - 1, -1, -1))
         self._depths: dict[Hashable, tuple[int, int]] = {}
-        self._full = False
-        self._left: list[int] = []
-        self._untold: list[Sequence] = []
-        self.drafts: Drafting | None = None
+        self._paused = False
+        self._freed: list[int] = []
+        self._unlaunched: list[Sequence] = []
         self.preemptions = self.most_resident = self.tokens_reused = 0
 
-    # --- sequences come and go ----------------------------------------------------------------------------------
-
     def add(self, sequence: Sequence) -> None:
+        """Appends a sequence to the waiting queue."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and gives back what it holds."""
+        """Removes a finished sequence, waiting or resident, and frees its pages."""
         if sequence.lane is None:
             self.waiting.remove(sequence)
-            self.pages.release(sequence.pages())
-            sequence.forget_rows()
+            self.pages.release(sequence.kv.pages())
+            sequence.reset()
         else:
-            self._vacate(sequence)
-        self._full = False
+            self._free(sequence)
+        self._paused = False
         sequence.state = FINISHED
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
+        """Frees a sequence's lane and pages."""
         assert sequence.lane is not None
         del self.resident[sequence.lane]
-        self._left.append(sequence.lane)
+        self._freed.append(sequence.lane)
         self._free_lanes.append(sequence.lane)
-        self._free_lanes.sort(reverse=True)  # the lowest next, so that the lanes in use lie close together
-        self.pages.release(sequence.pages())
-        sequence.forget_rows()
-        sequence.lane, sequence.stay = None, sequence.stay + 1
+        self._free_lanes.sort(reverse=True)  # the lowest lane is used next, so that used lanes are adjacent
+        self.pages.release(sequence.kv.pages())
+        sequence.reset()
+        sequence.lane = None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Its rows are given up; it will read all its tokens again."""
-        self._vacate(sequence)
+        """Preempts a sequence: frees its KV pages and requeues it for recomputation."""
+        self._free(sequence)
         sequence.state, sequence.leader = WAITING, None
-        sequence.preemptions += 1
+        sequence.num_preemptions += 1
         self.preemptions += 1
-        self._full = True  # nobody comes in before somebody has left, or the two would take turns for ever
-        older = sum(other.number < sequence.number for other in self.waiting)  # they wait in the order of their numbers
+        self._paused = True  # no admission before a sequence finishes, else two could preempt each other forever
+        older = sum(other.number < sequence.number for other in self.waiting)  # the queue is ordered by arrival
         self.waiting.insert(older, sequence)
 
     def clear(self) -> None:
-        """Forgets every sequence; the pages must have been freed."""
+        """Removes every sequence; the pages must have been freed."""
         lanes = sorted({*self._free_lanes, *self.resident}, reverse=True)
         self.waiting.clear()
         self.resident.clear()
-        self._free_lanes, self._left, self._full = lanes, list(lanes), False
-        self._untold = []
+        self._free_lanes, self._freed, self._paused = lanes, list(lanes), False
+        self._unlaunched = []
 
-    # --- expectations -------------------------------------------------------------------------------------------
+    # --- expected rows ------------------------------------------------------------------------------------------
 
-    def saw_depth(self, kind: Hashable, tokens: int, total: int) -> None:
-        """So many tokens of sequences of this kind were read in so many passes in all."""
-        count, depth = self._depths.pop(kind, (0, 0))
-        self._depths[kind] = (count + tokens, depth + total)  # the last to be seen is the last in order
+    def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
+        """Adds ``tokens`` tokens with ``iterations`` iterations in all to the mean depth of their kind."""
+        count, total = self._depths.pop(kind, (0, 0))
+        self._depths[kind] = (count + tokens, total + iterations)  # moves the kind to the end: the oldest goes first
         if len(self._depths) > _KINDS:
             del self._depths[next(iter(self._depths))]
 
     def expected_rows(self, sequence: Sequence) -> int:
-        """How many rows of its own a sequence will hold when it is done, shared ones left out."""
-        shared = sum(len(span.depths) for span in sequence.shared)
-        tokens = sequence.prompt_length + sequence.request.max_new_tokens - 1 - shared
+        """Estimates the rows that a sequence will hold at its end, shared ones not counted."""
+        prompt, new_tokens = len(sequence.submission.prompt), sequence.request.max_new_tokens
+        tokens = prompt + new_tokens - 1 - sequence.kv.num_cached
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Passes of a token: what its request says, else the mean of its kind; the most while too few were seen."""
-        if sequence.forced_depth is not None:
-            return sequence.forced_depth
-        count, depth = self._depths.get(sequence.kind, (0, 0))
-        return depth / count if count >= _ENOUGH else float(self._most_passes(sequence))
+        """Estimates a token's passes: the forced mean, else the mean of its kind, else (too few seen) the maximum."""
+        if sequence.submission.forced_mean is not None:
+            return sequence.submission.forced_mean
+        count, total = self._depths.get(sequence.submission.kind, (0, 0))
+        return total / count if count >= _ENOUGH else float(self._most_passes(sequence))
 
     def _most_passes(self, sequence: Sequence) -> int:
         return min(self.passes, sequence.iterations)
 
-    # --- the plan -----------------------------------------------------------------------------------------------
+    # --- schedule -----------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        plan = Plan(admitted=self._untold)
+    def schedule(self) -> Plan:
+        """Returns the next launch; an empty plan must not be launched."""
+        plan = Plan(admitted=self._unlaunched)
         self._admit(plan)
-        self._continue_decoding(plan)
-        self._read_prompts(plan)
+        self._schedule_decode(plan)
+        self._schedule_prefill(plan)
         plan.drop_preempted()
-        plan.chunks.sort(key=lambda entry: entry[0].iteration)  # chunks at one iteration ask its gate together
-        if plan.empty and self.resident and not any(_in_flight(one) for one in self.resident.values()):
-            # What waits holds the pages that they lack: the youngest gives way.
-            self._preempt(max(self.resident.values(), key=lambda one: one.number))
+        plan.chunks.sort(key=lambda entry: entry[0].iteration)  # chunks at one iteration share a gate call
+        if plan.empty and self.resident and not any(_in_flight(sequence) for sequence in self.resident.values()):
+            # Waiting samples hold the pages that the residents lack: the youngest resident is preempted.
+            self._preempt(max(self.resident.values(), key=_arrival))
             plan.drop_preempted()
-        self._settle(plan)
-        self._untold = plan.admitted if plan.empty else []  # an empty plan goes to nobody
+        plan.decoding.sort(key=lambda sequence: sequence.lane or 0)
+        plan.pages = [entry for entry in plan.pages if entry[0] in self.resident]
+        for sequence in plan.decoding:
+            sequence.kv.in_flight += plan.ticks * self.width
+            # Each tick in flight may have advanced the sequence by a token beyond the last known one.
+            known, ahead = (len(sequence.tokens) - 1) * self.width, sequence.kv.in_flight + max(self.width, self.window)
+            plan.context = max(plan.context, known + ahead)
+        self._unlaunched = plan.admitted if plan.empty else []
         if not plan.empty:
-            plan.left, self._left = self._left, []
+            plan.freed, self._freed = self._freed, []
         return plan
 
     def _admit(self, plan: Plan) -> None:
-        """Lets in those that wait, in their order, as long as there are lanes and the rows expected of all fit."""
+        """Admits waiting sequences in order while there are lanes and the expected rows of all residents fit."""
         if not self.waiting or not self._free_lanes:
             return
-        expected = sum(max(self.expected_rows(one), one.held_rows) for one in self.resident.values())
-        room = (self.pages.count - 1) * self.pages.size
-        while self.waiting and self._free_lanes and not (self._full and self.resident):
-            sequence = next((one for one in self.waiting if _ready(one)), None)
+        expected = sum(max(self.expected_rows(sequence), sequence.kv.held_rows) for sequence in self.resident.values())
+        capacity = (self.pages.count - 1) * self.pages.size
+        while self.waiting and self._free_lanes and not (self._paused and self.resident):
+            sequence = next((sequence for sequence in self.waiting if _is_ready(sequence)), None)
             if sequence is None:
                 return
-            if not sequence.shared and sequence.root is not None:
-                sequence.shared = self.prefixes.find(sequence.root, sequence.tokens[: sequence.to_prefill])
-            wanted = self.expected_rows(sequence)
-            if self.resident and expected + wanted > room:
-                if sequence.leader is None:  # a sample's share of its prompt stays
-                    self.pages.release(sequence.pages())
-                    sequence.shared = []
+            namespace = sequence.submission.namespace
+            if not sequence.kv.shared and namespace is not None:
+                sequence.kv.shared = self.prefixes.find(namespace, sequence.tokens[: sequence.num_prefill])
+            needed = self.expected_rows(sequence)
+            if self.resident and expected + needed > capacity:
+                if sequence.leader is None:  # a sample keeps the prompt that its leader shared
+                    self.pages.release(sequence.kv.pages())
+                    sequence.kv.shared = []
                 return
-            expected += wanted
-            self._occupy(sequence)
+            expected += needed
+            self._assign_lane(sequence)
             plan.admitted.append(sequence)
 
-    def _occupy(self, sequence: Sequence) -> None:
-        """A sequence that waited gets a lane; the tokens whose rows it shares are read already."""
+    def _assign_lane(self, sequence: Sequence) -> None:
+        """Moves a waiting sequence to a lane; its cached tokens need no prefill."""
         self.waiting.remove(sequence)
         sequence.lane = self._free_lanes.pop()
         self.resident[sequence.lane] = sequence
         self.most_resident = max(self.most_resident, len(self.resident))
-        depths = [depth for span in sequence.shared for depth in span.depths]
+        depths = [depth for span in sequence.kv.shared for depth in span.depths]
         sequence.depths[: len(depths)] = depths
-        sequence.begun, sequence.state = len(depths), PREFILLING
-        if sequence.leader is None:  # what a sample has of its leader is of the same request
+        sequence.num_scheduled, sequence.state = len(depths), PREFILLING
+        if sequence.leader is None:  # the prompt of a leader belongs to the same request
             self.tokens_reused += len(depths)
-            if not sequence.preemptions:
-                sequence.cached_tokens = len(depths)
+            if not sequence.num_preemptions:
+                sequence.completion.cached_tokens = len(depths)
 
-    def _continue_decoding(self, plan: Plan) -> None:
-        """Every sequence whose prompt is read gives a row per tick; those that find no memory give way."""
-        ready = [one for one in self.resident.values() if one.state == DECODING or one.prefilled]
-        lasts = max((one.left * self._most_passes(one) for one in ready), default=1)
-        plan.ticks = max(1, min(self._burst(), lasts))
-        for sequence in sorted(ready, key=lambda one: one.number):
+    def _schedule_decode(self, plan: Plan) -> None:
+        """Schedules a row per tick for each prefilled sequence and preempts those without pages."""
+        ready = [sequence for sequence in self.resident.values() if sequence.state == DECODING or sequence.prefilled]
+        most = max((sequence.num_remaining * self._most_passes(sequence) for sequence in ready), default=1)
+        plan.ticks = max(1, min(self._burst_beside_prefill(), most))
+        for sequence in sorted(ready, key=_arrival):
             if sequence.lane is None:
-                continue  # an older one needed its pages
-            if not self._supply(sequence, plan):
+                continue  # preempted for an older sequence
+            if not self._allocate_decode(sequence, plan):
                 self._preempt(sequence)
                 continue
             if sequence.state != DECODING:
                 sequence.state = DECODING
-                plan.entering.append(sequence)
-                for other in sequence.waiting_samples():
-                    other.leader = None  # there was no prompt to read for them, or it was found
+                plan.starting.append(sequence)
+                for sample in sequence.waiting_samples():
+                    sample.leader = None  # there was no prompt to prefill for them, or it was cached
             plan.decoding.append(sequence)
 
-    def _burst(self) -> int:
-        """How many ticks follow each other: the fewer, the more rows of prompts are to be read beside them."""
-        prompts = (one for one in self.resident.values() if one.state == PREFILLING)
+    def _burst_beside_prefill(self) -> int:
+        """Returns the number of ticks: fewer, the more prefill rows are waiting."""
         tokens = sum(
-            one.to_prefill - one.begun + sum(len(chunk.tokens) for chunk in one.chunks if not chunk.in_flight)
-            for one in prompts
+            sequence.num_prefill
+            - sequence.num_scheduled
+            + sum(len(chunk.tokens) for chunk in sequence.chunks if not chunk.in_flight)
+            for sequence in self.resident.values()
+            if sequence.state == PREFILLING
         )
         share = min(1.0, tokens * self.width / self.chunk)
         return max(1, round(self.burst * (1.0 - share)))
 
-    def _supply(self, sequence: Sequence, plan: Plan) -> bool:
-        """Gives a sequence the pages for the rows that it may use in this plan."""
-        stream = sequence.rows
-        rows = sequence.ahead + plan.ticks * self.width
-        if self.drafts is not None:
-            rows = self.drafts.rows_ahead(sequence, rows)
+    def _allocate_decode(self, sequence: Sequence, plan: Plan) -> bool:
+        """Allocates pages for the rows that a sequence may use in this plan; False if there are none."""
+        stream = sequence.kv.decode
+        rows = sequence.kv.in_flight + plan.ticks * self.width
+        if self.window > 1:  # a tick may start one more token, and each token has rows for all passes
+            rows = min(rows + self.window - 1, sequence.num_remaining) * self.passes
         count = stream.pages_for(rows)
         if not count:
             return True
-        pages = self._pages(count, sequence)
+        pages = self._take_pages(count, sequence)
         if pages is None:
             return False
-        assert sequence.lane is not None
-        plan.pages += [(sequence.lane, index, page) for index, page in enumerate(pages, len(stream.pages))]
+        plan.pages += [(sequence.lane_number, index, page) for index, page in enumerate(pages, len(stream.pages))]
         stream.pages += pages
         return True
 
-    def _pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Pages that are free, or that unused prompts or younger sequences give up; ``None`` if there are too few."""
+    def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
+        """Takes pages that are free, cached, or held by younger sequences; ``None`` if there are too few."""
         while not self.prefixes.make_room(count):
-            younger = [one for one in self.resident.values() if one.number > sequence.number]
-            sharing = [one for one in self.waiting if one.number > sequence.number and one.shared]
+            younger = [other for other in self.resident.values() if other.number > sequence.number]
+            sharing = [other for other in self.waiting if other.number > sequence.number and other.kv.shared]
             if younger:
-                self._preempt(max(younger, key=lambda one: one.number))
+                self._preempt(max(younger, key=_arrival))
             elif sharing:
-                self._part(sharing[-1])
+                # This waiting sample loses the prompt shared with it and will prefill it itself.
+                sample = sharing[-1]
+                self.pages.release(sample.kv.pages())
+                sample.kv.shared, sample.leader = [], None
             else:
                 return None
         return self.pages.take(count)
 
-    def _part(self, sequence: Sequence) -> None:
-        """A sample that waits gives up its share of the prompt, and will read it for itself."""
-        self.pages.release(sequence.pages())
-        sequence.shared, sequence.leader = [], None
+    def _schedule_prefill(self, plan: Plan) -> None:
+        """Schedules the next iteration of chunks, and new chunks while the tick has room.
 
-    def _read_prompts(self, plan: Plan) -> None:
-        """Chunks go on, and begin while the tick has room; a chunk never overtakes an earlier one of its sequence."""
+        A chunk never overtakes an earlier one of its sequence, whose rows it attends to.
+        """
         room = self.chunk
-        prompts = [one for one in self.resident.values() if one.state == PREFILLING]
-        for sequence in sorted(prompts, key=lambda one: one.number):
+        prefilling = [sequence for sequence in self.resident.values() if sequence.state == PREFILLING]
+        for sequence in sorted(prefilling, key=_arrival):
             if sequence.lane is None:
-                continue  # an older one needed its pages
+                continue  # preempted for an older sequence
             reached = sequence.iterations
             for chunk in sequence.chunks:
                 if not chunk.in_flight and chunk.iteration <= reached:
-                    room -= self._read_chunk(chunk, plan)
-                    if sequence.lane is None:
-                        break
-                reached = min(reached, chunk.issued)
-            left = sequence.to_prefill - sequence.begun
-            if sequence.lane is None or not left or room < self.width or reached < 0:
+                    room -= self._schedule_chunk(chunk, plan)
+                reached = min(reached, chunk.launched)
+            remaining = sequence.num_prefill - sequence.num_scheduled
+            if not remaining or room < self.width or reached < 0:
                 continue
-            count = min(left, room // self.width)
-            chunk = Chunk(sequence, list(range(sequence.begun, sequence.begun + count)))
-            if self._pages_for_chunk(chunk):
+            count = min(remaining, room // self.width)
+            chunk = Chunk(sequence, list(range(sequence.num_scheduled, sequence.num_scheduled + count)))
+            if self._allocate_chunk(chunk):
                 sequence.chunks.append(chunk)
-                sequence.begun += count
-                room -= self._read_chunk(chunk, plan)
+                sequence.num_scheduled += count
+                room -= self._schedule_chunk(chunk, plan)
 
-    def _read_chunk(self, chunk: Chunk, plan: Plan) -> int:
-        """Puts the chunk's next iteration into the plan; returns its rows, 0 if there is no memory for them."""
-        if not self._pages_for_chunk(chunk):
+    def _schedule_chunk(self, chunk: Chunk, plan: Plan) -> int:
+        """Schedules a chunk's next iteration; returns its rows, 0 without pages for them."""
+        if not self._allocate_chunk(chunk):
             return 0
-        rows = chunk.sequence.prompt_rows.take(len(chunk.tokens) * self.width)
-        chunk.sequence.wrote(chunk.tokens, rows)
+        rows = chunk.sequence.kv.take_prefill(chunk.tokens, len(chunk.tokens) * self.width)
         plan.chunks.append((chunk, rows))
         chunk.in_flight = True
         return len(rows)
 
-    def _pages_for_chunk(self, chunk: Chunk) -> bool:
-        stream = chunk.sequence.prompt_rows
-        pages = self._pages(stream.pages_for(len(chunk.tokens) * self.width), chunk.sequence)
+    def _allocate_chunk(self, chunk: Chunk) -> bool:
+        stream = chunk.sequence.kv.prefill
+        pages = self._take_pages(stream.pages_for(len(chunk.tokens) * self.width), chunk.sequence)
         stream.pages += pages or []
         return pages is not None
 
-    def _settle(self, plan: Plan) -> None:
-        plan.decoding.sort(key=lambda one: one.lane or 0)
-        lanes = {one.lane for one in self.resident.values()}
-        plan.pages = [entry for entry in plan.pages if entry[0] in lanes]
-        for sequence in plan.decoding:
-            sequence.ahead += plan.ticks * self.width
-            # It stands at its last known token, and each tick in flight may have taken it one further.
-            window = self.width if self.drafts is None else self.drafts.size
-            plan.longest = max(plan.longest, (len(sequence.tokens) - 1) * self.width + sequence.ahead + window)
 
-
-# Tokens after which the mean depth of their kind is believed.
-_ENOUGH = 32
-# Kinds whose mean depths are kept: a request may bring a threshold of its own.
-_KINDS = 1024
+def _arrival(sequence: Sequence) -> int:
+    return sequence.number
 
 
 def _in_flight(sequence: Sequence) -> bool:
-    return sequence.ahead > 0 or any(chunk.in_flight for chunk in sequence.chunks)
+    return sequence.kv.in_flight > 0 or any(chunk.in_flight for chunk in sequence.chunks)
 
 
-def _ready(sequence: Sequence) -> bool:
-    """Whether nobody is reading its prompt for it."""
-    return sequence.leader is None or sequence.leader is sequence or bool(sequence.shared)
+def _is_ready(sequence: Sequence) -> bool:
+    """Returns whether a sequence need not wait for its leader to prefill the prompt."""
+    return sequence.leader is None or bool(sequence.kv.shared)

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaponder.errors import AdaPonderError
-from adaponder.inference.opening import PAGE
+from adaponder.inference.config import PAGE
 from adaponder.serving.access import AccessControl
 from adaponder.serving.bodies import read_body
 from adaponder.serving.completions import chat_completions, completions

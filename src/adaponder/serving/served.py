@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.evaluation.lab import profiles as stored_profiles
-from adaponder.inference.opening import eos_ids, longest
+from adaponder.inference.config import eos_ids, max_tokens
 from adaponder.inference.request import Request, check_request
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
@@ -65,7 +65,7 @@ class Served:
             model=model,
             tokenizer=tokenizer,
             profiles=profiles,
-            tokens=longest(model, tokens),
+            tokens=max_tokens(model, tokens),
             iterations=model.config.iterations,
             created=int(time.time()),
             shape=shape_of(model.config),

@@ -216,9 +216,9 @@ def test_logits_that_are_not_numbers_end_the_request_alone():
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("vanilla", {"drafts": 1}, "drafts=1: vanilla reads a token once"),
-        ("pause", {"drafts": 2}, "drafts=2: pause reads all 3 slots"),
-        ("ponder", {"drafts": 1, "max_iterations": 1}, "drafts=1: ponder reads a token once"),
+        ("vanilla", {"drafts": 1}, "drafts=1"),
+        ("pause", {"drafts": 2}, "drafts=2"),
+        ("ponder", {"drafts": 1, "max_iterations": 1}, "drafts=1"),
         ("ponder", {"drafts": -1}, "drafts=-1"),
         ("ponder", {"drafts": True}, "drafts=True"),
     ],

@@ -11,7 +11,7 @@ def entered(prefixes, root, tokens):
     count = len(tokens) // prefixes.size
     taken = prefixes.pages.take(count)
     spans = [Span(torch.zeros(1, 1), [1] * prefixes.size, frozenset({page})) for page in taken]
-    prefixes.keep(root, tokens, spans)
+    prefixes.add(root, tokens, spans)
     prefixes.pages.release(taken)
     return taken
 

@@ -16,8 +16,8 @@ from transformers import (
 
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import (
-    Chosen,
     Features,
+    Sampled,
     SamplerState,
     likeliest,
     prompt_log_probabilities,
@@ -59,7 +59,7 @@ def alone(
     sample: int = 0,
     output: tuple[int, ...] = (),
     features: Features | None = None,
-) -> Chosen:
+) -> Sampled:
     """The choice for one row by itself."""
     state = SamplerState(lane + 1, logits.shape[-1], eos_ids=(0,))
     state.set(lane, asked, sample, asked.prompt, output)
@@ -121,7 +121,7 @@ def test_penalties_are_those_of_hugging_face_and_of_their_definition() -> None:
         lanes = torch.tensor([1, 0, 1])
         state.record(torch.tensor([token, 9, 9]), lanes, torch.tensor([True, True, False]))
     assert state._occurrences is not None
-    numbers = state._numbers[torch.tensor([1])][:, 3:].split(1, dim=1)
+    numbers = state._penalties[torch.tensor([1])].split(1, dim=1)
     penalised = state._occurrences.penalise(logits[None], torch.tensor([1]), *numbers)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits[None].clone())
     for token, count in ((4, 2), (2, 1)):
@@ -208,13 +208,13 @@ def test_log_probabilities_are_of_the_models_own_distribution(dtype: torch.dtype
     assert int(chosen.token) == 2
     expected = torch.log_softmax(logits.double(), -1)
     wide = torch.promote_types(dtype, torch.float32)
-    assert chosen.scored is not None
-    assert chosen.scored.log_probability.dtype == wide
-    torch.testing.assert_close(chosen.scored.log_probability, expected[2:3].to(wide))
+    assert chosen.scores is not None
+    assert chosen.scores.log_probability.dtype == wide
+    torch.testing.assert_close(chosen.scores.log_probability, expected[2:3].to(wide))
     best = logits.double().sort(descending=True, stable=True).indices[:5]
-    assert chosen.scored.top_ids.tolist() == [best.tolist()]
-    torch.testing.assert_close(chosen.scored.top_log_probabilities, expected[best][None].to(wide))
-    assert alone(logits, request(), 0).scored is None
+    assert chosen.scores.top_ids.tolist() == [best.tolist()]
+    torch.testing.assert_close(chosen.scores.top_log_probabilities, expected[best][None].to(wide))
+    assert alone(logits, request(), 0).scores is None
 
 
 def test_the_likeliest_of_equals_is_the_smallest_id_in_every_precision() -> None:
@@ -281,7 +281,7 @@ def test_a_cuda_graph_chooses_what_the_cpu_chooses(dtype: torch.dtype) -> None:
         states["cpu"].record(expected.token, lanes.cpu(), where >= 0)
         assert chosen.token.tolist() == expected.token.tolist()
         assert chosen.bad.tolist() == expected.bad.tolist()
-        assert chosen.scored is not None
-        assert expected.scored is not None
-        assert chosen.scored.top_ids.tolist() == expected.scored.top_ids.tolist()
-        torch.testing.assert_close(chosen.scored.log_probability.cpu(), expected.scored.log_probability)
+        assert chosen.scores is not None
+        assert expected.scores is not None
+        assert chosen.scores.top_ids.tolist() == expected.scores.top_ids.tolist()
+        torch.testing.assert_close(chosen.scores.log_probability.cpu(), expected.scores.log_probability)

@@ -7,13 +7,13 @@ import torch
 
 from adaponder import FixedDepth
 from adaponder.inference import Request
-from adaponder.inference.launches import Extras, Launch, Log
 from adaponder.inference.pages import Pages
+from adaponder.inference.postprocess import Postprocessor
 from adaponder.inference.prefixes import Prefixes, Span
-from adaponder.inference.prompts import Read
-from adaponder.inference.receiving import Receiver
+from adaponder.inference.runner import Launch, Log
 from adaponder.inference.scheduler import Scheduler
-from adaponder.inference.sequence import FINISHED, PREFILLING, WAITING, Sequence
+from adaponder.inference.sequence import FINISHED, PREFILLING, WAITING, Submission
+from adaponder.inference.tick import ChunkOutput, Extras
 
 SIZE = 4
 
@@ -26,7 +26,7 @@ class StandIn:
         self.prefixes = Prefixes(self.pages, block)
         shape = {"width": 1, "passes": 3} | shape
         self.scheduler = Scheduler(lanes, self.pages, self.prefixes, chunk=chunk, burst=burst, **shape)
-        self.receiver = Receiver(self, self.scheduler, self.prefixes, frozenset())
+        self.postprocessor = Postprocessor(self, self.scheduler, self.prefixes, frozenset())
         self.width, self.late, self.share, self.drafts = 1, late, share, None
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
         self.in_flight, self.stands, self.occupants = None, {}, {}
@@ -35,57 +35,48 @@ class StandIn:
         self._preempt = self.scheduler._preempt
         self.scheduler._preempt = self._note_preemption
 
-    def add(self, prompt, new, *, iterations=3, samples=1, **more):
+    def add(self, prompt, new, *, iterations=3, samples=1, depths=None):
         tokens = prompt if isinstance(prompt, list) else [self.numbers + 10] * prompt
-        request = Request(tokens, max_new_tokens=new, samples=samples)
-        group = []
-        for sample in range(samples):
-            one = Sequence(
-                request=request,
-                sample=sample,
-                number=self.numbers,
-                policy=FixedDepth(3),
-                iterations=iterations,
-                root="root" if self.share else None,
-                tokens=list(tokens),
-                page_size=SIZE,
-                request_number=self.numbers,
-                leader=group[0] if group else None,
-                samples=group,
-                **more,
-            )
+        submission = Submission(
+            Request(tokens, max_new_tokens=new, samples=samples, depths=depths),
+            self.numbers,
+            policy=FixedDepth(3),
+            iterations=iterations,
+            namespace="namespace" if self.share else None,
+            page_size=SIZE,
+        )
+        for _ in range(samples):
+            self.scheduler.add(submission.add_sample(self.numbers))
             self.numbers += 1
-            group.append(one)
-            self.scheduler.add(one)
-        return group
+        return submission.samples
 
     def step(self):
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         self.check(plan)
         self.admitted += [one.number for one in plan.admitted]
         launch = None if plan.empty else self.launch(plan)
         before, self.in_flight = self.in_flight, launch
-        events = [] if before is None else self.receiver.receive(before)
+        events = [] if before is None else self.postprocessor.process(before)
         if launch is not None and not self.late:
             self.in_flight = None
-            events += self.receiver.receive(launch)
+            events += self.postprocessor.process(launch)
         self.ended += [event.request for event in events if event.completion is not None]
         return plan
 
     def launch(self, plan):
-        for lane in plan.left:
+        for lane in plan.freed:
             self.occupants.pop(lane, None)
-        self.occupants |= {one.lane: (one, one.stay) for one in plan.admitted}
-        residents = {lane: (one, one.stay) for lane, one in self.scheduler.resident.items()}
+        self.occupants |= {one.lane: (one, one.num_preemptions) for one in plan.admitted}
+        residents = {lane: (one, one.num_preemptions) for lane, one in self.scheduler.resident.items()}
         assert self.occupants == residents, "the device was not told who came and who left"
-        for one in plan.entering:
+        for one in plan.starting:
             self.stands[one] = (len(one.tokens) - 1, 0)
         said = [[self.read(one) for one in plan.decoding] for _ in range(plan.ticks)]
         tokens = torch.tensor(said, dtype=torch.long).view(plan.ticks, len(plan.decoding))
-        launch = Launch([(one, one.stay) for one in plan.decoding], plan.ticks, Log(tokens, Extras()))
+        launch = Launch([(one, one.num_preemptions) for one in plan.decoding], plan.ticks, Log(tokens, Extras()))
         for chunk, _ in plan.chunks:
             on = [chunk.iteration + 1 < self.depth(chunk.sequence, place) for place in chunk.tokens]
-            launch.chunks.append((chunk, chunk.sequence.stay, Read(torch.tensor(on), None)))
+            launch.chunks.append((chunk, chunk.sequence.num_preemptions, ChunkOutput(torch.tensor(on), None)))
         return launch
 
     def read(self, sequence):
@@ -102,20 +93,20 @@ class StandIn:
         assert set(lanes) == set(scheduler.resident)
         assert not set(lanes) & set(scheduler._free_lanes)
         for one in [*scheduler.resident.values(), *scheduler.waiting]:
-            assert all(self.pages._holders[page] for page in one.pages()), "a page was freed while it is in use"
-        own = [page for one in scheduler.resident.values() for page in one.prompt_rows.pages + one.rows.pages]
+            assert all(self.pages._holders[page] for page in one.kv.pages()), "a page was freed while it is in use"
+        own = [page for one in scheduler.resident.values() for page in one.kv.prefill.pages + one.kv.decode.pages]
         assert len(own) == len(set(own)), "two sequences write to one page"
         rows = [row for _, rows in plan.chunks for row in rows]
         assert len(rows) == len(set(rows))
-        assert all(row // SIZE in chunk.sequence.prompt_rows.pages for chunk, rows in plan.chunks for row in rows)
+        assert all(row // SIZE in chunk.sequence.kv.prefill.pages for chunk, rows in plan.chunks for row in rows)
         for chunk, _ in plan.chunks:
             assert chunk.sequence.lane is not None
             earlier = chunk.sequence.chunks[: chunk.sequence.chunks.index(chunk)]
-            assert all(one.issued >= chunk.iteration for one in earlier), "a chunk overtakes an earlier one"
+            assert all(one.launched >= chunk.iteration for one in earlier), "a chunk overtakes an earlier one"
         for one in plan.decoding:
             assert not one.chunks, "it decodes before its prompt is read"
-            assert one.begun == one.to_prefill or one not in plan.entering
-            assert one.rows.room >= one.ahead, "rows that it may use are not there"
+            assert one.num_scheduled == one.num_prefill or one not in plan.starting
+            assert one.kv.decode.room >= one.kv.in_flight, "rows that it may use are not there"
 
     def run(self, limit=3000):
         for _ in range(limit):
@@ -131,12 +122,12 @@ class StandIn:
         self.preempted.append((sequence.number, [one.number for one in self.scheduler.resident.values()]))
         self._preempt(sequence)
 
-    # What a runner does for the receiver.
+    # The runner's methods that the postprocessor calls.
 
     def span(self, sequence, start, stop, pages):
         return Span(torch.zeros(3, stop - start), sequence.depths[start:stop], pages)
 
-    def survive(self, chunk, which):
+    def compact(self, chunk, which):
         chunk.tokens = [chunk.tokens[number] for number in which]
 
 
@@ -163,7 +154,7 @@ def test_everybody_finishes_whatever_comes(seed):
         if draw.random() < 0.2:
             one = draw.choice(live)
             if one.state != FINISHED:
-                stand.receiver.end(one, "cancelled")
+                stand.postprocessor.finish(one, "cancelled")
                 cancelled.append(one)
     stand.run()
     assert len(stand.scheduler._free_lanes) == len(set(stand.scheduler._free_lanes))
@@ -197,7 +188,7 @@ def test_halting_means_more_residents():
         stand = StandIn(lanes=20, rows=200)
         for _ in range(12):
             stand.add(8, 5)
-        stand.scheduler.saw_depth(stand.scheduler.waiting[0].kind, 100, int(100 * mean))
+        stand.scheduler.record_depth(stand.scheduler.waiting[0].submission.kind, 100, int(100 * mean))
         stand.step()
         return len(stand.scheduler.resident)
 
@@ -208,15 +199,15 @@ def test_the_greatest_depth_is_expected_until_enough_tokens_were_seen():
     stand = StandIn()
     (one,) = stand.add(8, 5)
     assert stand.scheduler.expected_rows(one) == 12 * 3 + 2 * SIZE
-    stand.scheduler.saw_depth(one.kind, 31, 31)
+    stand.scheduler.record_depth(one.submission.kind, 31, 31)
     assert stand.scheduler.expected_depth(one) == 3
-    stand.scheduler.saw_depth(one.kind, 1, 1)
+    stand.scheduler.record_depth(one.submission.kind, 1, 1)
     assert stand.scheduler.expected_rows(one) == 12 + 2 * SIZE
 
 
 def test_forced_depths_are_expected():
     stand = StandIn()
-    (one,) = stand.add(8, 5, forced_depth=1.5)
+    (one,) = stand.add(8, 5, depths=[1, 2] * 6)
     assert stand.scheduler.expected_rows(one) == 18 + 2 * SIZE
 
 
@@ -225,16 +216,16 @@ def test_slots_that_are_read_in_one_pass_hold_one_row_each():
     stand = StandIn(width=3, passes=1, burst=8)
     (one,) = stand.add(1, 2, iterations=3)
     assert stand.scheduler.expected_rows(one) == 2 * 3 + 2 * SIZE
-    assert stand.scheduler.plan().ticks == 2, "one for each token"
+    assert stand.scheduler.schedule().ticks == 2, "one for each token"
 
 
 def test_depths_are_remembered_of_those_kinds_that_came_last():
     stand = StandIn()
     (one,) = stand.add(8, 5)
-    stand.scheduler.saw_depth(one.kind, 32, 32)
+    stand.scheduler.record_depth(one.submission.kind, 32, 32)
     for number in range(3000):
-        stand.scheduler.saw_depth(("another tau", number), 1, 1)
-        stand.scheduler.saw_depth(one.kind, 0, 0)  # a chunk of which all tokens go on
+        stand.scheduler.record_depth(("another tau", number), 1, 1)
+        stand.scheduler.record_depth(one.submission.kind, 0, 0)  # a chunk of which all tokens go on
     assert stand.scheduler.expected_depth(one) == 1
     assert len(stand.scheduler._depths) == 1024
 
@@ -263,7 +254,7 @@ def test_shared_tokens_are_counted_once_however_long_a_request_waits():
     stand.step()
     assert (same.state, stand.scheduler.tokens_reused) == (WAITING, 0)
     stand.run()
-    assert stand.scheduler.tokens_reused == same.cached_tokens == 8
+    assert stand.scheduler.tokens_reused == same.completion.cached_tokens == 8
 
 
 def test_whoever_is_too_large_for_the_rest_comes_in_alone():
@@ -338,9 +329,9 @@ def test_an_answer_to_an_earlier_stay_is_not_heard():
     assert stand.in_flight is not None
     stand.scheduler._preempt(one)
     stand.step()
-    assert one.generated == []
+    assert one.completion.tokens == []
     stand.run()
-    assert len(one.generated) == 5
+    assert len(one.completion.tokens) == 5
 
 
 def test_samples_wait_for_the_one_that_reads_their_prompt_and_share_it():
@@ -350,8 +341,8 @@ def test_samples_wait_for_the_one_that_reads_their_prompt_and_share_it():
     assert [one.lane is not None for one in samples] == [True, False, False]
     while samples[1].lane is None:
         stand.step()
-    assert samples[1].shared[0].pages == samples[2].shared[0].pages
-    assert samples[1].begun == 8
+    assert samples[1].kv.shared[0].pages == samples[2].kv.shared[0].pages
+    assert samples[1].num_scheduled == 8
     assert samples[1].depths == samples[0].depths[:8]
     stand.run()
 
@@ -360,9 +351,9 @@ def test_a_sample_whose_leader_was_cancelled_reads_the_prompt_itself():
     stand = StandIn(lanes=3, chunk=2)
     first, second = stand.add(9, 3, samples=2)
     stand.step()
-    stand.receiver.end(first, "cancelled")
+    stand.postprocessor.finish(first, "cancelled")
     stand.run()
-    assert len(second.generated) == 3
+    assert len(second.completion.tokens) == 3
 
 
 def test_who_left_is_told_even_where_a_plan_was_empty_in_between():
@@ -372,7 +363,7 @@ def test_who_left_is_told_even_where_a_plan_was_empty_in_between():
     stand.run()
     assert stand.step().empty
     stand.add(1, 2)
-    assert set(stand.step().left) == {0, 1, 2}
+    assert set(stand.step().freed) == {0, 1, 2}
     stand.run()
 
 
@@ -400,7 +391,7 @@ def test_a_chunk_waits_while_an_earlier_one_finds_no_page():
     stand.step()
     spare = stand.pages.take(stand.pages.free)
     (late,) = [chunk for chunk, _ in stand.step().chunks]
-    assert (late.tokens, late.issued) == ([6], 1)
+    assert (late.tokens, late.launched) == ([6], 1)
     assert stand.step().chunks == []
     stand.pages.release(spare)
     stand.run()

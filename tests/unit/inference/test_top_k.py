@@ -24,7 +24,7 @@ def test_an_engine_takes_fewer_embeddings_as_the_model_with_that_setting_does():
 
 
 def test_a_top_k_that_means_nothing_is_refused():
-    with pytest.raises(InputError, match="expectation_top_k=62: from 1 to 61"):
+    with pytest.raises(InputError, match="expectation_top_k=62"):
         said(tiny("adaponder", iterations=3).eval(), expectation_top_k=62)
-    with pytest.raises(InputError, match="loop mixes no embeddings"):
+    with pytest.raises(InputError, match="expectation_top_k=2"):
         said(tiny("loop", iterations=3).eval(), expectation_top_k=2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="no Triton on this platform")
 
 from adaponder.halting import Gate
-from adaponder.inference.row_gates import RowGates, stack_gates
+from adaponder.inference.tick import RowGates, stack_gates
 from adaponder.ops.row_gates import torch as plain
 from adaponder.ops.row_gates import triton as kernels
 from poison import poisoned  # noqa: F401

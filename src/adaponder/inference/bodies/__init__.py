@@ -1,4 +1,4 @@
-"""Backbones as the engine reads them: through their stock layers, or fused."""
+"""Backbones as the engine runs them: fused kernels where the architecture allows, else the stock layers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from adaponder.modeling import AdaPonderForCausalLM
 FUSED = (NeoxBody, LlamaBody)
 
 
-def body_of(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
-    """The body named, ``fused`` or ``stock``; by default a fused one where there is one for this backbone.
+def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
+    """Builds the body ``kind``, ``fused`` or ``stock``; ``None`` prefers a fused one.
 
     Args:
-        model: its backbone.
-        kind: the name.
-        rows: the most that decode in one pass, those that fill it up included.
-        positions: how many positions there are.
-        width: slots of a token.
+        model: the model whose backbone is run.
+        kind: the name, or ``None``.
+        rows: the largest number of decode rows in one pass, padding included.
+        positions: the number of positions.
+        width: slots per token.
     """
     if kind not in (None, "fused", "stock"):
-        raise InputError(f"body={kind!r}: fused or stock")
-    reasons = {body.__name__: body.fits(model.wrapped) for body in FUSED}
+        raise InputError(f"body={kind!r} must be 'fused' or 'stock'")
+    reasons = {body.__name__: body.unsupported(model.wrapped) for body in FUSED}
     for body in FUSED:
         if kind != "stock" and reasons[body.__name__] is None:
             return body(model.wrapped, lanes=rows, apart=width == 1, positions=positions)
     if kind == "fused":
-        raise InputError(f"body='fused': {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}")
+        details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise InputError(f"body='fused' does not support this backbone ({details}); use body='stock'")
     return StockBody(model.wrapped, stream=model.method.needs_stream(model.config.iterations))

@@ -1,4 +1,4 @@
-"""Any decoder as the engine's body, through its own unmodified layers."""
+"""Runs any decoder as the engine's body, through its own unmodified layers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from adaponder.ops.masks import Places
 class StockBody(Body):
     """The wrapped stock layers.
 
-    Where the decoder attends through our attention function, rows lie in one lane and read through the index. Where it
-    does not, or unfolds what it cached, each row is a lane of its own, and its keys and values are gathered for it.
+    Where the decoder uses our attention function, all rows form one batch entry and attend through the index. Where it
+    does not, or expands its cache (latent attention), each row is a batch entry and its keys and values are gathered.
     """
 
     def __init__(self, backbone: Backbone, *, stream: bool):
@@ -29,15 +29,15 @@ class StockBody(Body):
     def row_shapes(self) -> list[RowShape]:
         backbone, weight = self.backbone, self.backbone.head()[0]
         x = torch.zeros(1, 1, backbone.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
-        here = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-        rows = backbone.read(x, position=here, mask=None, view=PlainView, stream=False).rows
+        position = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+        rows = backbone.read(x, position=position, mask=None, view=PlainView, stream=False).rows
         return [RowShape(keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]) for keys, values in rows]
 
-    def read(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
-        output = (self._read_gathered if self.gathers else self._read_lane)(x, position, rows, pools)
+    def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
+        output = (self._forward_gathered if self.gathers else self._forward_indexed)(x, position, rows, pools)
         return Pass(output.hidden.flatten(0, 1), output.stream.flatten(0, 1))
 
-    def _read_lane(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
+    def _forward_indexed(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
         return self.backbone.read(
             x[None],
             position=position[None],
@@ -48,13 +48,13 @@ class StockBody(Body):
             stream=self.stream,
         )
 
-    def _read_gathered(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
+    def _forward_gathered(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
         slots = rows.index.shape[2] if rows.longest is None else rows.longest
         slots = max([slots, *(cohort.last_slot + 1 for cohort in rows.cohorts)])
         read = rows.index[rows.lane, rows.iteration, :slots]
-        here = torch.arange(slots, device=x.device).expand_as(read)
+        slot = torch.arange(slots, device=x.device).expand_as(read)
         query = Places(rows.slot[:, None], rows.slot[:, None])
-        mask = self.backbone.mask(query, Places(here, here, present=read >= 0), x.dtype)
+        mask = self.backbone.mask(query, Places(slot, slot, present=read >= 0), x.dtype)
         return self.backbone.read(
             x[:, None],
             position=position[:, None],
@@ -66,7 +66,7 @@ class StockBody(Body):
 
 
 class PoolView(IterationView):
-    """Writes the rows of a pass to the pools and answers with the pools; attention reads them through the index."""
+    """Writes the rows of a pass to the pools and returns the pools; attention reads them through the index."""
 
     def __init__(self, layers: int, *, pools: Pools, row: Tensor):
         super().__init__(layers)
@@ -81,7 +81,7 @@ class PoolView(IterationView):
 
 
 class GatheringView(PoolView):
-    """Like :class:`PoolView`, and answers each row with what it sees, ``[n, heads, slots, size]``."""
+    """Writes like :class:`PoolView` and returns the keys and values of each row, ``[n, heads, slots, size]``."""
 
     def __init__(self, layers: int, *, pools: Pools, row: Tensor, read: Tensor):
         super().__init__(layers, pools=pools, row=row)

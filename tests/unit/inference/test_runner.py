@@ -7,7 +7,7 @@ import torch
 from transformers import GPTNeoXConfig
 
 from adaponder.backbones.shape import Shape, shape_of
-from adaponder.inference.threads import pass_threads, threads_of_pass
+from adaponder.inference.runner import pass_threads, threads_of_pass
 
 
 def neox(hidden: int, layers: int, vocabulary: int) -> Shape:

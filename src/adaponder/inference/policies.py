@@ -1,10 +1,10 @@
-"""Who decides depth where rows of many requests share one pass: each lane's own policy, by the policy's own rule.
+"""Applies each lane's own halting policy where rows of many requests share one pass.
 
-The numbers of all lanes' policies lie in device tensors. Each class of this package's policies that is present is
-called once for all rows, with every number replaced by a tensor of one number per row, and each row takes the answer of
-its own lane's class. Shapes are static and the host waits for nothing, so a CUDA graph can hold the call; the graph
-holds good for as long as :meth:`LanePolicies.key` stays the same. A user's own policy, and one that is more than a few
-numbers, runs on the rows of its lane alone, and the host waits for it.
+The numeric fields of all lanes' policies are device tensors. Each built-in policy class that is present is called once
+for all rows, with every field replaced by a tensor of one value per row, and each row takes the result of its own
+lane's class. Shapes are static and the host never waits, so a CUDA graph can hold the call; the graph stays valid while
+:meth:`LanePolicies.key` is unchanged. A user's own policy, and a built-in one with other fields, is called with the
+rows of its lane alone, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from adaponder.errors import InputError
 from adaponder.ops.lane_books import force_rows
 from adaponder.policies import ForcedDepths, Policy, PolicyInput, as_int64
 
-# Number fields of a policy, at most: a schedule has its thresholds and its shares.
+# The largest number of numeric fields of a policy: a schedule has thresholds and shares.
 _FIELDS = 2
 _PER_ROW = ("iteration", "gate", "hidden", "position", "seed", "slot", "active")
 
 
 class LanePolicies:
-    """The policy, seed, forced depths and last iteration of every lane, and the decision by them.
+    """The policy, seed, forced depths and last iteration of every lane.
 
     Attributes:
-        errors: what a user's policy raised, by lane, until the lane is set or cleared; that lane's rows halt.
+        errors: the exception of a user's policy, by lane, until the lane is set or cleared; that lane's rows halt.
     """
 
     def __init__(self, lanes: int, slots: int, config: AdaPonderConfig, device: torch.device | str = "cpu"):
@@ -40,8 +40,8 @@ class LanePolicies:
         self.errors: dict[int, Exception] = {}
         shape = (lanes, self.iterations, _FIELDS)
         self._numbers = torch.full(shape, math.nan, dtype=torch.float64, device=self.device)
-        # Seed, number of the policy's class, last iteration.
         self._integers = torch.zeros(lanes, 3, dtype=torch.int64, device=self.device)
+        self._seed, self._class_number, self._last = self._integers.unbind(1)  # views of the columns
         self._forced: Tensor | None = None
         self._classes: dict[int, type[Policy]] = {}
         self._callables: dict[int, Policy] = {}
@@ -58,29 +58,31 @@ class LanePolicies:
         depths: Mapping[int, int] | None = None,
         last_iteration: int | None = None,
     ) -> None:
-        """Gives a lane to a request.
+        """Assigns a lane to a request.
 
         Args:
             lane: the lane.
-            policy: who decides; of :class:`ForcedDepths`, the first sequence's depths.
-            seed: handed to the policy.
-            depths: forced depth by slot, instead of the policy's decision; 0 is not forced.
-            last_iteration: no row goes on after this iteration; by default the model's last.
+            policy: its policy; :class:`ForcedDepths` uses the depths of its first sequence.
+            seed: the seed for policies that draw.
+            depths: forced depth by slot, which overrides the policy; 0 is not forced.
+            last_iteration: the last iteration of any row; by default the model's.
         """
         self.clear(lane)
         last = self.iterations - 1 if last_iteration is None else last_iteration
-        forced = {} if not isinstance(policy, ForcedDepths) else _first_sequence(policy)
+        forced: dict[int, int] = {}
+        if isinstance(policy, ForcedDepths):
+            forced = {slot: max(depth, 1) for slot, depth in enumerate(policy.depths[0].tolist())}
         forced |= {slot: depth for slot, depth in (depths or {}).items() if depth}
-        number = -1
+        class_number = -1
         if _is_built_in(policy):
             self._classes[lane] = type(policy)
-            number = self._class_numbers.setdefault(type(policy), len(self._class_numbers))
+            class_number = self._class_numbers.setdefault(type(policy), len(self._class_numbers))
             self._write(self._numbers, lane, _number_table(policy, self.iterations, last))
         elif isinstance(policy, ForcedDepths):
             self._classless.add(lane)
         else:
             self._callables[lane] = policy
-        self._write(self._integers, lane, [as_int64(seed), number, last])
+        self._write(self._integers, lane, [as_int64(seed), class_number, last])
         if forced:
             self._forcing.add(lane)
             if self._forced is None:
@@ -90,7 +92,7 @@ class LanePolicies:
             self._write(self._forced, lane, [forced.get(slot, 0) for slot in range(self.slots)])
 
     def clear(self, lane: int) -> None:
-        """Takes a lane back; the answers of its rows have no meaning until it is set."""
+        """Frees a lane; decisions for its rows are undefined until it is set again."""
         self._classes.pop(lane, None)
         self._callables.pop(lane, None)
         self.errors.pop(lane, None)
@@ -98,81 +100,81 @@ class LanePolicies:
         self._classless.discard(lane)
 
     def classes(self) -> tuple[type[Policy], ...]:
-        """The classes of this package's policies that any lane has, in the order of their first use."""
+        """Returns the built-in policy classes in use, in the order of their first use."""
         present = set(self._classes.values())
         return tuple(kind for kind in self._class_numbers if kind in present)
 
     def callables(self) -> tuple[int, ...]:
-        """Lanes whose policy is called for them alone: with any of these, a call makes the host wait."""
+        """Returns the lanes whose policy is called separately: with any of these, the host waits for each call."""
         return tuple(sorted(self._callables))
 
     def reads_previous(self) -> bool:
-        """Whether any lane's policy looks at the hidden states of the iteration before."""
+        """Returns whether any lane's policy reads the hidden states of the previous iteration."""
         return bool(self._callables) or any(kind.reads_previous for kind in self.classes())
 
     def key(self) -> tuple[Any, ...]:
-        """What is built into a captured call: while it stays the same, a CUDA graph of the call holds good."""
+        """Returns what a captured call depends on: while the key is unchanged, its CUDA graph stays valid."""
         return self.classes(), bool(self._forcing), bool(self._callables), bool(self._classless)
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """True for rows whose token is read again, by the policy of each row's lane, ``rows.sequence``.
+        """Returns True for rows whose token continues, by the policy of each row's lane, ``rows.sequence``.
 
-        ``rows.seed`` is not looked at: each lane has its own. The answers of rows that are not active have no meaning.
+        ``rows.seed`` is ignored: each lane has its own. Results for inactive rows are undefined.
         """
         classes, lane = self.classes(), rows.sequence
         if any(kind.reads_seed for kind in classes) or self._callables:
-            rows = replace(rows, seed=self._integers[lane, 0])
-        keep = self._by_classes(rows, classes)
-        for number, policy in self._callables.items():
-            keep = self._by_callable(rows, keep, number, policy)
+            rows = replace(rows, seed=self._seed[lane])
+        keep = self._apply_classes(rows, classes)
+        for callable_lane, policy in self._callables.items():
+            keep = self._apply_callable(rows, keep, callable_lane, policy)
         if self._forcing and self._forced is not None:
-            return force_rows(keep, self._forced, lane, rows.slot, rows.iteration, self._integers[:, 2])
-        # Numbers end at a lane's last iteration (see _number_table); answers without numbers do not.
+            return force_rows(keep, self._forced, lane, rows.slot, rows.iteration, self._last)
+        # Numeric fields are NaN from a lane's last iteration on (see _number_table), which halts every row.
         if self._callables or any(not _number_fields(kind) for kind in classes):
-            keep = keep & (rows.iteration < self._integers[lane, 2])
+            keep = keep & (rows.iteration < self._last[lane])
         return keep
 
-    def _by_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
-        """The answers of this package's policies; false for rows of lanes that have none."""
+    def _apply_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
+        """Applies the built-in policies; False for rows of other lanes."""
         if not classes:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
-        answers = [_of_numbers(kind, numbers)(rows) for kind in classes]
+        decisions = [_with_tensors(kind, numbers)(rows) for kind in classes]
         if len(classes) == 1 and not self._callables and not self._classless:
-            return answers[0]
-        keep, own = torch.zeros_like(rows.active), self._integers[rows.sequence, 1]
-        for kind, answer in zip(classes, answers, strict=True):
-            keep = torch.where(own == self._class_numbers[kind], answer, keep)
+            return decisions[0]
+        keep, class_number = torch.zeros_like(rows.active), self._class_number[rows.sequence]
+        for kind, decision in zip(classes, decisions, strict=True):
+            keep = torch.where(class_number == self._class_numbers[kind], decision, keep)
         return keep
 
-    def _by_callable(self, rows: PolicyInput, keep: Tensor, lane: int, policy: Policy) -> Tensor:
-        """``keep`` with the answers of a user's policy, asked about the active rows of its lane alone."""
-        mine = (rows.sequence == lane) & rows.active
-        if lane in self.errors or not bool(mine.any()):
+    def _apply_callable(self, rows: PolicyInput, keep: Tensor, lane: int, policy: Policy) -> Tensor:
+        """Returns ``keep`` with the decisions of a user's policy for the active rows of its lane."""
+        selected = (rows.sequence == lane) & rows.active
+        if lane in self.errors or not bool(selected.any()):
             return keep
-        own = {name: getattr(rows, name)[mine] for name in _PER_ROW}
-        previous = None if rows.previous is None else rows.previous[mine]
-        # To the policy, its request is the only sequence there is.
-        sequence = torch.zeros_like(own["slot"])
+        values = {name: getattr(rows, name)[selected] for name in _PER_ROW}
+        previous = None if rows.previous is None else rows.previous[selected]
+        # The policy sees its request as the only sequence.
+        sequence = torch.zeros_like(values["slot"])
         try:
-            answer = policy(replace(rows, **own, sequence=sequence, previous=previous))
-            if not isinstance(answer, Tensor) or answer.shape != sequence.shape or answer.dtype != torch.bool:
+            decision = policy(replace(rows, **values, sequence=sequence, previous=previous))
+            if not isinstance(decision, Tensor) or decision.shape != sequence.shape or decision.dtype != torch.bool:
                 raise InputError(
                     f"policy {policy.fingerprint} must return a bool tensor of shape {tuple(sequence.shape)}"
                 )
-            return keep.masked_scatter(mine, answer.to(keep.device))
-        except Exception as problem:  # whatever it is, other lanes go on
-            self.errors[lane] = problem
+            return keep.masked_scatter(selected, decision.to(keep.device))
+        except Exception as error:  # any error ends this request alone
+            self.errors[lane] = error
             return keep
 
     def _write(self, buffer: Tensor, lane: int, values: Any) -> None:
         buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
 
 
-def shareable(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Equal for policies and seeds whose decisions are equal; ``None`` where no two may share a prompt's rows.
+def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
+    """Returns a key that is equal for policies and seeds whose decisions are equal; ``None`` forbids prefix sharing.
 
-    A user's callable, and a class of the user's own that is not made of plain numbers and words, is never shared.
+    A user's callable is never shared, nor is a user's policy class with fields other than numbers and strings.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:
@@ -182,30 +184,30 @@ def shareable(policy: Policy, seed: int) -> tuple[Any, ...] | None:
     values = tuple(getattr(policy, item.name) for item in fields(policy))
     if not all(_is_plain(value) for value in values):
         return None
-    # What a parent class says of the seed need not hold for a rule of the user's own.
+    # An inherited reads_seed says nothing about a user's own rule.
     return kind, values, as_int64(seed) if kind.__dict__.get("reads_seed", True) else None
 
 
 def runs_on_host(policy: Policy) -> bool:
-    """Whether it is called for its lane alone, for which the host waits at every tick."""
+    """Returns whether the policy is called for its lane alone, so that the host waits for it at every tick."""
     return not _is_built_in(policy) and not isinstance(policy, ForcedDepths)
 
 
 def _is_built_in(policy: Policy) -> bool:
-    """Whether its numbers may be replaced by tensors: one of this package that decides by a few, row by row."""
+    """Returns whether this is a row-by-row policy of the package with few numeric fields, which tensors can replace."""
     kind = type(policy)
     if not kind.__module__.startswith("adaponder.policies.") or not kind.row_by_row:
         return False
     names = _number_fields(kind)
-    return len(names) <= _FIELDS and all(_is_numbers(getattr(policy, name)) for name in names)
+    return len(names) <= _FIELDS and all(_is_numeric(getattr(policy, name)) for name in names)
 
 
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, Real) or (isinstance(value, Sequence) and all(isinstance(one, Real) for one in value))
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Sequence) and all(isinstance(item, Real) for item in value))
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) or (isinstance(value, tuple) and all(_is_plain(one) for one in value))
+    return isinstance(value, (int, float, str)) or (isinstance(value, tuple) and all(_is_plain(item) for item in value))
 
 
 def _number_fields(kind: type[Policy]) -> tuple[str, ...]:
@@ -213,9 +215,9 @@ def _number_fields(kind: type[Policy]) -> tuple[str, ...]:
 
 
 def _number_table(policy: Policy, iterations: int, last: int) -> list[list[float]]:
-    """``[iterations, fields]``: each number as it stands after each iteration.
+    """Returns the value of each field after each iteration, ``[iterations, fields]``.
 
-    NaN, which no comparison keeps, from the last iteration on and where a list has no entry.
+    It is NaN, for which every comparison is false, from iteration ``last`` on and where a list has no entry.
     """
     table = [[math.nan] * _FIELDS for _ in range(iterations)]
     for column, name in enumerate(_number_fields(type(policy))):
@@ -226,14 +228,9 @@ def _number_table(policy: Policy, iterations: int, last: int) -> list[list[float
     return table
 
 
-def _of_numbers(kind: type[Policy], numbers: Tensor) -> Policy:
-    """A policy of this class whose numbers are tensors, one number per row; ``numbers`` is ``[…, fields]``."""
+def _with_tensors(kind: type[Policy], numbers: Tensor) -> Policy:
+    """Builds a policy whose fields are tensors of one value per row; ``numbers`` is ``[…, fields]``."""
     policy = object.__new__(kind)
     for column, name in enumerate(_number_fields(kind)):
         object.__setattr__(policy, name, numbers[..., column])
     return policy
-
-
-def _first_sequence(policy: ForcedDepths) -> dict[int, int]:
-    """Depth by slot; a token is read once where less is asked for."""
-    return {slot: max(depth, 1) for slot, depth in enumerate(policy.depths[0].tolist())}

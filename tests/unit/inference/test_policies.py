@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import support
 from adaponder import policies as package
 from adaponder.errors import InputError
-from adaponder.inference.lane_policies import LanePolicies, runs_on_host, shareable
+from adaponder.inference.policies import LanePolicies, prefix_key, runs_on_host
 from adaponder.policies import (
     Change,
     Confidence,
@@ -345,18 +345,18 @@ class OwnGate(LearnedGate):
 
 def test_equal_decisions_have_equal_keys() -> None:
     for policy in ON_DEVICE:
-        assert shareable(policy, 3) == shareable(policy, 3)
-        assert hash(shareable(policy, 3)) is not None
-        assert (shareable(policy, 3) == shareable(policy, 4)) == (
+        assert prefix_key(policy, 3) == prefix_key(policy, 3)
+        assert hash(prefix_key(policy, 3)) is not None
+        assert (prefix_key(policy, 3) == prefix_key(policy, 4)) == (
             not isinstance(policy, (Random, RandomRates, SampledExit))
         )
-    assert len({shareable(policy, 0) for policy in ON_DEVICE}) == len(ON_DEVICE)
-    assert shareable(LearnedGate(0.5), 1) == shareable(LearnedGate(0.5), 2)
-    assert shareable(Random(0.5), 1) == shareable(Random(0.5), 1 + (1 << 64))
-    assert shareable(TopProbability(0.5), 1) == shareable(TopProbability(0.5), 1)
-    assert shareable(TopProbability(0.5), 1) != shareable(TopProbability(0.5), 2)
-    assert shareable(Seedless(0.5), 1) == shareable(Seedless(0.5), 2) != shareable(TopProbability(0.5), 2)
-    assert shareable(OwnGate(0.5), 1) not in (shareable(OwnGate(0.5), 2), shareable(LearnedGate(0.5), 1))
+    assert len({prefix_key(policy, 0) for policy in ON_DEVICE}) == len(ON_DEVICE)
+    assert prefix_key(LearnedGate(0.5), 1) == prefix_key(LearnedGate(0.5), 2)
+    assert prefix_key(Random(0.5), 1) == prefix_key(Random(0.5), 1 + (1 << 64))
+    assert prefix_key(TopProbability(0.5), 1) == prefix_key(TopProbability(0.5), 1)
+    assert prefix_key(TopProbability(0.5), 1) != prefix_key(TopProbability(0.5), 2)
+    assert prefix_key(Seedless(0.5), 1) == prefix_key(Seedless(0.5), 2) != prefix_key(TopProbability(0.5), 2)
+    assert prefix_key(OwnGate(0.5), 1) not in (prefix_key(OwnGate(0.5), 2), prefix_key(LearnedGate(0.5), 1))
 
 
 def test_a_users_function_is_never_shared() -> None:
@@ -364,4 +364,4 @@ def test_a_users_function_is_never_shared() -> None:
         return rows.active
 
     for policy in (Custom(function), Plain(), Holds(function)):
-        assert shareable(policy, 0) is None
+        assert prefix_key(policy, 0) is None

@@ -70,7 +70,7 @@ def read(body: Body, seed: int) -> tuple[Tensor, ...]:
     for number in range(2):
         position, rows = scattered(seed + number)
         x = torch.randn(len(rows.lane), 16, generator=generator, dtype=torch.float64)
-        output = body.read(x, position, rows, pools)
+        output = body.forward(x, position, rows, pools)
         results += [output.hidden, output.stream]
     return (*results, *pools.keys, *pools.values)
 
@@ -88,7 +88,7 @@ def errors(backbone: Backbone, body: Body, seed: int = 0) -> list[float]:
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_body_equals_the_stock_layers_in_results_and_in_what_it_writes(name, apart):
     backbone = backbone_of(name)
-    assert FUSED[name].fits(backbone) is None
+    assert FUSED[name].unsupported(backbone) is None
     body = FUSED[name](backbone, lanes=LANES, apart=apart)
     assert body.row_shapes() == StockBody(backbone, stream=True).row_shapes()
     assert max(errors(backbone, body)) <= 1e-12
@@ -139,12 +139,12 @@ class _Adapter(nn.Linear):
 def test_what_is_not_plain_is_left_to_the_stock_layers(change, reason):
     backbone = backbone_of("gpt_neox")
     change(backbone.body)
-    said = NeoxBody.fits(backbone)
+    said = NeoxBody.unsupported(backbone)
     assert said is not None
     assert reason in said
 
 
 def test_each_body_names_the_families_it_reads():
-    assert "llama" in str(NeoxBody.fits(backbone_of("llama")))
-    assert "gpt_neox" in str(LlamaBody.fits(backbone_of("gpt_neox")))
-    assert LlamaBody.fits(backbone_of("olmo2")) is not None
+    assert "llama" in str(NeoxBody.unsupported(backbone_of("llama")))
+    assert "gpt_neox" in str(LlamaBody.unsupported(backbone_of("gpt_neox")))
+    assert LlamaBody.unsupported(backbone_of("olmo2")) is not None

@@ -12,7 +12,7 @@ from adaponder.inference import Engine, Request
 from adaponder.inference.bodies.base import Pools
 from adaponder.inference.bodies.llama import LlamaBody
 from adaponder.inference.bodies.neox import NeoxBody
-from adaponder.inference.pass_graphs import GraphedBody, padded_rows
+from adaponder.inference.graphs import GraphedBody, pad_prefill
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.policies import FixedDepth
 from support import stock, tiny
@@ -21,7 +21,7 @@ SLOTS, LANES, ROWS = 40, 4, 200
 
 
 def test_rows_are_padded_to_few_numbers():
-    sizes = [padded_rows(rows) for rows in range(1, 9000)]
+    sizes = [pad_prefill(rows) for rows in range(1, 9000)]
     assert all(size >= rows for rows, size in enumerate(sizes, start=1))
     assert len(set(sizes)) < 40
     assert all(size <= max(rows + 63, 1.25 * rows) for rows, size in enumerate(sizes, start=1))
@@ -64,7 +64,7 @@ def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family, kind):
         for pool in pools.keys + pools.values:
             pool.zero_()
         with torch.no_grad():
-            wanted, got = body.read(x, rows.slot, rows, plain), graphed.read(x, rows.slot, rows, pools)
+            wanted, got = body.forward(x, rows.slot, rows, plain), graphed.forward(x, rows.slot, rows, pools)
         torch.testing.assert_close(got.hidden.float(), wanted.hidden.float(), rtol=0.05, atol=0.05)
         torch.testing.assert_close(got.stream.float(), wanted.stream.float(), rtol=0.05, atol=0.05)
         for ours, theirs in zip(pools.keys + pools.values, plain.keys + plain.values, strict=True):
@@ -75,7 +75,7 @@ def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family, kind):
 def test_a_policy_that_slows_every_request_is_told_with_what_to_do(monkeypatch):
     engine = Engine(tiny("adaponder", iterations=3).eval(), lanes=2, tokens=40)
     monkeypatch.setattr(engine.runner, "graphs", object())  # as on a GPU; nothing is launched
-    with pytest.warns(UserWarning, match="called for this request alone.*an engine of its own, or take a policy"):
+    with pytest.warns(UserWarning, match="policy="):
         engine.submit(Request(prompt=[1], max_new_tokens=1, policy=lambda rows: rows.slot % 2 == 0))
     engine.submit(Request(prompt=[1], max_new_tokens=1, policy=FixedDepth(2)))
 
@@ -96,7 +96,7 @@ def test_a_policy_of_ones_own_between_replayed_passes_says_the_same():
     plain.runner.graphs = plain.runner.replayed = None
     wanted = plain.generate(requests)
     engine = Engine(model, lanes=4, tokens=40)
-    with pytest.warns(UserWarning, match="called for this request alone"):
+    with pytest.warns(UserWarning, match="policy="):
         said = engine.generate(requests)
     assert engine.runner.replayed.graphs
     assert [(one.ids, one.depths) for (one,) in said] == [(one.ids, one.depths) for (one,) in wanted]

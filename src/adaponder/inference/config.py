@@ -1,0 +1,182 @@
+"""Defines an engine's options, their defaults for a given model, and which models an engine can run."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from adaponder.backbones.families import read_whole, rope_types
+from adaponder.errors import BackboneError, InputError, shown
+from adaponder.inference.bodies.base import Body
+from adaponder.modeling import AdaPonderForCausalLM
+
+# Rows per page.
+PAGE = 16
+# Drafting was 2.3 times as fast for one lane, 2.0 times for four, and slower for 16 (benchmarks/README.md, "Decoding").
+FEW_LANES = 4
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options of an engine; ``None`` takes the default for the model and its device.
+
+    Attributes:
+        lanes: the maximum number of sequences on the device.
+        rows: rows of keys and values in the pools; by default as many as memory allows and the lanes can use.
+        chunk: the maximum number of prefill rows per tick.
+        tokens: the maximum length of a sequence; by default the backbone's number of positions.
+        max_iterations: the maximum depth of a token, for all requests.
+        share_prefixes: whether requests with a common prefix share its rows.
+        prefix_block: tokens per block of the prefix cache.
+        burst: the maximum number of ticks per launch while no prompt is prefilled.
+        late: whether the host processes the results of one launch while the next one runs; by default on a GPU.
+        expectation_top_k: the expected embedding uses only the k likeliest tokens, for methods that mix the vocabulary;
+            by default as the model was trained. This changes the model: see ``docs/design.md``.
+        body: ``fused`` or ``stock``; by default the faster one.
+        drafts: the maximum number of tokens of a sequence that are started before they are certain. The results are
+            the same; it spends rows to save ticks. On by default for engines with few lanes. See
+            :mod:`adaponder.inference.drafting`.
+    """
+
+    lanes: int = 64
+    rows: int | None = None
+    chunk: int | None = None
+    tokens: int | None = None
+    max_iterations: int | None = None
+    share_prefixes: bool = True
+    prefix_block: int = 16
+    burst: int | None = None
+    late: bool | None = None
+    expectation_top_k: int | None = None
+    body: str | None = None
+    drafts: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "rows", "chunk", "burst", "prefix_block", "tokens", "expectation_top_k"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InputError(f"{name}={shown(value)} must be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """The sizes of an engine, resolved from its config and its model.
+
+    Attributes:
+        iterations: the maximum depth of a token.
+        tokens: the maximum length of a sequence.
+        width: slots per token, and rows per token and pass.
+        passes: the maximum number of passes per token.
+        window: tokens of a sequence in one tick; above 1 the engine drafts.
+        burst: the maximum number of ticks per launch.
+        chunk: the maximum number of prefill rows per tick.
+    """
+
+    lanes: int
+    iterations: int
+    tokens: int
+    width: int
+    passes: int
+    window: int
+    burst: int
+    chunk: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: AdaPonderForCausalLM) -> EngineShape:
+        """Resolves the options of an engine for a model; raises where they do not fit it."""
+        on_gpu = model.device.type == "cuda"
+        iterations, top_k = model.most_iterations(config.max_iterations), config.expectation_top_k
+        width, passes = model.method.slots_per_token(iterations), model.method.passes(iterations)
+        if top_k is not None and not model.method.mixes_vocabulary:
+            raise InputError(f"expectation_top_k={top_k} has no effect: {model.config.method} mixes no embeddings")
+        if top_k is not None and top_k > model.config.vocab_size:
+            raise InputError(f"expectation_top_k={top_k} must be at most {model.config.vocab_size}, the vocabulary")
+        drafts = default_drafts(config.lanes, width, passes) if config.drafts is None else config.drafts
+        return cls(
+            lanes=config.lanes,
+            iterations=iterations,
+            tokens=max_tokens(model, config.tokens),
+            width=width,
+            passes=passes,
+            window=_window(drafts, model.config.method, width, passes),
+            burst=config.burst or (16 if on_gpu else 1),
+            chunk=max(width, config.chunk or (8192 if on_gpu else 256) * width),
+        )
+
+    @property
+    def rows_in_flight(self) -> int:
+        """The decode rows that a lane may use before the host knows of them: those of two launches."""
+        return 2 * self.burst * self.width
+
+    def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
+        """Returns as many rows as the lanes can use and memory holds: 90 % of a GPU's free memory, or 1 GiB."""
+        needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
+        free = 1 << 30
+        if model.device.type == "cuda":
+            gc.collect()  # frees the pools of engines that are no longer referenced
+            torch.cuda.empty_cache()
+            free = int(0.9 * torch.cuda.mem_get_info(model.device)[0])
+        row_bytes = sum(shape.numel() for shape in body.row_shapes()) * model.dtype.itemsize
+        return min(needed, max(4 * PAGE, free // row_bytes))
+
+
+def check_model(model: AdaPonderForCausalLM) -> None:
+    """Raises where an engine cannot compute what the model computes."""
+    reuse, family = model.method.reuse(), model.config.backbone_config.model_type
+    if reuse in ("kv", "none"):
+        raise InputError(
+            f"reuse={reuse!r} changes the hidden state of halted tokens, so their rows cannot be skipped; an engine "
+            "needs reuse='state' (model.generate supports this model)"
+        )
+    if read_whole(model.config.backbone_config):
+        raise BackboneError(
+            f"{family} has no usable KV cache, so an engine cannot decode it (model.generate with use_cache=False can)"
+        )
+    if "dynamic" in rope_types(model.config.backbone_config):
+        raise BackboneError(
+            f"{family}: rope_type='dynamic' changes all rotary angles with the longest text of a batch, so requests "
+            "would influence each other; an engine cannot decode it (model.generate can)"
+        )
+    if model.training:
+        raise InputError("model is in training mode; call model.eval() first")
+
+
+def max_tokens(model: AdaPonderForCausalLM, tokens: int | None) -> int:
+    """Returns the maximum length of a sequence: ``tokens``, by default the backbone's number of positions."""
+    limit = model.config.max_position_embeddings
+    if tokens is None:
+        return limit or 4096
+    if tokens < 2 or (limit is not None and tokens > limit):
+        raise InputError(f"tokens={tokens} must be between 2 and {limit}, the backbone's number of positions")
+    return tokens
+
+
+def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
+    """Returns the model's end-of-text token ids."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset(int(token) for token in (ids if isinstance(ids, (list, tuple)) else [ids]))
+
+
+def default_drafts(lanes: int, width: int, passes: int) -> int:
+    """Returns the default number of drafts: all useful ones for engines with few lanes, else none."""
+    return passes - 1 if lanes <= FEW_LANES and width == 1 else 0
+
+
+def _window(drafts: int, method: str, width: int, passes: int) -> int:
+    """Returns the number of tokens in a window with ``drafts`` drafts.
+
+    More than one draft per iteration after the first is useless: the first token of a full window has halted by then.
+    """
+    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
+        raise InputError(f"drafts={drafts!r} must be a whole number, 0 for none")
+    if not drafts:
+        return 1
+    if width > 1:
+        raise InputError(f"drafts={drafts}: {method} computes all {width} slots of a token in one pass; use drafts=0")
+    if passes == 1:
+        raise InputError(f"drafts={drafts}: {method} has one iteration, so there is nothing to verify; use drafts=0")
+    return min(drafts, passes - 1) + 1

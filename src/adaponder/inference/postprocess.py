@@ -1,0 +1,232 @@
+"""Turns the results of a launch into tokens, depths, cached prefixes and finished sequences."""
+
+from __future__ import annotations
+
+from copy import copy
+
+from adaponder.inference.outputs import Event, FinishReason, PromptToken, Token, TopTokens
+from adaponder.inference.prefixes import Prefixes
+from adaponder.inference.runner import Launch, Runner
+from adaponder.inference.sampler import Scores
+from adaponder.inference.scheduler import Scheduler
+from adaponder.inference.sequence import FINISHED, Chunk, Sequence, TokenProgress
+from adaponder.inference.tick import ChunkOutput, Extras
+from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER
+
+
+class Postprocessor:
+    """Updates the host's view of each sequence and finishes sequences.
+
+    Attributes:
+        ticks: the number of ticks so far; likewise ``rows`` and generated ``tokens``.
+        drafted: tokens that were started before they were certain.
+        accepted: drafted tokens that turned out right.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, prefixes: Prefixes, eos_ids: frozenset[int]):
+        self.runner, self.scheduler, self.prefixes, self.eos_ids = runner, scheduler, prefixes, eos_ids
+        self.ticks = self.rows = self.tokens = self.drafted = self.accepted = 0
+
+    def process(self, launch: Launch) -> list[Event]:
+        """Waits for a launch and returns the events that its results cause."""
+        log = launch.wait()
+        events: list[Event] = []
+        self.ticks += launch.ticks
+        self._end_failed(launch, events)
+        results = log.token.transpose(0, 1).tolist()  # by lane
+        process = self._decode if self.runner.drafts is None else self._decode_window
+        for column, (sequence, preemptions) in enumerate(launch.decoding):
+            if _is_current(sequence, preemptions):
+                process(sequence, results[column], log.extras, column, events)
+        for chunk, preemptions, output in launch.chunks:
+            if _is_current(chunk.sequence, preemptions):
+                self._prefill(chunk, output)
+        return events
+
+    def _end_failed(self, launch: Launch, events: list[Event]) -> None:
+        """Ends the requests whose own policy raised, and no others."""
+        if not launch.failed:
+            return
+        involved = [*launch.decoding, *((chunk.sequence, preemptions) for chunk, preemptions, _ in launch.chunks)]
+        for sequence, preemptions in involved:
+            if _is_current(sequence, preemptions) and sequence.lane in launch.failed:
+                error = launch.failed[sequence.lane]
+                events.append(self.finish(sequence, "error", error=f"policy: {type(error).__name__}: {error}"))
+
+    # --- decode -------------------------------------------------------------------------------------------------
+
+    def _decode(self, sequence: Sequence, tokens: list[int], extras: Extras, column: int, events: list[Event]) -> None:
+        """Processes the ticks of a sequence, one sampled token each."""
+        rows = len(tokens) * self.runner.width
+        sequence.kv.in_flight -= rows
+        sequence.kv.decode.used += rows
+        self.rows += rows
+        for tick, token_id in enumerate(tokens):
+            progress = sequence.window.setdefault(0, TokenProgress())
+            self._record_iteration(sequence, progress, extras, tick, column)
+            if token_id == GOES_ON:
+                continue
+            del sequence.window[0]
+            if self._append(sequence, self._token(sequence, progress, token_id, extras, tick, column), events):
+                return
+
+    def _decode_window(
+        self, sequence: Sequence, lines: list[list[int]], extras: Extras, column: int, events: list[Event]
+    ) -> None:
+        """Processes the ticks of a sequence's draft window, one line of the log each, and appends accepted tokens."""
+        assert self.runner.drafts is not None
+        size, window, completion = self.runner.drafts.size, sequence.window, sequence.completion
+        sequence.kv.in_flight -= len(lines)
+        for tick, line in enumerate(lines):
+            front = len(sequence.tokens) - 1
+            for place, (token_id, iteration) in enumerate(zip(line[:size], line[size:-1], strict=True)):
+                if iteration < 0:
+                    continue
+                if iteration == 0:
+                    window[place] = TokenProgress(drafted=(place - front) % size > 0)
+                    self.drafted += window[place].drafted
+                self.rows += 1
+                completion.dropped_rows += 1
+                progress = window[place]
+                self._record_iteration(sequence, progress, extras, tick, column * size + place)
+                progress.token = self._token(sequence, progress, token_id, extras, tick, column * size + place)
+            for position in range(front, front + line[-1]):
+                progress = window[position % size]
+                assert progress.token is not None
+                self.accepted += progress.drafted
+                sequence.kv.decode.used += self.runner.passes
+                completion.dropped_rows -= progress.token.depth
+                if self._append(sequence, progress.token, events):
+                    return
+
+    def _record_iteration(
+        self, sequence: Sequence, progress: TokenProgress, extras: Extras, tick: int, column: int
+    ) -> None:
+        """Records one completed iteration of a token (gates, top tokens)."""
+        request = sequence.request
+        progress.iterations += 1
+        if request.gates and extras.gate is not None and progress.iterations < sequence.iterations:
+            progress.gates.append(float(extras.gate[tick, column]))
+        if request.iteration_top:
+            progress.top.append(_top_tokens(extras, tick, column, request.iteration_top))
+
+    def _token(
+        self, sequence: Sequence, progress: TokenProgress, token_id: int, extras: Extras, tick: int, column: int
+    ) -> Token:
+        """Builds the token that a row sampled, with the outputs that the request asks for."""
+        request, depth = sequence.request, progress.iterations * self.runner.width
+        top = request.log_probabilities
+        if top is None and not request.gates and not request.iteration_top:
+            return Token(token_id, depth)
+        return Token(
+            token_id,
+            depth,
+            None if top is None or extras.log_probability is None else float(extras.log_probability[tick, column]),
+            _top_tokens(extras, tick, column, top or 0),
+            tuple(progress.gates),
+            tuple(progress.top),
+        )
+
+    def _append(self, sequence: Sequence, token: Token, events: list[Event]) -> bool:
+        """Appends a generated token; returns whether the sequence has finished."""
+        request = sequence.request
+        if token.id == NOT_A_NUMBER:
+            error = (
+                f"the model's logits are NaN after {len(sequence.tokens)} tokens: its weights are damaged, or it "
+                "overflows in this precision"
+            )
+            events.append(self.finish(sequence, "error", error=error))
+            return True
+        sequence.set_depth([len(sequence.tokens) - 1], token.depth)
+        self.scheduler.record_depth(sequence.submission.kind, 1, token.depth // self.runner.width)
+        sequence.tokens.append(token.id)
+        sequence.completion.tokens.append(token)
+        self.tokens += 1
+        events.append(Event(sequence.submission.number, sequence.sample, token))
+        if token.id in request.stop_ids or (token.id in self.eos_ids and not request.ignore_eos):
+            events.append(self.finish(sequence, "stop", stop_id=token.id))
+        elif not sequence.num_remaining:
+            events.append(self.finish(sequence, "length"))
+        return sequence.state == FINISHED
+
+    # --- prefill ------------------------------------------------------------------------------------------------
+
+    def _prefill(self, chunk: Chunk, output: ChunkOutput) -> None:
+        """Processes one iteration of a chunk: records halted tokens, keeps the active ones."""
+        sequence, active, iterations = chunk.sequence, output.active.tolist(), chunk.iteration + 1
+        halted = [index for index, continues in zip(chunk.tokens, active, strict=True) if not continues]
+        sequence.set_depth(halted, iterations * self.runner.width)
+        self.rows += len(chunk.tokens) * self.runner.width
+        self.scheduler.record_depth(sequence.submission.kind, len(halted), len(halted) * iterations)
+        if output.scores is not None:
+            _record_scores(sequence, chunk, active, output.scores)
+        self.runner.compact(chunk, [number for number, continues in enumerate(active) if continues])
+        chunk.in_flight, chunk.iteration = False, iterations
+        if not chunk.tokens:
+            sequence.chunks.remove(chunk)
+        if sequence.prefilled:
+            self._share_prompt(sequence)
+
+    def _share_prompt(self, sequence: Sequence) -> None:
+        """Shares a prefilled prompt with the request's other samples and adds it to the prefix cache."""
+        stop, namespace = sequence.num_prefill, sequence.submission.namespace
+        for sample in sequence.waiting_samples():
+            pages = frozenset(sequence.kv.pages())
+            self.prefixes.pages.hold(pages)
+            sample.kv.shared = [self.runner.span(sequence, 0, stop, pages)]
+            sample.completion.prompt_log_probabilities = copy(sequence.completion.prompt_log_probabilities)
+        if namespace is None:
+            return
+        size, num_cached = self.prefixes.size, sequence.kv.num_cached
+        spans = [span for span in sequence.kv.shared if len(span.depths) == size]
+        if num_cached != len(spans) * size:
+            return  # its prompt came from another sample, which has cached it
+        pages = sequence.kv.pages_by_block(size)
+        spans += [
+            self.runner.span(sequence, start, start + size, pages[start // size])
+            for start in range(num_cached, stop - size + 1, size)
+        ]
+        self.prefixes.add(namespace, sequence.tokens, spans)
+
+    # --- finish -------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+    ) -> Event:
+        """Finishes a sequence, frees all it holds and returns its final event."""
+        for sample in sequence.waiting_samples():
+            sample.leader = None  # it prefills the prompt itself, or finds it in the prefix cache
+        self.scheduler.remove(sequence)
+        return self.final_event(sequence, reason, stop_id=stop_id, error=error)
+
+    def final_event(
+        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+    ) -> Event:
+        """Builds the final event of a finished sequence."""
+        completion = sequence.completion
+        completion.prompt_depths = sequence.depths[: len(completion.prompt)]
+        completion.finish_reason, completion.stop_id, completion.error = reason, stop_id, error
+        return Event(sequence.submission.number, sequence.sample, None, completion)
+
+
+def _is_current(sequence: Sequence, preemptions: int) -> bool:
+    """Returns whether results still apply: the sequence has not finished, nor been preempted since the launch."""
+    return sequence.num_preemptions == preemptions and sequence.state != FINISHED
+
+
+def _top_tokens(extras: Extras, tick: int, column: int, count: int) -> TopTokens:
+    if not count or extras.top_ids is None or extras.top_log_probabilities is None:
+        return ()
+    ids, values = extras.top_ids[tick, column, :count], extras.top_log_probabilities[tick, column, :count]
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def _record_scores(sequence: Sequence, chunk: Chunk, active: list[bool], scores: Scores) -> None:
+    """Records the log-probabilities of prompt tokens, predicted by the halted tokens before them."""
+    log_probability, ids, values = (column.tolist() for column in scores)
+    prompt = sequence.completion.prompt_log_probabilities
+    assert prompt is not None
+    for number, index in enumerate(chunk.tokens):
+        if not active[number] and index + 1 < len(prompt):  # a preempted sequence also prefills generated tokens
+            top = tuple(zip(ids[number], values[number], strict=True))
+            prompt[index + 1] = PromptToken(sequence.tokens[index + 1], log_probability[number], top)

@@ -1,0 +1,467 @@
+"""Computes one tick: a pass of the backbone over all rows, the method's update after it, and sampling.
+
+The rows of a tick are one row of each decoding lane (one per window token with drafting), then chunks of prompts in the
+order of their iterations, those at iteration 0 first. Every row is at its own iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from adaponder.execution.base import Pass, Rows
+from adaponder.halting import Column, Gate, pondered
+from adaponder.inference.bodies.base import Body, Pools
+from adaponder.inference.config import PAGE, EngineShape
+from adaponder.inference.drafting import Drafting
+from adaponder.inference.lanes import Lanes, join_states, resume_state, select_state, store_state
+from adaponder.inference.policies import LanePolicies
+from adaponder.inference.sampler import SamplerState, Scores, prompt_log_probabilities
+from adaponder.inference.sequence import Chunk, Needs
+from adaponder.methods import State
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows, ponder_rows
+from adaponder.ops.ledger_attention import Cohort, LedgerRows
+from adaponder.ops.precision import widened
+from adaponder.ops.row_gates import StackedGates, counter_for, stacked_gates
+from adaponder.ops.row_vocabulary import row_expectation, row_logits
+from adaponder.ops.vocab_expectation import vocab_expectation
+from adaponder.policies import PolicyInput
+
+# Prefill chunks, each with its pool rows.
+ScheduledChunks = Sequence[tuple[Chunk, list[int]]]
+Gates = Sequence[nn.Module] | nn.ModuleList
+
+
+class Extras(NamedTuple):
+    """Optional outputs of a tick for each decoding lane, ``[n]`` or ``[n, top]``; ``None`` where no lane needs them."""
+
+    gate: Tensor | None = None
+    log_probability: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_log_probabilities: Tensor | None = None
+
+
+class ChunkOutput(NamedTuple):
+    """The results of a chunk's pass: whether each token continues, ``[n]``, and scores of the next tokens."""
+
+    active: Tensor
+    scores: Scores | None
+
+
+class TickInput(NamedTuple):
+    """The tokens of a tick, ``[n]`` each: lane, position, iteration, last allowed iteration.
+
+    ``row`` are the pool rows, ``[n, width]``; ``previous`` the hidden states of the previous iteration, where a policy
+    reads them.
+    """
+
+    lane: Tensor
+    position: Tensor
+    iteration: Tensor
+    last: Tensor
+    row: Tensor
+    previous: Tensor | None
+
+    @classmethod
+    def joined(cls, inputs: Sequence[TickInput]) -> TickInput:
+        """Concatenates the tokens of several inputs."""
+        if len(inputs) == 1:
+            return inputs[0]
+        *columns, previous = zip(*inputs, strict=True)
+        return cls(*(torch.cat(column) for column in columns), None if previous[0] is None else torch.cat(previous))
+
+
+class TickRunner:
+    """Holds the state of all lanes on the device and computes ticks, eagerly or under capture by a CUDA graph.
+
+    Args:
+        model: the model.
+        body: its backbone over the pools.
+        shape: the engine's sizes.
+        rows: rows of the pools.
+        eos_ids: the model's end-of-text ids.
+        top_k: the ``expectation_top_k`` that replaces the config's, if any.
+
+    Attributes:
+        drafts: the draft windows of all lanes; ``None`` without drafting.
+    """
+
+    def __init__(
+        self,
+        model: AdaPonderForCausalLM,
+        body: Body,
+        shape: EngineShape,
+        *,
+        rows: int,
+        eos_ids: frozenset[int],
+        top_k: int | None = None,
+    ):
+        self.model, self.method, self.backbone, self.body = model, model.method, model.wrapped, body
+        self.device, self.top_k = model.device, top_k
+        self.passes, self.width = shape.passes, shape.width
+        self.vanishes = self.method.reuse() == "absent"
+        self.policies = LanePolicies(shape.lanes + 1, shape.tokens, model.config, self.device)
+        self.sampler = SamplerState(shape.lanes + 1, model.config.vocab_size, self.device, eos_ids=eos_ids)
+        self.pools = Pools.empty(body.row_shapes(), rows, model.dtype, self.device)
+        self._gates: tuple[Any, RowGates] | None = None
+        self._all_active = torch.ones(pad_lanes(shape.lanes) * shape.window, 1, dtype=torch.bool, device=self.device)
+        zero = torch.zeros(1, dtype=torch.long, device=self.device)
+        example = TickRows(self, TickInput(zero, zero, zero, zero, zero[:, None], None), 1, ())
+        self.lanes = Lanes(
+            shape.lanes,
+            passes=shape.passes,
+            tokens=shape.tokens,
+            width=shape.width,
+            page_size=PAGE,
+            rows_in_flight=shape.rows_in_flight,
+            like=self.method.start(example, self.backbone.embed(zero[:, None])),
+            window=shape.window,
+        )
+        self.drafts: Drafting | None = None
+        if shape.window > 1:
+            self.drafts = Drafting(self.lanes.books, size=shape.window, passes=self.passes, vanishes=self.vanishes)
+
+    def new_log(self, ticks: int, lanes: int) -> Tensor:
+        """Allocates the log of ``ticks`` ticks of ``lanes`` lanes."""
+        if self.drafts is not None:
+            return self.drafts.new_log(ticks, lanes)
+        return torch.zeros(ticks, lanes, dtype=torch.long, device=self.device)
+
+    def as_tensor(self, numbers: Any) -> Tensor:
+        """Copies integers to the device without waiting."""
+        return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+
+    def tick(
+        self,
+        lane: Tensor,
+        chunks: ScheduledChunks,
+        needs: Needs,
+        context: int,
+        log: Tensor,
+        body: Body | None = None,
+    ) -> tuple[Extras, list[ChunkOutput]]:
+        """Computes one row of each of these lanes and these chunks; ``log [ticks, n]`` receives the tokens.
+
+        ``context`` bounds the slots of the lanes; ``body`` replaces the runner's own.
+        """
+        lanes, reads_previous = self.lanes, self.policies.reads_previous()
+        num_decode, inputs, cohorts, ids = len(lane), [], (), lane[:0]
+        if self.drafts is not None and num_decode:
+            lane, state_row, begun, _ = self.drafts.begin(lane)
+            num_decode = len(lane)
+        else:
+            state_row, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
+        if num_decode or not chunks:
+            inputs.append(TickInput(lane, *begun[1:], lanes.state.hidden[state_row] if reads_previous else None))
+        if chunks:
+            chunk_input, ids, cohorts = self._chunk_input(chunks, num_decode, reads_previous)
+            inputs.append(chunk_input)
+        tick = TickInput.joined(inputs)
+        rows = TickRows(self, tick, num_decode, cohorts)
+        state = self._start(rows, begun.token, state_row, chunks, ids)
+        state, hidden = self._pass(body or self.body, rows, tick, state, context)
+        extras = Extras()
+        if num_decode or not chunks:
+            decoded = select_state(state, slice(num_decode))
+            extras = self._finish_decode(rows, begun, state_row, decoded, hidden, needs, log)
+        return extras, self._finish_chunks(chunks, rows, state, hidden, reads_previous)
+
+    def _chunk_input(
+        self, chunks: ScheduledChunks, num_decode: int, reads_previous: bool
+    ) -> tuple[TickInput, Tensor, tuple[Cohort, ...]]:
+        """Returns the rows of all chunks, the ids of tokens at iteration 0 (which come first), and the cohorts."""
+        count, num_first = sum(len(chunk.tokens) for chunk, _ in chunks), 0
+        numbers = np.zeros((5 + self.width, count), dtype=np.int64)
+        lane, position, iteration, last, ids = numbers[:5]
+        pool_row = numbers[5:]
+        cohorts, start = [], 0
+        for chunk, rows in chunks:
+            sequence, stop = chunk.sequence, start + len(chunk.tokens)
+            lane[start:stop], position[start:stop] = sequence.lane_number, chunk.tokens
+            iteration[start:stop] = chunk.iteration
+            last[start:stop] = min(self.passes, sequence.iterations) - 1
+            if chunk.state is None:
+                ids[start:stop] = [sequence.tokens[index] for index in chunk.tokens]
+                num_first = stop
+            pool_row[:, start:stop] = np.asarray(rows).reshape(-1, self.width).T
+            first_row, last_slot = (num_decode + start) * self.width, (chunk.tokens[-1] + 1) * self.width - 1
+            end_row = (num_decode + stop) * self.width
+            cohorts.append(Cohort(first_row, end_row, sequence.lane_number, chunk.iteration, last_slot))
+            start = stop
+        values = torch.from_numpy(numbers)
+        if self.device.type == "cuda":  # pinned, so that the host does not wait for a large copy
+            values = values.pin_memory().to(self.device, non_blocking=True)
+        lanes, positions, iterations, lasts, all_ids, *pool_rows = values.unbind()
+        previous = None
+        if reads_previous:
+            hidden = self.lanes.state.hidden
+            zeros = hidden.new_zeros(1, *hidden.shape[1:])
+            previous = torch.cat(
+                [
+                    zeros.expand(len(chunk.tokens), -1, -1) if chunk.previous is None else chunk.previous
+                    for chunk, _ in chunks
+                ]
+            )
+        tick = TickInput(lanes, positions, iterations, lasts, torch.stack(pool_rows, 1), previous)
+        return tick, all_ids[:num_first], tuple(cohorts)
+
+    def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: ScheduledChunks, ids: Tensor) -> State:
+        """Returns the state of all rows before the pass: the method's start, or the state after the last iteration."""
+        embed, states = self.backbone.embed, []
+        if rows.num_decode or not chunks:
+            first = self.method.start(rows, embed(token[:, None]))
+            states.append(resume_state(first, self.lanes.state, state_row, rows.iteration[: rows.num_decode]))
+        if len(ids):
+            states.append(self.method.start(rows, embed(ids[:, None])))
+        states += [chunk.state for chunk, _ in chunks if chunk.state is not None]
+        return join_states(states)
+
+    def _pass(self, body: Body, rows: TickRows, tick: TickInput, state: State, context: int) -> tuple[State, Tensor]:
+        """Runs the backbone and the method's update; returns the state for the next pass and the hidden states."""
+        width, num_decode, cohorts = self.width, rows.num_decode, rows.cohorts
+        lane, slot, iteration, row = tick.lane, tick.position, tick.iteration, tick.row.flatten()
+        if width > 1:
+            lane, iteration = lane.repeat_interleave(width), iteration.repeat_interleave(width)
+            slot = (slot[:, None] * width + torch.arange(width, device=self.device)).flatten()
+        if cohorts:
+            prefill = slice(num_decode * width, None)
+            book_rows(
+                self.lanes.index,
+                lane[prefill],
+                slot[prefill],
+                iteration[prefill],
+                row[prefill],
+                vanishes=self.vanishes,
+            )
+        context = min(context, self.lanes.index.shape[2])
+        ledger = LedgerRows(self.lanes.index, lane, slot, iteration, row, num_decode * width, cohorts, context)
+        position = tick.position if width == 1 else tick.position.repeat_interleave(width)
+        output = body.forward(state.input.flatten(0, 1), position, ledger, self.pools)
+        grid = (len(tick.lane), width, -1)
+        state = self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
+        hidden = state.hidden
+        rows.active = (tick.iteration < tick.last)[:, None]
+        if self.passes > 1:
+            state = self.method.advance(rows, state)
+        return state, hidden
+
+    def _finish_decode(
+        self, rows: TickRows, begun: Begun, state_row: Tensor, state: State, hidden: Tensor, needs: Needs, log: Tensor
+    ) -> Extras:
+        """Samples, and moves each decoding lane to its token's next iteration or to the next token."""
+        lanes, num_decode = self.lanes, rows.num_decode
+        lane, active = rows.lane[:num_decode], rows.active[:num_decode, 0]
+        sampled = self.sampler.choose(rows.backbone.decode_logits(hidden), lane, begun.place, needs.features)
+        if needs.features.penalised:
+            self.sampler.record(sampled.token, lane, ~active)
+        if self.drafts is not None:
+            self.drafts.end(active, sampled.token, sampled.bad, log)
+        else:
+            end_rows(lanes.books, lane, begun, active, sampled.token, sampled.bad, log, places=lanes.tokens)
+        store_state(lanes.state, state_row, state, hidden[:num_decode] if self.policies.reads_previous() else None)
+        gate = rows.gate_output[:num_decode, 0].float() if needs.gates and rows.gate_output is not None else None
+        outputs = (gate, *(sampled.scores or (None, None, None)))
+        if self.drafts is not None:
+            outputs = tuple(None if values is None else self.drafts.spread(values) for values in outputs)
+        return Extras(*outputs)
+
+    def _finish_chunks(
+        self, chunks: ScheduledChunks, rows: TickRows, state: State, hidden: Tensor, reads_previous: bool
+    ) -> list[ChunkOutput]:
+        """Stores the new state of each chunk and returns its results."""
+        if not chunks:
+            return []
+        active, outputs = to_host(rows.active[rows.num_decode :, 0]), []
+        for (chunk, _), cohort in zip(chunks, rows.cohorts, strict=True):
+            start, stop = cohort.start // self.width, cohort.stop // self.width
+            which = slice(start, stop)
+            chunk.state, chunk.previous = select_state(state, which), hidden[which] if reads_previous else None
+            scores = self._score_prompt(chunk, hidden[which])
+            if scores is not None:
+                scores = Scores(*map(to_host, scores))
+            outputs.append(ChunkOutput(active[start - rows.num_decode : stop - rows.num_decode], scores))
+        return outputs
+
+    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> Scores | None:
+        """Returns the scores of the token after each token of a chunk, where the request asks for them."""
+        sequence = chunk.sequence
+        top = sequence.request.prompt_log_probabilities
+        if top is None:
+            return None
+        targets = self.as_tensor([sequence.tokens[index + 1] for index in chunk.tokens])
+        return prompt_log_probabilities(self.backbone.logits(hidden[:, 0]), targets, top)
+
+    def compact(self, chunk: Chunk, which: list[int]) -> None:
+        """Removes all tokens of a chunk but these."""
+        if which and len(which) < len(chunk.tokens):
+            assert chunk.state is not None
+            index = self.as_tensor(which)
+            chunk.state = select_state(chunk.state, index)
+            chunk.previous = None if chunk.previous is None else chunk.previous[index]
+        chunk.tokens = [chunk.tokens[number] for number in which]
+
+    def all_active(self, rows: int) -> Tensor:
+        """Returns True for each of ``rows`` rows, ``[rows, 1]``."""
+        if rows <= len(self._all_active):
+            return self._all_active[:rows]
+        return torch.ones(rows, 1, dtype=torch.bool, device=self.device)
+
+    def row_gates(self, gates: Gates) -> RowGates:
+        """Returns the method's gates for rows at different iterations, built once."""
+        if self._gates is None or self._gates[0] is not gates:
+            self._gates = (gates, RowGates(gates))
+        return self._gates[1]
+
+
+class TickRows(Rows):
+    """The rows of a tick as the method uses them; tensors are ``[n, 1]`` or ``[n, width, d]``, one entry per token.
+
+    Attributes:
+        num_decode: the number of decoding tokens, which come first; the others are prefill chunks, the ``cohorts``.
+        gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.
+    """
+
+    def __init__(self, runner: TickRunner, tick: TickInput, num_decode: int, cohorts: tuple[Cohort, ...]):
+        self.lane, self.position, self.iteration = tick.lane, tick.position, tick.iteration
+        self.previous, self.num_decode, self.cohorts = tick.previous, num_decode, cohorts
+        self.slots_per_token = runner.width
+        self.runner = runner
+        self.backbone: Any = TickHead(runner, self)
+        self.active = runner.all_active(len(tick.lane))
+        self.gate_output: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        return function(values)
+
+    def gate(self, gates: Gates, values: Tensor) -> Tensor:
+        num_decode, logits = self.num_decode, []
+        if num_decode:
+            logits.append(self.runner.row_gates(gates)(values[:num_decode], self.iteration[:num_decode, None]))
+        for iteration, group in groupby(self.cohorts, key=lambda cohort: cohort.iteration):
+            first, *_ = cohorts = list(group)
+            rows = slice(first.start // self.slots_per_token, cohorts[-1].stop // self.slots_per_token)
+            logits.append(gates[min(iteration, len(gates) - 1)](values[rows]))
+        return logits[0] if len(logits) == 1 else torch.cat([values.to(logits[0].dtype) for values in logits])
+
+    def decide(self, gate: Tensor, hidden: Tensor) -> None:
+        self.gate_output = gate
+        rows = PolicyInput(
+            iteration=self.iteration[:, None],
+            gate=gate,
+            hidden=hidden,
+            position=self.position[:, None],
+            seed=self.lane[:, None],  # ignored: LanePolicies has each lane's seed
+            sequence=self.lane[:, None],
+            slot=self.position[:, None],
+            active=self.active,
+            head=self.backbone.logits,
+            previous=self.previous if self.runner.policies.reads_previous() else None,
+        )
+        self.active = self.active & self.runner.policies(rows)
+
+    def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
+        return new  # halted rows are not in the pass
+
+    def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
+        return torch.where((self.iteration == 0)[:, None, None], first, later())
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return ponder_rows if function is pondered else function
+
+
+class TickHead:
+    """The backbone's embedding and head in a tick; the logits of decoding rows are computed once."""
+
+    def __init__(self, runner: TickRunner, rows: TickRows):
+        self._backbone, self._top_k, self._rows = runner.backbone, runner.top_k, rows
+        self._hidden: Tensor | None = None
+        self._logits: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+    def decode_logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of the decoding rows, ``[num_decode, vocabulary]``."""
+        if self._logits is None or hidden is not self._hidden:
+            weight, bias = self._backbone.head()
+            self._hidden, self._logits = hidden, row_logits(hidden[: self._rows.num_decode, 0], weight, bias=bias)
+        return self._logits
+
+    def expected_embedding(
+        self, hidden: Tensor, *, scale: float, top_k: int | None = None, keep_logits: bool = False
+    ) -> Tensor:
+        """Equals :meth:`Backbone.expected_embedding`; decoding rows share their logits with sampling.
+
+        Halted rows get zeros.
+        """
+        num_decode, expected, table = self._rows.num_decode, [], self._backbone.table()
+        top_k = top_k if self._top_k is None else self._top_k
+        if num_decode:
+            active = self._rows.active[:num_decode, 0]
+            logits = self.decode_logits(hidden)
+            expected.append(row_expectation(logits, table, active, scale=scale, top_k=top_k)[:, None])
+        if num_decode < len(hidden):
+            weight, bias = self._backbone.head()
+            expected.append(vocab_expectation(hidden[num_decode:], weight, table, bias=bias, top_k=top_k) * scale)
+        return expected[0] if len(expected) == 1 else torch.cat(expected)
+
+
+class RowGates:
+    """Evaluates the gate of each row's iteration; the last gate serves all later iterations.
+
+    Plain gates are stacked into one copy of their weights; other modules are each called with all rows. Calls must
+    follow one another on one stream.
+    """
+
+    def __init__(self, gates: Gates):
+        self.gates = gates
+        self.stacked = stack_gates(gates)
+        self.counter: Tensor | None = None
+
+    def __call__(self, hidden: Tensor, iteration: Tensor) -> Tensor:
+        """Returns the gate logit of each row, ``[n, …]``, for ``hidden [n, …, d]`` and ``iteration [n, …]``."""
+        rows, flat_iteration = hidden.reshape(-1, hidden.shape[-1]), iteration.reshape(-1)
+        if self.stacked is None:
+            logits = torch.stack([gate(rows) for gate in self.gates], dim=-1)
+            number = flat_iteration.clamp(max=len(self.gates) - 1)
+            return logits.gather(-1, number[:, None]).squeeze(-1).reshape(iteration.shape)
+        if self.counter is None:
+            self.counter = counter_for(rows)
+        return stacked_gates(self.stacked, rows, flat_iteration, counter=self.counter).reshape(iteration.shape)
+
+
+def stack_gates(gates: Gates) -> StackedGates | None:
+    """Stacks the gates' weights; returns ``None`` unless all are plain :class:`adaponder.halting.Gate` modules."""
+    plain = [gate for gate in gates if type(gate) is Gate and type(gate.out) is Column]
+    shapes = {gate.out.weight.shape for gate in plain}
+    kinds = {type(gate.inner) for gate in plain}
+    if len(plain) != len(gates) or len(shapes) != 1 or kinds not in ({nn.Linear}, {type(None)}):
+        return None
+    inner = [gate.inner for gate in plain if gate.inner is not None]
+    with torch.no_grad():
+        return StackedGates(
+            torch.stack([layer.weight for layer in inner]) if inner else None,
+            torch.stack([layer.bias for layer in inner]) if inner else None,
+            widened(torch.stack([gate.out.weight[0] for gate in plain])),
+            widened(torch.stack([gate.out.bias[0] for gate in plain])),
+        )
+
+
+def pad_lanes(rows: int) -> int:
+    """Rounds a number of decode rows up to the nearest captured graph size."""
+    for size in (1, 2, 4, 8):
+        if rows <= size:
+            return size
+    step = 8 if rows <= 64 else 16 if rows <= 128 else 32
+    return -(-rows // step) * step
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Copies to the host without waiting; the values are valid once the stream has reached the copy."""
+    return values.to("cpu", non_blocking=True)
