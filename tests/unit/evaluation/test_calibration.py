@@ -17,6 +17,7 @@ from adaponder import AdaPonderError, AdaPonderForCausalLM, LearnedGate
 from adaponder.commands import calibrate as command
 from adaponder.commands import policies as policies_command
 from adaponder.commands.options import CalibrateOptions, PoliciesOptions
+from adaponder.evaluation.lab import dials
 from adaponder.evaluation.lab.calibration import (
     EACH,
     FIXED,
@@ -24,10 +25,10 @@ from adaponder.evaluation.lab.calibration import (
     RULES,
     budgets_between,
     calibrate,
+    expected_loss,
     frontier,
     meet,
     ordered,
-    promised_loss,
     propose,
 )
 from adaponder.evaluation.lab.dials import REACHED, Dial, FullDepth, Setting, Tuned
@@ -59,17 +60,17 @@ def made_up_trace(*, late: bool, tokens: int = 400) -> FullDepth:
 
 def test_the_promise_is_the_loss_of_the_trace_at_those_depths():
     seen = made_up_trace(late=True)
-    assert promised_loss(seen, (1.0, 1.0, 1.0)) == 2.0
-    assert promised_loss(seen, (1.0, 1.0, 0.0)) == 3.0
-    assert promised_loss(seen, (0.5, 0.5, 0.25)) == pytest.approx(2.75)
+    assert expected_loss(seen, (1.0, 1.0, 1.0)) == 2.0
+    assert expected_loss(seen, (1.0, 1.0, 0.0)) == 3.0
+    assert expected_loss(seen, (0.5, 0.5, 0.25)) == pytest.approx(2.75)
 
 
 @pytest.mark.parametrize(("late", "best"), [(True, (0.5, 0.5, 0.5)), (False, (1.0, 0.5, 0.0))])
 def test_depth_is_proposed_where_it_pays(late, best):
     shares = propose(made_up_trace(late=late), 2.5)[0]
     assert sum(shares) == pytest.approx(1.5, abs=1e-6)
-    promise = promised_loss(made_up_trace(late=late), shares)
-    assert promise == pytest.approx(promised_loss(made_up_trace(late=late), best), abs=0.03)
+    promise = expected_loss(made_up_trace(late=late), shares)
+    assert promise == pytest.approx(expected_loss(made_up_trace(late=late), best), abs=0.03)
 
 
 @given(seed=st.integers(0, 50), budget=st.floats(1.1, K - 0.1))
@@ -158,7 +159,7 @@ def test_other_rules_can_be_calibrated_too(lab, rule):
     budget = 2.5
     if rule == "random":
         # Its numbers depend on the position alone, of which a window of 64 has few.
-        budget = lab.tune(RULES[rule](lab.full_depth), 2.5).depth
+        budget = lab.tune(dials.threshold_dial(lab.full_depth, rule), 2.5).depth
     way = meet(lab, budget, rule=rule)[0]
     assert way.depth == pytest.approx(budget, abs=REACHED)
     assert way.setting.policy.causal

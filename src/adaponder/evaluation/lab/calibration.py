@@ -1,4 +1,4 @@
-"""The budget dial: thresholds at which a checkpoint has a given mean depth on a text, and the loss there.
+"""The budget dial: finds thresholds at which a checkpoint has a given mean depth on a text, and the loss there.
 
 One tau for all gates is tuned first. A tau for each iteration can spend the same depth differently: losses at full
 depth propose how, and a proposal is chosen where its loss on the tuning half is lower than one tau's by more than
@@ -18,33 +18,24 @@ import torch
 
 from adaponder.errors import InputError
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import SHALLOWEST, Dial, FullDepth, Tuned, scaled_shares, threshold_at, too_shallow
+from adaponder.evaluation.lab.dials import Dial, FullDepth, Tuned, scaled_shares, threshold_at, too_shallow
 from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget
 from adaponder.evaluation.summary import paired_difference
 from adaponder.evaluation.text import Text
 from adaponder.journal import Journal
 from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresholds_for
 
-ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "every token equally often"
+ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "fixed depth"
 PROPOSALS = 2
-# So many tokens are enough to propose from.
+# Number of tokens that proposals are computed from.
 _SAMPLE = 20_000
 
-RULES = {
-    "uniform": dials.uniform_dial,
-    "geometric": dials.geometric_dial,
-    "entropy": dials.entropy_dial,
-    "kl": dials.divergence_dial,
-    "change": dials.change_dial,
-    "confidence": dials.confidence_dial,
-    "similarity": dials.similarity_dial,
-    "random": dials.random_dial,
-}
+RULES = ("gate", "uniform", "geometric", *(name for name in dials.RULES if name != "gate"))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet the budget: its loss on the tuning half, where ways are chosen, and its held-out measurement."""
+    """One way to meet the budget: its loss on the tuning half, which decides, and its held-out measurement."""
 
     row: Measurement
     tuning_loss: float | None
@@ -78,16 +69,16 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
     """Meets ``budget`` on the tuning half in one or several ways, chooses there, and measures each way held out."""
     ways = meet(lab, budget, rule=rule)
     if ways[0].missed is not None:
-        raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text: {ways[0].missed}")
+        raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text ({ways[0].missed})")
     choices = []
     for way in ways:
-        assert way.scores is not None  # only a rule that cannot is not run, and it has no second way
+        assert way.scores is not None  # a rule that was not run has no second way
         choices.append(Choice(lab.held_out(way)[0], way.scores.loss, way is ways[0]))
     return Calibration(budget, tuple(choices))
 
 
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
-    """The ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
+    """Returns the ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
     check_rule(rule, budget)
     ways = [lab.tune(dial, budget) for dial in _dials(lab.full_depth, budget, rule)]
@@ -95,16 +86,17 @@ def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
 
 
 def check_rule(rule: str, budget: float) -> None:
-    """Raises for a rule that is not known, and for one that reads every token more often than ``budget``."""
-    if rule not in ("gate", *RULES):
-        raise InputError(f"--rule {rule}: one of gate, {', '.join(RULES)}")
-    if (why := too_shallow(budget, SHALLOWEST.get(rule, 1.0))) is not None:
+    """Raises for an unknown rule, and for one whose smallest mean depth is above ``budget``."""
+    if rule not in RULES:
+        raise InputError(f"--rule {rule} must be one of {', '.join(RULES)}")
+    shallowest = dials.RULES[rule].shallowest if rule in dials.RULES else 1.0
+    if (why := too_shallow(budget, shallowest)) is not None:
         raise InputError(f"--budget {budget:g}: {rule} {why}")
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """``ways`` sorted: those that reach the budget come first. Among them ``ways[0]``, the simplest, is preceded
-    only by ways whose loss is lower and told apart from its own; the rest follow by their loss."""
+    """Sorts ``ways``: those that reach the budget first. Among them only ways with a significantly lower loss come
+    before ``ways[0]``, the simplest; the rest follow by their loss."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -121,16 +113,19 @@ def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tun
 
 def _dials(full: FullDepth, budget: float, rule: str) -> list[Dial]:
     if rule == "gate":
-        return [dials.gate_dial(full, ONE), *(dials.shares_dial(full, shape, EACH) for shape in propose(full, budget))]
-    return [RULES[rule](full)]
+        proposals = [dials.shares_dial(full, shape, EACH) for shape in propose(full, budget)]
+        return [dials.threshold_dial(full, rule, ONE), *proposals]
+    if rule in dials.RULES:
+        return [dials.threshold_dial(full, rule)]
+    return [dials.uniform_dial(full) if rule == "uniform" else dials.geometric_dial(full)]
 
 
 def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:
-    """Shares of tokens active at iteration 2 … K that cost ``budget`` and promise the least loss.
+    """Proposes shares of tokens active at iteration 2 … K that cost ``budget`` and have the lowest expected loss.
 
-    The promised loss of a token that halts after d iterations is its loss there at full depth. From several starts,
-    depth is moved between iterations as long as the promised loss falls. Shares that one tau for all gates gives anyway
-    are not proposed.
+    The expected loss of a token that halts after d iterations is its loss there at full depth. From several starts,
+    depth is moved between iterations as long as the expected loss falls. Shares that one tau for all gates gives
+    anyway are not proposed.
     """
     gates = full.iterations - 1
     if gates < 2 or not 1.0 < budget < full.iterations:
@@ -148,23 +143,23 @@ def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[t
     return chosen[1 : 1 + count]
 
 
-def promised_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
-    """The mean over tokens of the full-depth loss at the depth that these shares give each token."""
+def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
+    """Returns the mean over tokens of the full-depth loss at the depth that these shares give each token."""
     thresholds = torch.tensor(thresholds_for(Shares(shares=shares), full.gates), dtype=torch.float32)
     depth = 1 + (full.gates >= thresholds).long().cumprod(1).sum(1)
     return float(np.take_along_axis(full.nll, depth.numpy()[:, None] - 1, axis=1).mean())
 
 
 def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
-    """Moves ever smaller shares from one iteration to another while the promised loss falls."""
-    loss = promised_loss(full, shares)
+    """Moves ever smaller shares from one iteration to another while the expected loss falls."""
+    loss = expected_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
         better = True
         while better:
             better = False
             for moved in _moves(shares, step):
-                if (promise := promised_loss(full, moved)) < loss - 1e-6:
-                    shares, loss, better = moved, promise, True
+                if (moved_loss := expected_loss(full, moved)) < loss - 1e-6:
+                    shares, loss, better = moved, moved_loss, True
                     break
     return shares, loss
 
@@ -180,9 +175,9 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
 
 
 def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = None) -> Iterator[Measurement]:
-    """A measurement for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth.
+    """Yields a measurement for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth.
 
-    Measurements are saved in ``journal`` as they come, and those that it has already are not repeated.
+    Measurements are saved in ``journal``; those that it holds already are not repeated.
     """
     measures: dict[str, Callable[[], Measurement]] = {
         f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
@@ -198,8 +193,8 @@ def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = No
 
 
 def budgets_between(iterations: int, step: float) -> list[float]:
-    """1, 1 + step, … K."""
+    """Returns 1, 1 + step, … K."""
     if not 0.0 < step <= iterations - 1:
-        raise InputError(f"--step {step:g}: above 0, at most {iterations - 1}")
+        raise InputError(f"--step {step:g} must be above 0 and at most {iterations - 1}")
     budgets = [round(1.0 + i * step, 6) for i in range(int((iterations - 1) / step + 1e-9) + 1)]
     return budgets if budgets[-1] == iterations else [*budgets, float(iterations)]

@@ -1,16 +1,16 @@
-"""A dial maps a mean depth to a setting of one policy, by quantiles of signals recorded at full depth.
+"""Dials: a policy with a free threshold, set to a mean depth by quantiles of signals recorded at full depth.
 
 Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``. So the threshold that
 gives a depth on recorded signals is an order statistic of their running minima, exactly, however crowded they are near
 0 or 1. Halting changes what later tokens attend to, so scoring with that threshold gives a depth close by;
-:func:`adaponder.evaluation.lab.dials.tune` corrects it.
+:func:`tune` corrects it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,24 +37,62 @@ from adaponder.policies import (
     Uniform,
     thresholds_for,
 )
-from adaponder.policies.values import unit_hash
+from adaponder.policies.random import unit_hash
 
-_SIGNALS: dict[str, Callable[[PolicyInput], Tensor]] = {
-    "gate": lambda inputs: inputs.gate.float(),
-    "entropy": Entropy.measure,
-    "kl": Divergence.measure,
-    "change": Change.measure,
-    "confidence": lambda inputs: -Confidence.measure(inputs),
-    "similarity": lambda inputs: -Similarity.measure(inputs),
-    "random": lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
+# A mean depth within CLOSE of the budget ends the search; one further away than REACHED counts as missed.
+CLOSE, REACHED = 0.004, 0.02
+MAX_RUNS = 6
+# Settings that were scored already cost nothing to revisit.
+_MAX_LOOKS = 40
+
+
+class Rule(NamedTuple):
+    """A policy that compares one signal with a threshold.
+
+    Attributes:
+        name: in tables and legends.
+        unit: of the threshold, in words.
+        signal: its value for each token; large where the token should continue.
+        ceiling: whether ``signal`` is minus the policy's own measure, which continues while at most the threshold.
+        shallowest: the smallest mean depth; 2 for policies that compare two iterations.
+        lowest: the smallest threshold.
+    """
+
+    name: str
+    policy: Callable[[float], Policy]
+    unit: str
+    signal: Callable[[PolicyInput], Tensor]
+    ceiling: bool = False
+    shallowest: float = 1.0
+    lowest: float = -math.inf
+
+
+RULES: dict[str, Rule] = {
+    "gate": Rule("learned gate", LearnedGate, "tau", lambda inputs: inputs.gate.float(), lowest=0.0),
+    "entropy": Rule("entropy", Entropy, "nats", Entropy.measure),
+    "kl": Rule("KL between iterations", Divergence, "nats", Divergence.measure, shallowest=2.0),
+    "change": Rule("hidden-state change", Change, "relative", Change.measure, shallowest=2.0),
+    "confidence": Rule("top-two gap", Confidence, "gap", lambda inputs: -Confidence.measure(inputs), ceiling=True),
+    "similarity": Rule(
+        "hidden-state similarity",
+        Similarity,
+        "cosine",
+        lambda inputs: -Similarity.measure(inputs),
+        ceiling=True,
+        shallowest=2.0,
+    ),
+    "random": Rule(
+        "random",
+        Random,
+        "keep",
+        lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
+        ceiling=True,
+    ),
 }
-
-# The least mean depth of rules that compare two iterations; every other can halt all tokens after the first.
-SHALLOWEST = {"kl": 2.0, "change": 2.0, "similarity": 2.0}
 
 
 class FullDepth(NamedTuple):
-    """A half scored at full depth: losses ``[n, K]``, and the values of each signal ``[n, K-1]``, by name."""
+    """A half scored at full depth: losses ``[n, K]``, and the values of each rule's signal ``[n, K-1]``."""
 
     nll: np.ndarray
     signals: dict[str, np.ndarray]
@@ -70,12 +108,12 @@ class FullDepth(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recorder(Policy):
-    """Halts no token and appends the value of every signal to ``kept``, once per batch and iteration."""
+    """Halts no token and appends the value of every signal to ``recorded``, once per batch and iteration."""
 
-    kept: list[dict[str, np.ndarray]]
+    recorded: list[dict[str, np.ndarray]]
 
     def __call__(self, inputs: PolicyInput) -> Tensor:
-        self.kept.append({name: signal(inputs).flatten().cpu().numpy() for name, signal in _SIGNALS.items()})
+        self.recorded.append({name: rule.signal(inputs).flatten().cpu().numpy() for name, rule in RULES.items()})
         return torch.ones_like(inputs.active)
 
 
@@ -87,21 +125,21 @@ def at_full_depth(
     seed: int,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> FullDepth:
-    """Scores ``half`` with K iterations for every token and records the signals that policies decide by."""
-    kept: list[dict[str, np.ndarray]] = []
-    how = ScoringOptions(policy=_Recorder(kept), seed=seed)
+    """Scores ``half`` with K iterations for every token and records the signals of all rules."""
+    recorded: list[dict[str, np.ndarray]] = []
+    how = ScoringOptions(policy=_Recorder(recorded), seed=seed)
     scores = half.score(model, how, batch_size=batch_size, detail=True, advance=advance)
-    assert scores.nll_by_iteration is not None  # detail asks for it
+    assert scores.nll_by_iteration is not None  # detail=True
     gates = scores.nll_by_iteration.shape[1] - 1
     fresh = [batch.fresh.flatten() for batch in half.windows.batches(half.text, batch_size)]
     signals = {}
-    for name in _SIGNALS:
+    for name in RULES:
         # No token halts and nothing is padded, so every call had all tokens of its batch, in their order.
-        batches = [np.stack([call[name] for call in kept[i : i + gates]], -1) for i in range(0, len(kept), gates)]
-        signals[name] = np.concatenate([values[new] for values, new in zip(batches, fresh, strict=True)])
+        calls = [np.stack([call[name] for call in recorded[i : i + gates]], -1) for i in range(0, len(recorded), gates)]
+        signals[name] = np.concatenate([values[new] for values, new in zip(calls, fresh, strict=True)])
     nll = scores.nll_by_iteration
     if scores.counted is not None:
-        nll = nll * scores.counted[:, None]  # what does not count gains nothing at any depth
+        nll = nll * scores.counted[:, None]  # tokens outside the loss gain nothing at any depth
     return FullDepth(nll, signals)
 
 
@@ -117,7 +155,7 @@ class Setting(NamedTuple):
         return None if self.policy is None else self.policy.as_line()
 
     def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
-        """Options that score ``half`` at this setting; ``losses``, its own at full depth, are for the oracle alone."""
+        """Returns options that score ``half`` at this setting; only the oracle uses ``losses``, at full depth."""
         if self.policy is not None:
             return ScoringOptions(policy=self.policy, seed=seed)
         assert losses is not None
@@ -126,11 +164,11 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Dial:
-    """One rule with a free threshold. ``at(depth)`` is the setting with this mean depth on the recorded signals.
+    """A policy with a free threshold; ``at(depth)`` is the setting with this mean depth on the recorded signals.
 
     Attributes:
         name: in tables and legends.
-        shallowest: the least mean depth it can be set to; at that depth and at K the measured depth is exact.
+        shallowest: the smallest mean depth it can be set to; there and at K the measured depth is exact.
     """
 
     name: str
@@ -139,46 +177,24 @@ class Dial:
     shallowest: float = 1.0
 
 
-def gate_dial(full: FullDepth, name: str = "learned gate") -> Dial:
-    return _threshold_dial(name, full.signals["gate"], LearnedGate, "tau", lowest=0.0)
+def threshold_dial(full: FullDepth, rule: str, name: str | None = None) -> Dial:
+    """Returns the dial of one of :data:`RULES`."""
+    chosen, signal = RULES[rule], full.signals[rule]
 
-
-def entropy_dial(full: FullDepth) -> Dial:
-    return _threshold_dial("entropy", full.signals["entropy"], Entropy, "nats")
-
-
-def divergence_dial(full: FullDepth) -> Dial:
-    return _threshold_dial("KL between iterations", full.signals["kl"], Divergence, "nats", shallowest=SHALLOWEST["kl"])
-
-
-def change_dial(full: FullDepth) -> Dial:
-    return _threshold_dial(
-        "hidden-state change", full.signals["change"], Change, "relative", shallowest=SHALLOWEST["change"]
-    )
-
-
-def confidence_dial(full: FullDepth) -> Dial:
-    return _ceiling_dial("top-two gap", full.signals["confidence"], Confidence, "gap")
-
-
-def similarity_dial(full: FullDepth) -> Dial:
-    return _ceiling_dial(
-        "hidden-state similarity", full.signals["similarity"], Similarity, "cosine", shallowest=SHALLOWEST["similarity"]
-    )
-
-
-def random_dial(full: FullDepth) -> Dial:
     def at(depth: float) -> Setting:
-        # A token continues where its number is below ``keep``: the least such ``keep`` is one step of the hash above.
-        highest = -threshold_at(full.signals["random"], depth)
-        keep = min(1.0, max(0.0, highest + 2.0**-24))
-        return Setting(f"keep {keep:.4f}", Random(keep))
+        threshold = threshold_at(signal, depth)
+        if rule == "random":
+            # A token continues where its number is below ``keep``: one step of the hash above the highest kept.
+            keep = min(1.0, max(0.0, 2.0**-24 - threshold))
+            return Setting(f"keep {keep:.4f}", Random(keep))
+        threshold = -threshold if chosen.ceiling else max(chosen.lowest, threshold)
+        return Setting(f"{chosen.unit} {threshold:.4g}", chosen.policy(threshold))
 
-    return Dial("random", at)
+    return Dial(name or chosen.name, at, shallowest=chosen.shallowest)
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """After every iteration the same share continues (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
+    """Keeps the same share after every iteration (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
     gates = full.iterations - 1
 
     def at(depth: float) -> Setting:
@@ -189,7 +205,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """The share that continues decays as ``r, r^2, …``; the depth decides ``r``."""
+    """Keeps shares that decay as ``r, r^2, …``; the depth decides ``r``."""
     powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
@@ -203,7 +219,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
-    """The share that continues decays as ``c, c r, c r^2, …`` with ``r = rate``; the depth decides ``c``."""
+    """Keeps shares that decay as ``c, c r, c r^2, …`` with ``r = rate``; the depth decides ``c``."""
     decay = tuple(float(rate**i) for i in range(full.iterations - 1))
 
     def at(depth: float) -> Setting:
@@ -214,7 +230,7 @@ def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial
 
 
 def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str = "learned gate, tau per iteration") -> Dial:
-    """The learned gate with a tau for each iteration, such that shares of active tokens are in these proportions."""
+    """Gives the learned gate a tau per iteration, so that shares of active tokens have these proportions."""
 
     def at(depth: float) -> Setting:
         taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), full.gates)
@@ -224,7 +240,7 @@ def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str = "learned 
 
 
 def oracle_dial(full: FullDepth) -> Dial:
-    """Each token gets the depth that is best for its own loss at a price per iteration; it knows the next token."""
+    """Gives each token the depth that is best for its own loss at a price per iteration; it knows the next token."""
 
     def at(depth: float) -> Setting:
         low, high = -100.0, 100.0
@@ -242,9 +258,9 @@ def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
 
 
 def threshold_at(signal: np.ndarray, depth: float) -> float:
-    """The threshold at which tokens of these signals ``[n, gates]`` have this mean depth if they continue while ``>=``.
+    """Returns the threshold at which tokens that continue while ``signal >= threshold`` have this mean depth.
 
-    Where several are equal all of them continue, so the depth may be a little above ``depth``.
+    ``signal`` is ``[n, gates]``. Equal values all continue, so the depth may be a little above ``depth``.
     """
     lowest = np.minimum.accumulate(signal, axis=1).ravel()
     count = round((depth - 1.0) * len(signal))
@@ -271,63 +287,20 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
     return tuple(float(share) for share in np.minimum(1.0, high * weights))
 
 
-def _threshold_dial(
-    name: str,
-    signal: np.ndarray,
-    make: Callable[[float], Policy],
-    unit: str,
-    *,
-    shallowest: float = 1.0,
-    lowest: float = -math.inf,
-) -> Dial:
-    def at(depth: float) -> Setting:
-        threshold = max(lowest, threshold_at(signal, depth))
-        return Setting(f"{unit} {threshold:.4g}", make(threshold))
-
-    return Dial(name, at, shallowest=shallowest)
-
-
-def _ceiling_dial(
-    name: str, negated: np.ndarray, make: Callable[[float], Policy], unit: str, *, shallowest: float = 1.0
-) -> Dial:
-    """Of a rule that reads on while its measure is at most the threshold; ``negated`` is minus that measure."""
-
-    def at(depth: float) -> Setting:
-        threshold = -threshold_at(negated, depth)
-        return Setting(f"{unit} {threshold:.4g}", make(threshold))
-
-    return Dial(name, at, shallowest=shallowest)
-
-
 def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
-    if ranked:
-        return Ranked(schedule)
-    thresholds = thresholds_for(schedule, full.gates)
-    if isinstance(schedule, Uniform):
-        return Uniform(thresholds, keep=schedule.keep)
-    if isinstance(schedule, Geometric):
-        return Geometric(thresholds, rate=schedule.rate)
-    assert isinstance(schedule, Shares)
-    return Shares(thresholds, shares=schedule.shares)
+    return Ranked(schedule) if ranked else replace(schedule, thresholds=thresholds_for(schedule, full.gates))
 
 
 def _manner(ranked: bool) -> str:
     return "ranked" if ranked else "thresholds"
 
 
-# A mean depth within CLOSE of the budget ends the search; one further away than REACHED is called missed.
-CLOSE, REACHED = 0.004, 0.02
-MOST_RUNS = 6
-# Settings that were scored already cost nothing to come back to.
-_LOOKS = 40
-
-
 class Tuned(NamedTuple):
     """A dial set to a budget on the tuning half.
 
     Attributes:
-        scores: of the tuning half at this setting; ``None`` where the budget lies outside what the dial can do.
-        runs: how many scorings of the tuning half were needed.
+        scores: of the tuning half at this setting; ``None`` where the dial cannot meet the budget.
+        runs: number of scorings of the tuning half.
         missed: why the budget was not reached; ``None`` where it was.
     """
 
@@ -344,34 +317,34 @@ class Tuned(NamedTuple):
 
 
 def too_shallow(budget: float, shallowest: float) -> str | None:
-    """Why a rule of this least mean depth cannot meet ``budget``; ``None`` if it can."""
-    return f"reads every token at least {shallowest:g} times" if budget < shallowest - REACHED else None
+    """Returns why a rule with this smallest mean depth cannot meet ``budget``; ``None`` if it can."""
+    return f"has a mean depth of at least {shallowest:g}" if budget < shallowest - REACHED else None
 
 
 def tune(
-    dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int, most: int = MOST_RUNS
+    dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int, max_runs: int = MAX_RUNS
 ) -> Tuned:
-    """The setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
+    """Finds the setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
     if (why := too_shallow(budget, dial.shallowest)) is not None:
         return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, why)
     aim = min(max(budget, dial.shallowest), float(iterations))
     low, high = (dial.shallowest, dial.shallowest), (float(iterations), float(iterations))
     measured: dict[str, tuple[float, Setting, Scores]] = {}
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_LOOKS):
         setting = dial.at(aim)
         again = (key := repr(setting)) in measured
         if not again:
-            if len(measured) == most:
+            if len(measured) == max_runs:
                 break
             scores = measure(setting)
             measured[key] = float(scores.depth.mean()), setting, scores
         depth = measured[key][0]
-        # A short text's mean depth moves in steps: less than one is asked for only where the budget would be missed.
+        # The mean depth of a short text moves in steps: a smaller distance is required only where one could be met.
         step = iterations / len(measured[key][2].depth)
         if abs(depth - budget) <= max(CLOSE, min(REACHED, step)):
             break
         low, high = ((aim, depth), high) if depth < budget else (low, (aim, depth))
-        # Equal signals make one setting of many aims: then halving leads fastest to the next one.
+        # Equal signals give one setting for many aims: then bisection reaches the next one fastest.
         aim = (low[0] + high[0]) / 2 if again else _between(low, high, budget)
     depth, setting, scores = min(measured.values(), key=lambda run: abs(run[0] - budget))
     missed = None if abs(depth - budget) <= REACHED else f"nearest depth {depth:.3f}: no setting was measured closer"
@@ -379,7 +352,7 @@ def tune(
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Where the line through two (aim, depth) points meets the budget, kept a little away from both ends."""
+    """Returns where the line through two (aim, depth) points meets the budget, away from both ends."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

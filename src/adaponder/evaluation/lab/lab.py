@@ -1,4 +1,4 @@
-"""Policies compared at equal mean depth: tuned to it on one half of a text, measured on the other half."""
+"""Compares policies at equal mean depth: tuned to it on one half of a text, measured on the other."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ LEARNED, TRAINED = "learned gate", "learned gate as trained"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One policy at one budget, as measured on the held-out half.
+    """One policy at one budget, measured on the held-out half.
 
     Attributes:
         budget: mean depth it was tuned to; ``None`` for the policy as trained, which is not tuned.
-        setting: what was tuned, in words; ``spec`` is for ``--policy``, where the policy can be written so.
+        setting: the tuned value, in words; ``spec`` is its ``--policy`` line, where there is one.
         tuning_depth: mean depth on the tuning half.
         difference: its loss minus the tuned learned gate's, paired by document.
         active: share of tokens active at iteration 1 … K.
-        mflops: per token, the logits included that some policies compute only to decide (``deciding_mflops``).
-        missed: why the budget was not reached; the rest is then empty, or off the budget.
+        mflops: per token, including logits that some policies compute only to decide (``deciding_mflops``).
+        missed: why the budget was not reached; the other fields are then empty, or off the budget.
     """
 
     policy: str
@@ -62,7 +62,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Measurement:
-        """The inverse of :meth:`as_dict`."""
+        """Inverts :meth:`as_dict`."""
         known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
         for name in ("depth_interval", "loss_interval"):
             known[name] = None if values[name] is None else Interval(*values[name])
@@ -76,8 +76,8 @@ class Measurement:
 class Lab:
     """Tunes policies on one half of a text, by signals recorded there at full depth, and measures them on the other.
 
-    ``show(what, total)`` is called before each scoring and returns a function that is called with the number of
-    predictions of each batch: a progress bar.
+    ``show(what, total)`` is called before each scoring and returns a progress callback, called with the number of
+    predictions of each batch.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Lab:
 
     @property
     def held_out_losses(self) -> np.ndarray:
-        """The held-out half's losses at every depth, which only the oracle decides by."""
+        """Returns the held-out half's losses at every depth, which only the oracle uses."""
         if self._losses is None:
             self._losses = self._at_full_depth(self.halves.held_out, "held-out half at full depth").nll
         return self._losses
 
     def tune(self, dial: Dial, budget: float) -> Tuned:
-        """``dial`` at the setting whose mean depth on the tuning half is ``budget``."""
+        """Sets ``dial`` to a mean depth of ``budget`` on the tuning half."""
 
         def measure(setting: Setting) -> Scores:
             how = setting.options(self.halves.tuning, self.full_depth.nll, iterations=self.iterations, seed=self.seed)
@@ -118,7 +118,7 @@ class Lab:
         return tune(dial, budget, measure, iterations=self.iterations)
 
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores]:
-        """The measurement and scores of a tuned setting on the held-out half, compared with the ``learned`` gate's."""
+        """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores."""
         setting, half = tuned.setting, self.halves.held_out
         losses = self.held_out_losses if setting.policy is None else None
         how = setting.options(half, losses, iterations=self.iterations, seed=self.seed)
@@ -126,11 +126,11 @@ class Lab:
         return self._measured(_planned(tuned), setting.policy, scores, learned), scores
 
     def own_depth(self) -> float:
-        """Mean depth of the tuning half under the method's own policy."""
+        """Returns the mean depth of the tuning half under the method's own policy."""
         return float(self._score(self.halves.tuning, ScoringOptions(seed=self.seed), TRAINED).depth.mean())
 
     def untuned(self, name: str, policy: Policy, *, tuning_depth: float | None = None) -> Measurement:
-        """The measurement of a policy as it is on the held-out half."""
+        """Measures an untuned policy on the held-out half."""
         scores = self._score(self.halves.held_out, ScoringOptions(policy=policy, seed=self.seed), f"{name}: held out")
         planned = Measurement(name, policy.causal, None, policy.spelling, policy.as_line(), 0, None, tuning_depth)
         return self._measured(planned, policy, scores, None)
@@ -143,38 +143,37 @@ class Lab:
         return self.untuned(TRAINED, self.model.method.default_policy(training=False), tuning_depth=own_depth)
 
     def dials(self, rates: Sequence[float] = RATES) -> list[Dial]:
-        """A dial for every policy of the lab, the learned gate first."""
+        """Returns a dial for every policy of the lab, the learned gate first."""
         for rate in rates:
             if not 0.0 < rate <= 1.0:
-                raise InputError(f"--rates {rate:g}: above 0, at most 1")
+                raise InputError(f"--rates {rate:g} must be above 0 and at most 1")
         full = self.full_depth
         scheduled: list[Dial] = []
         for ranked in (False, True):
             scheduled += [dials.uniform_dial(full, ranked=ranked), dials.geometric_dial(full, ranked=ranked)]
             scheduled += [dials.decaying_dial(full, rate, ranked=ranked) for rate in rates]
-        doubts = (dials.entropy_dial, dials.divergence_dial, dials.change_dial, dials.confidence_dial)
-        signals = (*doubts, dials.similarity_dial, dials.random_dial, dials.oracle_dial)
-        return [dials.gate_dial(full, LEARNED), *scheduled, *(make(full) for make in signals)]
+        learned, *signals = (dials.threshold_dial(full, rule) for rule in dials.RULES)
+        return [learned, *scheduled, *signals, dials.oracle_dial(full)]
 
     def budgets(self, requested: Sequence[float] | None, own: float) -> tuple[float, ...]:
-        """The requested budgets, or the one that is the learned rule's ``own`` depth."""
+        """Returns the requested budgets, or else the learned rule's ``own`` depth."""
         for budget in requested or ():
             check_budget(budget, self.iterations, "--budgets")
         if requested:
             return tuple(requested)
         if not 1.02 <= own <= self.iterations - 0.02:
             raise InputError(
-                f"--budgets: as trained, the model reads this text {own:.3f} times per token, where every policy is "
-                f"the same; name mean depths between 1 and {self.iterations}, as in --budgets 1.5,2.5"
+                f"--budgets: as trained, the mean depth on this text is {own:.3f}, where all policies agree; "
+                f"pass mean depths between 1 and {self.iterations}, as in --budgets 1.5,2.5"
             )
         return (own,)
 
     def compare(
         self, budgets: Sequence[float], *, rates: Sequence[float] = RATES, journal: Journal | None = None
     ) -> Iterator[Measurement]:
-        """For each budget a measurement of each policy, the learned gate first.
+        """Yields for each budget a measurement of each policy, the learned gate first.
 
-        Measurements are saved in ``journal`` as they come, and those that it has already are not repeated.
+        Measurements are saved in ``journal``; those that it holds already are not repeated.
         """
         learned_dial, *others = self.dials(rates)
         for budget in budgets:
@@ -196,14 +195,14 @@ class Lab:
     def _tuned_and_measured(
         self, dial: Dial, budget: float, learned: Scores | None
     ) -> tuple[Measurement, Scores | None]:
-        """The dial tuned to the budget and measured; no scores where it cannot meet the budget."""
+        """Tunes the dial to the budget and measures it; returns no scores where it cannot meet the budget."""
         tuned = self.tune(dial, budget)
         return (_planned(tuned), None) if tuned.scores is None else self.held_out(tuned, learned)
 
     def _measured(
         self, planned: Measurement, policy: Policy | None, scores: Scores, learned: Scores | None
     ) -> Measurement:
-        """``planned`` with what the held-out ``scores`` show, paired with the ``learned`` gate's."""
+        """Completes ``planned`` with the held-out ``scores``, paired with the ``learned`` gate's."""
         half = self.halves.held_out
         summary = half.summarise(scores, seed=self.seed)
         difference = None
@@ -229,7 +228,7 @@ class Lab:
 
 
 def _planned(tuned: Tuned) -> Measurement:
-    """What is known before the held-out half is scored."""
+    """Returns the fields that are known before the held-out half is scored."""
     dial, setting = tuned.dial, tuned.setting
     return Measurement(
         dial.name, dial.causal, tuned.budget, setting.words, setting.spec, tuned.runs, tuned.missed, tuned.depth
@@ -239,15 +238,15 @@ def _planned(tuned: Tuned) -> Measurement:
 def require_halting(model: AdaPonderForCausalLM) -> None:
     """Raises for methods whose tokens all have one depth, and for models of one iteration."""
     if model.config.iterations < 2:
-        raise InputError(f"{model.config.method} reads every token once: there is no depth to give out")
+        raise InputError(f"{model.config.method} with one iteration has no depth to choose")
     if not model.method.halts:
         raise InputError(
-            f"{model.config.method} reads every token equally often: there is no depth to give out; "
-            "adaponder eval --depths 1,2,… shows what each costs"
+            f"{model.config.method} gives every token the same depth; "
+            "adaponder eval --depths 1,2,… shows the cost of each"
         )
 
 
 def check_budget(budget: float, iterations: int, option: str) -> None:
     """Raises unless ``budget`` is a mean depth that the model can have."""
     if not 1.0 <= budget <= iterations:
-        raise InputError(f"{option} {budget:g}: a mean depth from 1 to {iterations}, the model's iterations")
+        raise InputError(f"{option} {budget:g} must be a mean depth from 1 to {iterations}, the model's iterations")

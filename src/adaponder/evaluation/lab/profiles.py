@@ -27,23 +27,23 @@ _WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
 
 
 def load_profile(folder: str | Path, name: str, *, option: str = "--profile") -> Policy:
-    """The policy of profile ``name`` of the model in ``folder``, which ``adaponder calibrate`` stored there.
+    """Returns the policy of the profile ``name`` that ``adaponder calibrate`` stored in ``folder``.
 
-    ``option`` is what errors name.
+    ``option`` is named in errors.
     """
     folder = Path(folder)
     profiles = stored(folder)
     if name not in profiles:
-        cure = f"there are {', '.join(profiles)}" if profiles else "there are none"
-        raise InputError(f"{option} {name}: {folder} has no such profile, {cure}; adaponder calibrate makes them")
+        known = f"it has {', '.join(profiles)}" if profiles else "it has none"
+        raise InputError(f"{option} {name}: {folder} has no such profile, {known}; adaponder calibrate makes them")
     try:
         return parse_policy(profiles[name]["policy"])
     except (KeyError, TypeError, AttributeError, AdaPonderError) as error:
-        raise CheckpointError(f"{folder / FILE}: profile {name} has no policy that can be read ({error})") from None
+        raise CheckpointError(f"{folder / FILE}: the policy of profile {name} cannot be read ({error})") from None
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
-    """Profiles of the model in ``folder`` by name, the smallest budget first.
+    """Returns the profiles of the model in ``folder`` by name, the smallest budget first.
 
     Raises if the file was changed or belongs to other weights.
     """
@@ -54,16 +54,16 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
     cure = f"remove {path.name} and calibrate again"
     profiles = content.get("profiles")
     if content.get("format") != FORMAT or not isinstance(profiles, dict):
-        raise CheckpointError(f"{path}: not profiles of format {FORMAT}; {cure}")
+        raise CheckpointError(f"{path} does not hold profiles of format {FORMAT}; {cure}")
     if not is_sealed(content):
-        raise CheckpointError(f"{path}: its checksum differs, so it was damaged or edited by hand; {cure}")
+        raise CheckpointError(f"{path}: checksum mismatch, the file was damaged or edited by hand; {cure}")
     if content.get("weights") != identity(folder):
         raise CheckpointError(f"{path}: its profiles were calibrated for other weights or another config; {cure}")
     return dict(sorted(profiles.items(), key=_by_budget))
 
 
 def _by_budget(named: tuple[str, Any]) -> tuple[float, str]:
-    """What profiles are sorted by: the budget, and the name among equal ones."""
+    """Sort key of profiles: the budget, then the name."""
     name, profile = named
     budget = profile.get("budget") if isinstance(profile, dict) else None
     return (budget if isinstance(budget, (int, float)) else math.inf), name
@@ -86,7 +86,7 @@ def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other process adds a profile: of two that do at once, neither is lost."""
+    """Locks the folder, so that of two processes that add profiles at once neither is lost."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every network file system can lock a folder
@@ -98,11 +98,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise InputError(f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 64 of them")
+        raise InputError(f"--name {name!r} must be at most 64 letters, digits, dots, dashes and underscores")
 
 
 def identity(folder: Path) -> str:
-    """A hash of the config and the weights in ``folder``; of large weights, of blocks spread over each file."""
+    """Hashes the config and the weights in ``folder``; of large files, blocks spread over each."""
     digest = hashlib.sha256()
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         if path.name == "optimizer.safetensors":
