@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 # Examples are derived from the test's name: the same on every machine and every run.
-settings.register_profile("adaponder", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("adaponder", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("adaponder")
 
 

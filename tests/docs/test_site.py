@@ -1,4 +1,7 @@
-"""The documentation site builds without a warning, its links lead somewhere, and it shows every public name."""
+"""The documentation site builds without a warning, its links lead somewhere, and it shows every public name.
+
+Building it takes half a minute, so make test-every does it; make docs alone finds warnings.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,13 @@ def test_a_broken_link_is_found(tmp_path):
     assert list(broken({one: Page(one)})) == ["one.html: two.html is not there", "one.html: #no has no such anchor"]
 
 
+@pytest.mark.every
 def test_no_page_loads_anything_from_elsewhere(site):
     loads = re.compile(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//|<link[^>]+href="(?:https?:)?//')
     assert not [path.name for path in site.rglob("*.html") if loads.search(path.read_text())]
 
 
+@pytest.mark.every
 def test_the_reference_shows_every_public_name_and_every_command(site, pages):
     shown = pages[site / "docs" / "site" / "api.html"].anchors
     assert {name for name in adaponder.__all__ if f"adaponder.{name}" not in shown} == set()
@@ -92,6 +97,7 @@ def test_the_reference_shows_every_public_name_and_every_command(site, pages):
     assert "--max-iterations" in options
 
 
+@pytest.mark.every
 def test_examples_and_the_notebook_are_pages_with_their_code_and_pictures(site, pages):
     for path in (ROOT / "examples").glob("*.py"):
         page = site / "examples" / f"{path.stem}.html"

@@ -204,10 +204,10 @@ def test_weights_that_are_nan_end_requests_with_an_error():
     for completions in engine.generate([GOOD, GOOD, Request([1, 2], max_new_tokens=3, samples=2)]):
         for done in completions:
             assert done.finish_reason == "error"
-            assert "logits are NaN" in done.error
+            assert "NaN" in done.error
             assert done.ids == []
     assert_empty(engine)
-    with pytest.raises(EvaluationError, match="logits are NaN"):
+    with pytest.raises(EvaluationError, match="NaN"):
         list(engine.stream(GOOD))
 
 
@@ -313,7 +313,7 @@ def test_a_second_thread_is_refused_while_one_steps(engine):
         try:
             use()
         except EvaluationError as refused:
-            found.append("another thread" in str(refused))
+            found.append("thread" in str(refused))
     leave.set()
     thread.join(20)
     assert found == [True] * 4

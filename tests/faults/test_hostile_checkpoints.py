@@ -188,21 +188,21 @@ CASES = {
     "pickle-by-name": Case(put(CONFIG, transformers_weights="adapter_model.bin"), MODEL, "transformers_weights"),
     "shard-outside": Case(elsewhere("../other.safetensors"), MODEL, "outside", "stock"),
     "shard-absolute": Case(elsewhere("other.safetensors", absolute=True), MODEL, "outside"),
-    "link-to-weights": Case(linked(WEIGHTS), MODEL, "link out of"),
-    "link-to-config": Case(linked(CONFIG), ("inspect", "generate"), "link out of"),
-    "link-to-words": Case(linked(WORDS), READS_WORDS, "link out of"),
-    "link-to-a-device": Case(linked(WEIGHTS, "/dev/zero"), MODEL, "link out of"),
-    "folder-as-weights": Case(folder_as_weights, MODEL, "not an ordinary file"),
+    "link-to-weights": Case(linked(WEIGHTS), MODEL, "link"),
+    "link-to-config": Case(linked(CONFIG), ("inspect", "generate"), "link"),
+    "link-to-words": Case(linked(WORDS), READS_WORDS, "link"),
+    "link-to-a-device": Case(linked(WEIGHTS, "/dev/zero"), MODEL, "link"),
+    "folder-as-weights": Case(folder_as_weights, MODEL, "ordinary file"),
     # --- files that never end ---
-    "pipe-as-weights": Case(piped(WEIGHTS), MODEL, "not an ordinary file"),
+    "pipe-as-weights": Case(piped(WEIGHTS), MODEL, "ordinary file"),
     "pipe-as-config": Case(piped(CONFIG), ("inspect", "generate"), "config.json"),
-    "pipe-as-words": Case(piped(WORDS), READS_WORDS, "not an ordinary file"),
-    "pipe-as-settings": Case(piped(SETTINGS), READS_WORDS, "not an ordinary file"),
-    "pipe-as-generation": Case(piped(GENERATION), ("generate",), "not an ordinary file"),
-    "pipe-as-template": Case(piped("chat_template.jinja"), READS_WORDS, "not an ordinary file"),
-    "pipe-as-manifest": Case(piped("manifest.json"), MODEL, "not an ordinary file"),
-    "pipe-as-index": Case(piped(INDEX), MODEL, "not an ordinary file"),
-    "pipe-as-profiles": Case(piped("profiles.json"), ("profile",), "not an ordinary file"),
+    "pipe-as-words": Case(piped(WORDS), READS_WORDS, "ordinary file"),
+    "pipe-as-settings": Case(piped(SETTINGS), READS_WORDS, "ordinary file"),
+    "pipe-as-generation": Case(piped(GENERATION), ("generate",), "ordinary file"),
+    "pipe-as-template": Case(piped("chat_template.jinja"), READS_WORDS, "ordinary file"),
+    "pipe-as-manifest": Case(piped("manifest.json"), MODEL, "ordinary file"),
+    "pipe-as-index": Case(piped(INDEX), MODEL, "ordinary file"),
+    "pipe-as-profiles": Case(piped("profiles.json"), ("profile",), "ordinary file"),
     # --- JSON that breaks its reader ---
     **{
         f"{kind}-{name}": Case(spell(name, text), doors, name)
@@ -240,9 +240,9 @@ CASES = {
     "activation": Case(put(CONFIG, backbone__hidden_act="import os"), ("generate",), "import os"),
     "dtype": Case(put(CONFIG, dtype="load"), ("generate",), "CKPT"),
     # --- weights of nothing, files that disagree ---
-    "nan": Case(weights(spoil(math.nan)), LOADS, "weights hold NaN: backbone.gpt_neox.embed_in.weight"),
-    "nan-stock": Case(weights(spoil(math.nan)), LOADS, "weights hold NaN: gpt_neox.embed_in.weight", "stock"),
-    "infinity": Case(weights(spoil(-math.inf)), LOADS, "weights hold an infinity"),
+    "nan": Case(weights(spoil(math.nan)), LOADS, "backbone.gpt_neox.embed_in.weight"),
+    "nan-stock": Case(weights(spoil(math.nan)), LOADS, "gpt_neox.embed_in.weight", "stock"),
+    "infinity": Case(weights(spoil(-math.inf)), LOADS, "embed_in.weight"),
     "ends": Case(put(CONFIG, backbone__eos_token_id=2), MODEL, "eos_token_id=2"),
     "ends-of-generation": Case(put(GENERATION, eos_token_id=[2, 3]), MODEL, "eos_token_id=[2, 3]"),
     "padding": Case(put(GENERATION, pad_token_id=2), MODEL, "pad_token_id=2"),
@@ -256,6 +256,8 @@ CASES = {
     "manifest-list": Case(spell("manifest.json", "[]"), MODEL, "manifest.json"),
 }
 RUNS = [(name, door) for name, case in CASES.items() for door in case.doors]
+# make test tries each checkpoint through one of its doors, in turn; make test-every through all of them.
+TRIED = {name: case.doors[number % len(case.doors)] for number, (name, case) in enumerate(CASES.items())}
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +303,10 @@ def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatc
     assert not end.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "door"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [pytest.param(*run, marks=() if TRIED[run[0]] == run[1] else pytest.mark.every) for run in RUNS],
+)
 def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
     good, tmp_path, monkeypatch, capsys, name, door
 ):

@@ -257,7 +257,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
 def test_a_run_killed_anywhere_ends_like_one_that_was_not(shards, whole, tmp_path, point):
     kept_two, out = recipe_of(shards, "train.keep=2"), tmp_path / "run"
@@ -479,6 +479,7 @@ def assert_a_failed_save_harmed_nothing(error: CheckpointError, recipe: Recipe, 
     assert_as_if_nothing_had_been(out, whole)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("place", FULL)
 def test_a_full_disk_is_named_and_the_checkpoint_before_stays_whole(recipe, whole, tmp_path, monkeypatch, place):
     out = stopped_after(whole, 4, tmp_path / "run")
@@ -489,6 +490,7 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_stays_whole(recipe, whol
     assert_a_failed_save_harmed_nothing(caught.value, recipe, out, whole)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("bytes_left", [100, 4096, 100_000], ids="{} bytes left".format)
 def test_a_file_that_cannot_grow_is_named_and_the_checkpoint_before_stays_whole(
     recipe, whole, tmp_path, monkeypatch, bytes_left
@@ -647,6 +649,7 @@ def test_a_folder_with_something_in_it_is_refused_before_the_first_step(recipe, 
 ALL_FILES = (WEIGHTS, OPTIMIZER, STATE, MANIFEST, "config.json")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_a_truncated_checkpoint_is_passed_over_aloud_for_the_next_older(recipe, whole, tmp_path, capsys, name):
     out = stopped_after(whole, 5, tmp_path / "run")
@@ -797,6 +800,7 @@ def signals_at(step: int, *numbers: int) -> Callable[[Trainer], None]:
     return hooked
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, FROZEN - 1), (signal.SIGTERM, S0), (signal.SIGINT, S0)]
 )
@@ -878,6 +882,7 @@ def assert_finite_checkpoints(run: Path, steps: list[int]) -> None:
     assert not (run / "final").exists()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("poison", "value", "step", "save_every"),
     [
@@ -1072,6 +1077,7 @@ def test_what_decides_nothing_may_change_without_asking(shards, whole, tmp_path)
 EFFECTIVE = [f"{name}={now}" for name, (_, now) in CHANGES.items() if name != "train.dtype"] + ["train.dtype=float64"]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("change", EFFECTIVE)
 def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, whole, tmp_path, change):
     out, changed = stopped_after(whole, 4, tmp_path / "run"), recipe_of(shards, change, "train.save_every=0")
@@ -1096,6 +1102,7 @@ def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, who
 # --- 12: resume at every boundary ----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("step", sorted({0, FROZEN, S0 - 1, S0, S0 + 1, S1, STEPS - 1}))
 def test_a_run_resumed_at_any_boundary_of_its_stages_ends_in_the_same_bits(recipe, whole, tmp_path, step):
     out = stopped_after(whole, step, tmp_path / "run")
@@ -1228,9 +1235,9 @@ def test_replayed_iterations_give_the_same_curve(exact):
     assert exact("train.gradient_checkpointing=true") == pytest.approx(exact(), rel=1e-9)
 
 
-@pytest.mark.parametrize("elements", [1, 5000, 1 << 14])
+@pytest.mark.parametrize("elements", [1, 5000])
 def test_any_chunk_of_the_vocabulary_gives_the_same_curve(exact, monkeypatch, elements):
-    """One token at a time, a few, and an uneven rest: 384 entries, 128 tokens in a batch."""
+    """One token at a time, and a few with an uneven rest: 384 entries, 128 tokens in a batch."""
     expected, seen = exact(), []
     original = vocabulary_op.CHUNK_ELEMENTS
     assert original > 384 * 128, "all tokens at once"

@@ -36,7 +36,7 @@ def test_the_future_never_changes_the_past(method, execution, seed, time, data):
 @pytest.mark.parametrize("policy", CAUSAL, ids=lambda policy: type(policy).__name__)
 def test_policies_that_may_generate_are_causal(method, policy):
     assert policy.causal
-    for where in (1, 5, 11):
+    for where in (1, 7):
         assert_causal(models[method], ids(2, 12, seed=where), where, policy=policy)
 
 

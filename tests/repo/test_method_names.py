@@ -38,56 +38,19 @@ ALLOWED = {
 
 
 def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of every method that a module's code names: as text, or by importing its class."""
-    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    about_a_method = {id(part) for node in ast.walk(tree) for part in _spoken_of(node)}
+    """Yields (line, name) of every method that a module's code names: as text, or by importing its class."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in MODULES:
             yield node.lineno, node.module
-        named = isinstance(node, ast.Constant) and node.value in method_names() and id(node) not in documented
-        if named and (node.value != SHARED or id(node) in about_a_method):
-            yield node.lineno, node.value
-
-
-def _spoken_of(node: ast.AST) -> Iterator[ast.AST]:
-    """The values that a node compares with, or gives to, something called ``method``."""
-    pairs: list[tuple[ast.AST | None, ast.AST | None]] = []
-    if isinstance(node, ast.Compare):
-        sides = [node.left, *node.comparators]
-        pairs = [(a, b) for a in sides for b in sides if a is not b]
-    elif isinstance(node, ast.Dict):
-        pairs = list(zip(node.keys, node.values, strict=True))
-        if any(isinstance(key, ast.Constant) and key.value in set(method_names()) - {SHARED} for key in node.keys):
-            yield from (key for key in node.keys if key is not None)
-    elif isinstance(node, ast.Assign):
-        pairs = [(target, node.value) for target in node.targets]
-    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-        pairs = [(node.target, node.value)]
-    elif isinstance(node, ast.keyword):
-        pairs = [(ast.Name(node.arg or ""), node.value)]
-    elif isinstance(node, ast.arguments):
-        positional = [*node.posonlyargs, *node.args]
-        pairs = list(zip(map(_name, positional[len(positional) - len(node.defaults) :]), node.defaults, strict=True))
-        pairs += list(zip(map(_name, node.kwonlyargs), node.kw_defaults, strict=True))
-    elif isinstance(node, (ast.Call, ast.Subscript)):
-        inside = node.args if isinstance(node, ast.Call) else [node.value, node.slice]
-        pairs = [(a, b) for a in inside for b in inside if a is not b]
-        if isinstance(node, ast.Call) and _called_method(node.func):
-            yield from node.args
-    for subject, value in pairs:
-        if value is not None and subject is not None and _called_method(subject):
-            yield from ast.walk(value)
-
-
-def _name(argument: ast.arg) -> ast.Name:
-    return ast.Name(argument.arg)
-
-
-def _called_method(node: ast.AST) -> bool:
-    if isinstance(node, ast.Subscript):
-        node = node.slice
-    word = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "value", None)
-    return isinstance(word, str) and "method" in word.lower()
+        if isinstance(node, ast.Constant) and node.value in method_names():
+            parent = parents[node]
+            context = ast.unparse(parent)
+            if isinstance(parent, (ast.Tuple, ast.List, ast.Set)):
+                context = ast.unparse(parents[parent]).replace(context, "")
+            documented = isinstance(parent, ast.Expr)
+            if not documented and (node.value != SHARED or "method" in context.lower()):
+                yield node.lineno, node.value
 
 
 def named_outside() -> dict[tuple[str, str], int]:
