@@ -78,7 +78,6 @@ METHOD_POLICIES = {"mor": ("router",), "ouro": EXIT_POLICIES, "act": EXIT_POLICI
 ENGINES: dict[str, dict[str, Any]] = {
     "stock body": {"body": "stock"},
     "drafts": {"drafts": 3},
-    "padded": {"batching": "padded"},
     "top-k": {"expectation_top_k": 5},
     "late": {"late": True, "burst": 3},
     "few rows": {"rows": 160},

@@ -13,7 +13,7 @@ from mistakes.trial import WHOLE, Outcome, Watch
 pytest_plugins = ["pytester"]
 
 MISTAKES = load()
-ENTRY = Mistake("gates never close", "halting.py", "s >= 0.5", "s >= 0", ("test_gates.py::test_a_gate_closes[1]",))
+ENTRY = Mistake("gates never close", "halting:stays", "s >= 0.5", "s >= 0", ("test_gates.py::test_a_gate_closes[1]",))
 
 
 @pytest.fixture
@@ -22,9 +22,11 @@ def house(tmp_path):
     package, tests = tmp_path / "src" / "adaponder", tmp_path / "tests"
     package.mkdir(parents=True)
     tests.mkdir()
-    (package / "halting.py").write_text("def stays(s):\n    return s >= 0.5  # tau\n")
+    (package / "halting.py").write_text(
+        'TAU = 0.5\n\n\ndef stays(s):\n    """s >= 0.5"""\n    note(s)\n    return (s  >=  0.5)  # tau\n'
+    )
     (tests / "test_gates.py").write_text("def test_a_gate_closes(s):\n    assert not stays(s)\n")
-    return tmp_path / "src", tests
+    return tmp_path
 
 
 def test_every_mistake_still_fits_the_source_and_its_tests_exist():
@@ -32,39 +34,62 @@ def test_every_mistake_still_fits_the_source_and_its_tests_exist():
     assert not found, "\n".join(found)
 
 
-def test_an_entry_that_fits_has_no_problem_and_makes_its_mistake(house):
-    assert problems([ENTRY], *house) == []
-    ENTRY.plant(house[0])
-    assert ENTRY.path(house[0]).read_text() == "def stays(s):\n    return s >= 0  # tau\n"
+@pytest.mark.parametrize(
+    ("change", "planted"),
+    [
+        ({}, "note(s)\n    return s >= 0\n"),
+        ({"old": "return s >= 0.5", "new": "return True"}, "note(s)\n    return True\n"),
+        ({"old": "note(s)", "new": ""}, "return s >= 0.5\n"),
+        ({"old": "note(s)\nreturn s >= 0.5", "new": "return note(s)"}, "return note(s)\n"),
+        ({"function": "moved.elsewhere:stays"}, "note(s)\n    return s >= 0\n"),
+    ],
+    ids=["expression", "statement", "deleted", "two statements", "moved"],
+)
+def test_an_entry_that_fits_makes_its_mistake(house, change, planted):
+    entry = replace(ENTRY, **change)
+    assert problems([entry], house) == []
+    entry.plant(house)
+    text = (house / "src" / "adaponder" / "halting.py").read_text()
+    assert text == 'TAU = 0.5\n\ndef stays(s):\n    """s >= 0.5"""\n    ' + planted
+
+
+def test_code_outside_functions_and_outside_the_package_can_be_named(house):
+    (house / "benchmarks").mkdir()
+    (house / "benchmarks" / "decode.py").write_text("class Decode:\n    def run(self):\n        return 1\n")
+    entries = [
+        replace(ENTRY, function="halting", old="TAU = 0.5", new="TAU = 0.6"),
+        replace(ENTRY, name="b", function="benchmarks.decode:Decode.run", old="1", new="2"),
+    ]
+    assert problems(entries, house) == []
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"source": "s > 0.5"}, "stands 0 times"),
-        ({"source": "s"}, "stands 4 times"),
-        ({"mistake": "s >= (0"}, "never closed"),
-        ({"mistake": "s  >=  0.5"}, "changes nothing"),
-        ({"file": "gone.py"}, "there is no gone.py"),
+        ({"old": "s > 0.5"}, "is 0 times"),
+        ({"old": "s"}, "is 2 times"),
+        ({"new": "s >= (0"}, "never closed"),
+        ({"new": "(s >= 0.5)"}, "changes nothing"),
+        ({"function": "halting:gone"}, "the code is in halting:stays"),
         ({"caught_by": ()}, "no test is named"),
         ({"caught_by": ("test_gates.py::test_gone",)}, "there is no test_gates.py::test_gone"),
         ({"caught_by": ("test_gone.py::test_a_gate_closes",)}, "there is no test_gone.py"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_an_entry_that_rots_is_named(house, change, says):
-    (found,) = problems([replace(ENTRY, **change)], *house)
+def test_an_entry_that_does_not_fit_is_named(house, change, says):
+    (found,) = problems([replace(ENTRY, **change)], house)
     assert found.startswith("gates never close: ")
     assert says in found
 
 
 def test_two_entries_of_one_name_are_refused(house):
-    assert problems([ENTRY, ENTRY], *house) == ["gates never close: listed twice"]
+    assert problems([ENTRY, ENTRY], house) == ["gates never close: listed twice"]
 
 
 def test_a_misspelt_field_is_refused(tmp_path):
-    (tmp_path / "list.yaml").write_text("- {name: a, file: b, source: c, mistaken: d, caught_by: [e]}\n")
-    with pytest.raises(ValueError, match="'a': needs exactly caught_by, file, mistake, name, source"):
+    (tmp_path / "list.yaml").write_text("- {name: a, function: b, old: c, mistaken: d, caught_by: [e]}\n")
+    with pytest.raises(ValueError, match="new"):
         load(tmp_path)
 
 

@@ -1,14 +1,16 @@
 """Makes each listed mistake in a copy of the source and holds the tests against it: every one must be caught.
 
 ``python tests/laws/mistakes`` tries all of them; ``-k beams -k masks`` those with one of these words in their name or
-file; ``--record`` writes down in ``record.json`` beside this file what caught each.
+function; ``--record`` writes down in ``record.json`` beside this file what caught each.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
+import platform
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mistakes.catalogue import HERE, ROOT, SOURCE, Mistake, load, problems
+from mistakes.catalogue import FOLDERS, HERE, ROOT, Mistake, load, problems
 from mistakes.trial import Outcome, run, warm
 
 RECORD = HERE / "record.json"
@@ -26,12 +28,14 @@ RECORD = HERE / "record.json"
 
 def main() -> int:
     asked = _arguments()
-    mistakes = [each for each in load() if any(word.lower() in f"{each.name} {each.file}".lower() for word in asked.k)]
+    mistakes = [
+        each for each in load() if any(word.lower() in f"{each.name} {each.function}".lower() for word in asked.k)
+    ]
     if rotten := problems(mistakes):
         print(*rotten, sep="\n")
         return 1
     if not mistakes:
-        print(f"-k {' -k '.join(asked.k)}: no mistake has this in its name or file")
+        print(f"-k {' -k '.join(asked.k)}: no mistake has this in its name or function")
         return 2
     if asked.record and asked.k != [""]:
         print("--record: of all mistakes, not of those chosen by -k")
@@ -57,7 +61,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-k", action="append", metavar="WORD", help="only mistakes with this in their name or file")
+    parser.add_argument("-k", action="append", metavar="WORD", help="only mistakes with this in their name or function")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)} if all are caught")
     parser.add_argument("--commit", help="for the record, where there is no git to ask")
@@ -108,33 +112,15 @@ def _minutes(seconds: float) -> str:
 def _record(
     mistakes: list[Mistake], outcomes: dict[str, Outcome], asked: argparse.Namespace, seconds: float
 ) -> dict[str, Any]:
-    """What was tried on which source, and what caught it."""
-    # No child is forked any more: the package may be loaded now.
-    sys.path.insert(0, str(SOURCE))
-    import torch
-
-    from adaponder.bench.record import device_name, versions
-
+    """Returns what was tried on which source, and the tests that caught each mistake."""
+    refuted = {each.name: sorted(outcomes[each.name].refuted) for each in mistakes}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")}
     return {
         "date": datetime.date.today().isoformat(),
         "commit": asked.commit or _commit(),
-        "hardware": device_name(torch.device("cpu")),
-        "versions": versions(),
-        "jobs": asked.jobs,
+        "versions": versions | {"python": platform.python_version()},
         "seconds": round(seconds, 1),
-        "mistakes": [
-            {
-                "name": each.name,
-                "file": each.file,
-                "caught_by": [
-                    test
-                    for name in each.caught_by
-                    for test in outcomes[each.name].of(name, outcomes[each.name].refuted)
-                ],
-                "seconds": round(outcomes[each.name].seconds, 1),
-            }
-            for each in mistakes
-        ],
+        "caught_by": refuted,
     }
 
 
@@ -144,7 +130,7 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "src", "tests", f":!{RECORD.relative_to(ROOT)}")
+    changed = git("status", "--porcelain", "--", *FOLDERS.values(), "tests", f":!{RECORD.relative_to(ROOT)}")
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from mistakes.catalogue import ROOT, SOURCE, TESTS, Mistake
+from mistakes.catalogue import FOLDERS, ROOT, TESTS, Mistake
 
 # What the package and its tests load; adaponder itself must not be there before a child has chosen which one.
 _LIBRARIES = (
@@ -184,12 +184,13 @@ def _child(folder: Path, mistake: Mistake | None, tests: tuple[str, ...]) -> Non
     with open(folder / "log", "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    source = folder / "src"
-    shutil.copytree(SOURCE, source)
+    for code in FOLDERS.values():
+        shutil.copytree(ROOT / code, folder / code, ignore=shutil.ignore_patterns("__pycache__"))
     if mistake is not None:
-        mistake.plant(source)
-    sys.path.insert(0, str(source))
-    os.environ["PYTHONPATH"] = str(source)  # for the processes that tests start
+        mistake.plant(folder)
+    source = folder / "src"
+    sys.path[:0] = [str(source), str(folder)]
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(source), str(folder)))  # for the processes that tests start
     os.chdir(ROOT)
     import pytest
 
