@@ -48,6 +48,7 @@ ORDER = [
     "integrations",
     "serving",
     "bench",
+    "reproduction",
     "analysis",
     "commands",
     "cli",

@@ -1,4 +1,4 @@
-"""The style of all figures: readable without colour vision and in grey print, the same bytes when drawn again.
+"""Every figure looks alike: told apart without colour vision, readable in grey print, the same bytes when drawn again.
 
 A figure is made inside ``with house():`` (``house(dark=True)`` for a dark page) and written by ``save``::
 
@@ -70,7 +70,7 @@ _COMMON = {
 
 
 class Theme(NamedTuple):
-    """Colours of a light or dark page; ``muted`` is for grids, guides and remarks."""
+    """What differs between white paper and a dark page. ``muted`` is for grids, guides and remarks."""
 
     paper: str
     ink: str
@@ -83,7 +83,7 @@ DARK = Theme(paper="#14171C", ink="#E8E8E8", muted="#A6A6A6", grid="#343A42")
 
 
 def rc_params(theme: Theme = LIGHT) -> dict[Any, Any]:
-    """Returns the style as matplotlib settings."""
+    """The house style as matplotlib's own settings."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "patch.edgecolor")
     return {
         **_COMMON,
@@ -96,24 +96,24 @@ def rc_params(theme: Theme = LIGHT) -> dict[Any, Any]:
 
 @contextmanager
 def house(*, dark: bool = False) -> Iterator[Theme]:
-    """Context manager in which matplotlib draws in this style; yields its colours."""
+    """A context in which matplotlib draws in the house style; yields its colours."""
     theme = DARK if dark else LIGHT
     with matplotlib.rc_context():
-        # Start from matplotlib's own defaults, so that no matplotlibrc changes a figure.
+        # From matplotlib's own defaults, so that nobody's matplotlibrc changes a figure.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(rc_params(theme))
         yield theme
 
 
 def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
-    """Returns an empty figure, size in inches, not registered with pyplot, so it needs no closing."""
+    """An empty figure, size in inches, that pyplot does not know: it needs no closing."""
     return Figure(figsize=(width, height))
 
 
 def series(index: int, of: int = len(PALETTE)) -> Mapping[str, Any]:
-    """Returns colour, marker and line style of series ``index`` of ``of``; colours are distinct within a figure.
+    """Colour, marker and line style of series ``index`` of ``of``; colours are distinct within a figure.
 
-    Markers and line styles separate neighbours in grey print too.
+    Markers and line styles tell neighbours apart in grey print too.
     """
     # More series than the palette has colours: they come in an order, so a ramp suits them.
     colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
@@ -127,33 +127,33 @@ def series(index: int, of: int = len(PALETTE)) -> Mapping[str, Any]:
 
 
 def depth_colour(depth: int, deepest: int) -> Colour:
-    """Returns the background of ``terminal.depth_style`` at this depth as (red, green, blue)."""
+    """The background that ``terminal.depth_style`` gives a token of this depth, as matplotlib's (red, green, blue)."""
     background = Style.parse(depth_style(depth, deepest)).bgcolor
     if background is None:
-        raise ValueError(f"depth {depth} has no colour; it must be at least 1")
+        raise ValueError(f"depth {depth}: a token that was not read has no colour")
     red, green, blue = background.get_truecolor().normalized
     return red, green, blue
 
 
 def depth_colours(deepest: int) -> list[Colour]:
-    """Returns the colours of depths 1 … ``deepest``."""
+    """The colours of depths 1 … ``deepest``."""
     return [depth_colour(depth, deepest) for depth in range(1, deepest + 1)]
 
 
 def density_map(theme: Theme) -> LinearSegmentedColormap:
-    """Returns a colour map from the paper to a colour that no depth uses."""
+    """A colour map from the paper to one colour that is not one of the depths'."""
     return LinearSegmentedColormap.from_list("adaponder", [theme.paper, PALETTE[0 if theme == LIGHT else 3]])
 
 
 def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tuple[float, float]:
-    """Returns the limits of an axis of mean depths: ``margin`` around the values, within 1 … ``deepest``."""
+    """Limits of an axis of mean depths: ``margin`` around the values, within 1 … ``deepest``."""
     if deepest == 1:
         return 0.5, 1.5
     return max(1.0, low - margin), min(float(deepest), high + margin)
 
 
 def lightness(colour: Any) -> float:
-    """Returns the brightness of a colour in grey print, 0 … 1 (Rec. 709 weights, without gamma)."""
+    """Brightness of a colour in grey print, 0 … 1 (Rec. 709 weights, without gamma)."""
     red, green, blue = to_rgb(colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

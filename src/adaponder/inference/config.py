@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from adaponder.backbones.families import read_whole, rope_types
 from adaponder.errors import BackboneError, InputError, shown
+from adaponder.fields import fields_of, setting, violation
 from adaponder.inference.bodies.base import Body
 from adaponder.modeling import AdaPonderForCausalLM
 
@@ -22,42 +24,44 @@ FEW_LANES = 4
 class EngineConfig:
     """The options of an engine; ``None`` takes the default for the model and its device.
 
-    Attributes:
-        lanes: the maximum number of sequences on the device.
-        rows: rows of keys and values in the pools; by default as many as memory allows and the lanes can use.
-        chunk: the maximum number of prefill rows per tick.
-        tokens: the maximum length of a sequence; by default the backbone's number of positions.
-        max_iterations: the maximum depth of a token, for all requests.
-        share_prefixes: whether requests with a common prefix share its rows.
-        prefix_block: tokens per block of the prefix cache.
-        burst: the maximum number of ticks per launch while no prompt is prefilled.
-        late: whether the host processes the results of one launch while the next one runs; by default on a GPU.
-        expectation_top_k: the expected embedding uses only the k likeliest tokens, for methods that mix the vocabulary;
-            by default as the model was trained. This changes the model: see ``docs/design.md``.
-        body: ``fused`` or ``stock``; by default the faster one.
-        drafts: the maximum number of tokens of a sequence that are started before they are certain. The results are
-            the same; it spends rows to save ticks. On by default for engines with few lanes. See
-            :mod:`adaponder.inference.drafting`.
+    ``drafts`` and ``expectation_top_k`` are explained in :mod:`adaponder.inference.drafting` and ``docs/design.md``.
     """
 
-    lanes: int = 64
-    rows: int | None = None
-    chunk: int | None = None
-    tokens: int | None = None
-    max_iterations: int | None = None
-    share_prefixes: bool = True
-    prefix_block: int = 16
-    burst: int | None = None
-    late: bool | None = None
-    expectation_top_k: int | None = None
-    body: str | None = None
-    drafts: int | None = None
+    lanes: int = setting(64, "Maximum number of sequences on the device.", "[1, inf)")
+    rows: int | None = setting(
+        None, "Rows of keys and values in the pools; by default what memory allows and the lanes can use.", "[1, inf)"
+    )
+    chunk: int | None = setting(None, "Maximum number of prefill rows per tick.", "[1, inf)")
+    tokens: int | None = setting(
+        None, "Maximum length of a sequence; by default the backbone's number of positions.", "[2, inf)"
+    )
+    max_iterations: int | None = setting(None, "Maximum depth of a token, for all requests.", "[1, 1024]")
+    share_prefixes: bool = setting(True, "Whether requests with a common prefix share its rows.")
+    prefix_block: int = setting(16, "Tokens per block of the prefix cache.", "[1, inf)")
+    burst: int | None = setting(
+        None, "Maximum number of ticks per launch while no prompt is prefilled; 16 on a GPU, else 1.", "[1, inf)"
+    )
+    late: bool | None = setting(
+        None, "Whether the host processes one launch's results while the next one runs; by default on a GPU."
+    )
+    expectation_top_k: int | None = setting(
+        None,
+        "Expected embeddings use the k likeliest tokens only, which changes the model; by default as it was trained.",
+        "[1, inf)",
+    )
+    body: Literal["fused", "stock"] | None = setting(None, "Kernels of the backbone; by default the faster one.")
+    drafts: int | None = setting(
+        None,
+        "Maximum number of tokens of a sequence that are started before they are certain, which spends rows to save "
+        "ticks and changes no result; by default on for few lanes.",
+        "[0, inf)",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "rows", "chunk", "burst", "prefix_block", "tokens", "expectation_top_k"):
+        for name, field in fields_of(EngineConfig).items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InputError(f"{name}={shown(value)} must be a whole number of at least 1")
+            if problem := violation(field, value):
+                raise InputError(f"{name}={shown(value)} {problem}")
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,6 @@ def _window(drafts: int, method: str, width: int, passes: int) -> int:
 
     More than one draft per iteration after the first is useless: the first token of a full window has halted by then.
     """
-    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
-        raise InputError(f"drafts={drafts!r} must be a whole number, 0 for none")
     if not drafts:
         return 1
     if width > 1:

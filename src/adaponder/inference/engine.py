@@ -54,24 +54,9 @@ class Engine:
         rows = shape.default_rows(model, body) if self.config.rows is None else self.config.rows
         self.pages = Pages(rows // PAGE + 1, PAGE)
         self.prefixes = Prefixes(self.pages, self.config.prefix_block)
-        self.runner = Runner(
-            model,
-            body,
-            shape,
-            rows=self.pages.count * PAGE,
-            eos_ids=self.eos_ids,
-            top_k=self.config.expectation_top_k,
-        )
-        self.scheduler = Scheduler(
-            shape.lanes,
-            self.pages,
-            self.prefixes,
-            chunk=shape.chunk,
-            burst=shape.burst,
-            width=shape.width,
-            passes=shape.passes,
-            window=shape.window,
-        )
+        rows, top_k = self.pages.count * PAGE, self.config.expectation_top_k
+        self.runner = Runner(model, body, shape, rows=rows, eos_ids=self.eos_ids, top_k=top_k)
+        self.scheduler = Scheduler(shape, self.pages, self.prefixes)
         self.postprocessor = Postprocessor(self.runner, self.scheduler, self.prefixes, self.eos_ids)
         self.late = model.device.type == "cuda" if self.config.late is None else self.config.late
         # Rows of a token at full depth; rows that one request may use, beside those of launches in flight.

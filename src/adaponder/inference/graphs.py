@@ -74,6 +74,7 @@ class _TickGraph:
         self.lane = torch.full((size,), runner.lanes.padding, device=runner.device)
         self.tokens = runner.new_log(owner.ticks, size)
         # Two runs over padding rows compile kernels and show the shapes of a tick's extras.
+        extras = Extras()
         with _side_stream():
             for _ in range(2):
                 runner.lanes.books.tick.fill_(-1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaponder.inference.config import PAGE, EngineShape
 from adaponder.methods import State
 from adaponder.ops.lane_books import Books, resume_rows
 
@@ -17,6 +18,10 @@ class Lanes:
 
     Every tensor keeps its address, so that CUDA graphs can read and write it.
 
+    Args:
+        shape: the engine's sizes.
+        like: the method's state of one token, for shapes and dtypes.
+
     Attributes:
         books: where each lane is, and which rows it attends to.
         state: the method's state of each lane's current token, kept between iterations; with drafting, of every token
@@ -25,28 +30,17 @@ class Lanes:
         tokens: the maximum length of a sequence.
     """
 
-    def __init__(
-        self,
-        lanes: int,
-        *,
-        passes: int,
-        tokens: int,
-        width: int,
-        page_size: int,
-        rows_in_flight: int,
-        like: State,
-        window: int = 1,
-    ):
-        device, count, slots = like.input.device, lanes + 1, tokens * width
-        self.padding, self.tokens = lanes, tokens
+    def __init__(self, shape: EngineShape, like: State):
+        device, count, slots = like.input.device, shape.lanes + 1, shape.tokens * shape.width
+        self.padding, self.tokens = shape.lanes, shape.tokens
 
         def entries(*shape: int) -> Tensor:
             return torch.zeros(count, *shape, dtype=torch.int32 if shape else torch.long, device=device)
 
         # A finished lane may use rows_in_flight more rows before the host knows that it is finished.
-        pages = -(-(slots * passes + rows_in_flight) // page_size) + 1
+        pages = -(-(slots * shape.passes + shape.rows_in_flight) // PAGE) + 1
         self.books = Books(
-            index=entries(passes, slots).fill_(-1),
+            index=entries(shape.passes, slots).fill_(-1),
             token=entries(),
             place=entries(),
             iteration=entries(),
@@ -54,13 +48,13 @@ class Lanes:
             used=entries(),
             pages=entries(pages),
             tick=torch.zeros(1, dtype=torch.long, device=device),
-            page_size=page_size,
+            page_size=PAGE,
         )
 
         def empty(values: Tensor) -> Tensor:
-            return values.new_zeros(count * window, *values.shape[1:])
+            return values.new_zeros(count * shape.window, *values.shape[1:])
 
-        hidden = like.input.new_zeros(count * window, 1, like.input.shape[-1])
+        hidden = like.input.new_zeros(count * shape.window, 1, like.input.shape[-1])
         self.state = State(empty(like.input), hidden, tuple(empty(values) for values in like.carried))
 
     @property

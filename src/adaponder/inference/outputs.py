@@ -1,4 +1,4 @@
-"""What the engine returns: each token with the depth that made it, and completions made of them."""
+"""Defines the engine's results: tokens with their depths, completions and events."""
 
 from __future__ import annotations
 
@@ -14,16 +14,29 @@ TopTokens = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of the prompt as the tokens before it predicted it; the first one has no ``log_probability``."""
+
+    id: int
+    log_probability: float | None = None
+    top: TopTokens = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One generated token.
 
     Attributes:
         id: the token id.
-        depth: depth of the row that predicted it, which is that of the token before it.
-        log_probability: in the model's own distribution, before biases, penalties and temperature; ``None`` where it
-            was not asked for.
+        depth: the depth of the token before it, whose row predicted this one.
+        log_probability: by the model's own distribution, before biases, penalties and temperature; ``None`` unless the
+            request asks for it.
         top: the likeliest tokens of the same distribution.
-        gates: what the predicting row's gates said, iteration by iteration.
+        gates: the gates of the predicting row, by iteration.
         iteration_top: the likeliest tokens after each iteration of the predicting row.
     """
 
@@ -35,20 +48,7 @@ class Token:
     iteration_top: tuple[TopTokens, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them."""
-        return dataclasses.asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptToken:
-    """One token of the prompt as the tokens before it predicted it; the first one has no ``log_probability``."""
-
-    id: int
-    log_probability: float | None = None
-    top: TopTokens = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them."""
+        """Returns the fields for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -57,19 +57,18 @@ class Completion:
     """One sample of a request.
 
     Attributes:
-        request: what was asked.
-        sample: which of the request's samples, from 0.
+        request: the request.
+        sample: the number of the sample, from 0.
         prompt: token ids of the prompt.
-        tokens: the generated tokens; the one that stopped is the last.
+        tokens: the generated tokens; a stop token is the last.
         prompt_depths: depths of the prompt's tokens.
-        prompt_log_probabilities: one entry per token of the prompt, where they were asked for.
-        finish_reason: ``stop`` (an end-of-text or stop id), ``length``, ``cancelled`` or ``error``; ``None`` while it
-            goes on.
+        prompt_log_probabilities: one entry per token of the prompt, if the request asks for them.
+        finish_reason: ``stop`` (an end-of-text or stop id), ``length``, ``cancelled`` or ``error``; ``None`` until it
+            finishes.
         stop_id: the token id that stopped it.
-        error: what went wrong, in one line.
-        dropped_rows: rows that were computed of drafts that did not follow; no depth counts them.
-        cached_tokens: tokens of the prompt, from its first on, whose rows an earlier request had left: they were not
-            computed for this one.
+        error: the error in one line.
+        dropped_rows: rows computed for drafts that were wrong; no depth counts them.
+        cached_tokens: leading tokens of the prompt found in the prefix cache, which were not computed again.
     """
 
     request: Request
@@ -91,17 +90,17 @@ class Completion:
 
     @property
     def depths(self) -> list[int]:
-        """Depths of every token read: the prompt's and all generated ones but the last, which is not read."""
-        # A generated token's row is known from the token it predicted; the prompt's last row predicted the first one.
+        """Depths of every computed token: the prompt's, and all generated ones but the last, which is not computed."""
+        # The depth of a generated token is known from the token it predicted; the prompt's last predicted the first.
         return self.prompt_depths + [token.depth for token in self.tokens[1:]]
 
     @property
     def mean_depth(self) -> float:
-        """Mean depth of the tokens read; 0 where none was."""
+        """Mean depth of the computed tokens; 0 without any."""
         return sum(self.depths) / len(self.depths) if self.depths else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """What came out, as JSON can hold it; of the request only prompt and seed."""
+        """Returns the results for JSON; of the request only prompt and seed."""
         prompt = self.prompt_log_probabilities
         return {
             "prompt": self.prompt,
@@ -121,7 +120,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Event:
-    """One sample of a request got a ``token``, or has become a ``completion``."""
+    """A new ``token``, or the ``completion``, of one sample of a request."""
 
     request: int
     sample: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from adaponder.errors import InputError, shown
@@ -36,6 +36,7 @@ class Request(Sampling):
     """
 
     prompt: Sequence[int]
+    _: KW_ONLY
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_ids: Sequence[int] = ()
     policy: PolicyLike | None = None

@@ -70,17 +70,8 @@ class Runner(TickRunner):
         replayed: replays passes of the body as CUDA graphs, for ticks that cannot be one graph.
     """
 
-    def __init__(
-        self,
-        model: AdaPonderForCausalLM,
-        body: Body,
-        shape: EngineShape,
-        *,
-        rows: int,
-        eos_ids: frozenset[int],
-        top_k: int | None = None,
-    ):
-        super().__init__(model, body, shape, rows=rows, eos_ids=eos_ids, top_k=top_k)
+    def __init__(self, model: AdaPonderForCausalLM, body: Body, shape: EngineShape, **options: Any):
+        super().__init__(model, body, shape, **options)
         self.backbone_shape = shape_of(model.config.backbone_config)
         self.graphs: Graphs | None = None
         self.replayed: Body | None = None

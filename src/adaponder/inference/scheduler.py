@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from adaponder.inference.config import EngineShape
 from adaponder.inference.pages import Pages
 from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
@@ -58,14 +59,9 @@ class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
     Args:
-        lanes: the number of lanes.
+        shape: the engine's sizes.
         pages: the page allocator of the pools.
         prefixes: the prefix cache.
-        chunk: the maximum number of prefill rows per tick.
-        burst: the maximum number of ticks per launch while no prompt is prefilled.
-        width: slots, and rows per pass, of a token.
-        passes: the maximum number of passes per token.
-        window: tokens of a sequence in one tick; above 1 the engine drafts.
 
     Attributes:
         preemptions: the number of preemptions so far.
@@ -73,23 +69,11 @@ class Scheduler:
         tokens_reused: tokens found in the prefix cache so far.
     """
 
-    def __init__(
-        self,
-        lanes: int,
-        pages: Pages,
-        prefixes: Prefixes,
-        *,
-        chunk: int,
-        burst: int,
-        width: int,
-        passes: int,
-        window: int = 1,
-    ):
-        self.pages, self.prefixes, self.chunk, self.burst = pages, prefixes, chunk, burst
-        self.width, self.passes, self.window = width, passes, window
+    def __init__(self, shape: EngineShape, pages: Pages, prefixes: Prefixes):
+        self.shape, self.pages, self.prefixes, self.width = shape, pages, prefixes, shape.width
         self.waiting: deque[Sequence] = deque()
         self.resident: dict[int, Sequence] = {}
-        self._free_lanes = list(range(lanes - 1, -1, -1))
+        self._free_lanes = list(range(shape.lanes - 1, -1, -1))
         self._depths: dict[Hashable, tuple[int, int]] = {}
         self._paused = False
         self._freed: list[int] = []
@@ -163,7 +147,7 @@ class Scheduler:
         return total / count if count >= _ENOUGH else float(self._most_passes(sequence))
 
     def _most_passes(self, sequence: Sequence) -> int:
-        return min(self.passes, sequence.iterations)
+        return min(self.shape.passes, sequence.iterations)
 
     # --- schedule -----------------------------------------------------------------------------------------------
 
@@ -184,8 +168,8 @@ class Scheduler:
         for sequence in plan.decoding:
             sequence.kv.in_flight += plan.ticks * self.width
             # Each tick in flight may have advanced the sequence by a token beyond the last known one.
-            known, ahead = (len(sequence.tokens) - 1) * self.width, sequence.kv.in_flight + max(self.width, self.window)
-            plan.context = max(plan.context, known + ahead)
+            slots = (len(sequence.tokens) - 1) * self.width + sequence.kv.in_flight
+            plan.context = max(plan.context, slots + max(self.width, self.shape.window))
         self._unlaunched = plan.admitted if plan.empty else []
         if not plan.empty:
             plan.freed, self._freed = self._freed, []
@@ -255,15 +239,15 @@ class Scheduler:
             for sequence in self.resident.values()
             if sequence.state == PREFILLING
         )
-        share = min(1.0, tokens * self.width / self.chunk)
-        return max(1, round(self.burst * (1.0 - share)))
+        share = min(1.0, tokens * self.width / self.shape.chunk)
+        return max(1, round(self.shape.burst * (1.0 - share)))
 
     def _allocate_decode(self, sequence: Sequence, plan: Plan) -> bool:
         """Allocates pages for the rows that a sequence may use in this plan; False if there are none."""
         stream = sequence.kv.decode
         rows = sequence.kv.in_flight + plan.ticks * self.width
-        if self.window > 1:  # a tick may start one more token, and each token has rows for all passes
-            rows = min(rows + self.window - 1, sequence.num_remaining) * self.passes
+        if self.shape.window > 1:  # a tick may start one more token, and each token has rows for all passes
+            rows = min(rows + self.shape.window - 1, sequence.num_remaining) * self.shape.passes
         count = stream.pages_for(rows)
         if not count:
             return True
@@ -295,7 +279,7 @@ class Scheduler:
 
         A chunk never overtakes an earlier one of its sequence, whose rows it attends to.
         """
-        room = self.chunk
+        room = self.shape.chunk
         prefilling = [sequence for sequence in self.resident.values() if sequence.state == PREFILLING]
         for sequence in sorted(prefilling, key=_arrival):
             if sequence.lane is None:

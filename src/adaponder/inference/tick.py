@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import Column, Gate, pondered
 from adaponder.inference.bodies.base import Body, Pools
-from adaponder.inference.config import PAGE, EngineShape
+from adaponder.inference.config import EngineShape
 from adaponder.inference.drafting import Drafting
 from adaponder.inference.lanes import Lanes, join_states, resume_state, select_state, store_state
 from adaponder.inference.policies import LanePolicies
@@ -113,16 +113,7 @@ class TickRunner:
         self._all_active = torch.ones(pad_lanes(shape.lanes) * shape.window, 1, dtype=torch.bool, device=self.device)
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         example = TickRows(self, TickInput(zero, zero, zero, zero, zero[:, None], None), 1, ())
-        self.lanes = Lanes(
-            shape.lanes,
-            passes=shape.passes,
-            tokens=shape.tokens,
-            width=shape.width,
-            page_size=PAGE,
-            rows_in_flight=shape.rows_in_flight,
-            like=self.method.start(example, self.backbone.embed(zero[:, None])),
-            window=shape.window,
-        )
+        self.lanes = Lanes(shape, self.method.start(example, self.backbone.embed(zero[:, None])))
         self.drafts: Drafting | None = None
         if shape.window > 1:
             self.drafts = Drafting(self.lanes.books, size=shape.window, passes=self.passes, vanishes=self.vanishes)

@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import (
@@ -285,3 +283,65 @@ def test_a_cuda_graph_chooses_what_the_cpu_chooses(dtype: torch.dtype) -> None:
         assert expected.scores is not None
         assert chosen.scores.top_ids.tolist() == expected.scores.top_ids.tolist()
         torch.testing.assert_close(chosen.scores.log_probability.cpu(), expected.scores.log_probability)
+
+
+def draws(logits: Tensor, count: int, *, sample: int = 0, **fields: Any) -> Tensor:
+    """Tokens drawn at ``count`` positions from the same logits."""
+    state = SamplerState(1, logits.shape[-1])
+    asked = request(**fields)
+    state.set(0, asked, sample, [1])
+    lanes, position = torch.zeros(count, dtype=torch.long), torch.arange(count)
+    return state.choose(logits.expand(count, -1), lanes, position, Features.of(asked)).token
+
+
+def chi_square(tokens: Tensor, probability: Tensor) -> float:
+    """Pearson's statistic in standard deviations from its mean."""
+    observed = torch.bincount(tokens, minlength=len(probability)).double()
+    assert observed[probability == 0].sum() == 0
+    possible = probability > 0
+    expected = len(tokens) * probability[possible]
+    freedom = int(possible.sum()) - 1
+    statistic = float(((observed[possible] - expected) ** 2 / expected).sum())
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_draws_have_the_distribution_of_the_logits() -> None:
+    logits = noise(1)[0]
+    for fields in ({}, {"temperature": 2.5}, {"seed": 1 << 70}, {"seed": -1}):
+        tokens = draws(logits, 40_000, **fields)
+        expected = (logits / fields.get("temperature", 1.0)).softmax(-1)
+        assert abs(chi_square(tokens, expected)) < 4
+
+
+def test_rare_tokens_are_as_rare_as_they_should_be() -> None:
+    # One token takes nearly all; 1,999 others share 5 %, each 2.5e-5.
+    logits = torch.zeros(2000, dtype=torch.float64)
+    logits[17] = math.log(19 * 1999)
+    tokens = torch.cat([draws(logits, 1000, seed=seed) for seed in range(6)])
+    rare = tokens[tokens != 17]
+    assert abs(len(rare) - 300) < 4 * math.sqrt(300)
+    assert abs(float(rare.double().mean()) - 1000) < 4 * 2000 / math.sqrt(12 * len(rare))
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
+def test_seeds_and_samples_draw_independently(other: dict[str, int]) -> None:
+    logits = torch.zeros(8, dtype=torch.float64)
+    one, two = draws(logits, 20_000), draws(logits, 20_000, **other)
+    assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
+    # Neighbouring positions, too.
+    assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4
+
+
+def test_the_same_seed_draws_the_same_and_seeds_are_modulo_two_to_the_64th() -> None:
+    logits = noise(1)[0]
+    assert draws(logits, 50, seed=9).tolist() == draws(logits, 50, seed=9 + (1 << 64)).tolist()
+    assert draws(logits, 50, seed=9).tolist() != draws(logits, 50, seed=10).tolist()
+
+
+def test_the_sampler_itself_draws_only_what_hugging_face_leaves() -> None:
+    logits = noise(1, seed=4)[0]
+    warped = logits[None] / 2
+    for warper in (TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)):
+        warped = warper(None, warped)
+    tokens = draws(logits, 20_000, temperature=2, top_k=9, top_p=0.8, min_p=0.1)
+    assert abs(chi_square(tokens, warped[0].softmax(-1))) < 4

@@ -7,6 +7,7 @@ import torch
 
 from adaponder import FixedDepth
 from adaponder.inference import Request
+from adaponder.inference.config import EngineShape
 from adaponder.inference.pages import Pages
 from adaponder.inference.postprocess import Postprocessor
 from adaponder.inference.prefixes import Prefixes, Span
@@ -24,8 +25,9 @@ class StandIn:
     def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None, **shape):
         self.pages = Pages(rows // SIZE + 1, SIZE)
         self.prefixes = Prefixes(self.pages, block)
-        shape = {"width": 1, "passes": 3} | shape
-        self.scheduler = Scheduler(lanes, self.pages, self.prefixes, chunk=chunk, burst=burst, **shape)
+        sizes = {"iterations": 3, "tokens": 100, "width": 1, "passes": 3, "window": 1} | shape
+        shape = EngineShape(lanes=lanes, chunk=chunk, burst=burst, **sizes)
+        self.scheduler = Scheduler(shape, self.pages, self.prefixes)
         self.postprocessor = Postprocessor(self, self.scheduler, self.prefixes, frozenset())
         self.width, self.late, self.share, self.drafts = 1, late, share, None
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))

@@ -27,6 +27,7 @@ from adaponder.commands.options.training import (
     DemoOptions,
     PrepareOptions,
     RecipesOptions,
+    ReproduceOptions,
     SweepOptions,
     TrainOptions,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "PrepareOptions",
     "PuzzleOptions",
     "RecipesOptions",
+    "ReproduceOptions",
     "ServeBenchOptions",
     "ServeOptions",
     "SweepOptions",

@@ -131,3 +131,47 @@ class DemoOptions(Json):
         Sequence[str],
         Option(flags=("--set",), several=True, metavar="a.b=c", help="Change one field of cpu/demo."),
     ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(Device, Json):
+    """``adaponder reproduce``: one of ``claim``, ``following``, ``listed``, ``one`` and ``results``."""
+
+    claim: Annotated[
+        str | None, Option(argument=True, metavar="CLAIM", help="Which runs; --list shows the claims.")
+    ] = None
+    following: Annotated[bool, Option(flags=("--next",), help="The next runs of the whole queue, in its order.")] = (
+        False
+    )
+    listed: Annotated[bool, Option(flags=("--list",), help="Show runs, states and results; do nothing.")] = False
+    one: Annotated[str | None, Option(flags=("--run",), metavar="LABEL", help="One run, in this process.")] = None
+    results: Annotated[
+        bool,
+        Option(flags=("--results",), help="Write docs/results.md, its figures and README's table from the records."),
+    ] = False
+    seeds: Annotated[
+        Sequence[int],
+        Option(metavar="0,1,…", help="These seeds instead of the queue's.", read=values.numbers(least=0)),
+    ] = ()
+    minutes: Annotated[
+        float | None, Option(metavar="X", min=0.1, max=1e6, help="Start only what ends within so many minutes.")
+    ] = None
+    jobs: Annotated[
+        int,
+        Option(metavar="N", min=1, max=64, help="Runs that share the device; small models leave most of it idle."),
+    ] = 1
+    data: Annotated[Path | None, Option(metavar="DIR", help="Prepared text; default: the queue's.")] = None
+    queue: Annotated[
+        Path | None, Option(metavar="YAML", help="The queue; default: the checkout's experiments/queue.yaml.")
+    ] = None
+    records: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Where records are; default: beside the queue.", check=values.folder),
+    ] = None
+    runs: Annotated[Path, Option(metavar="DIR", help="Run folders and logs.", check=values.folder)] = Path(
+        "runs/reproduce"
+    )
+    commit: Annotated[
+        str | None, Option(metavar="NAME", help="The commit to name in records, where there is no git.")
+    ] = None
+    beside: Annotated[int, Option(min=0, hidden=True)] = 0

@@ -22,8 +22,6 @@ def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, posi
         positions: the number of positions.
         width: slots per token.
     """
-    if kind not in (None, "fused", "stock"):
-        raise InputError(f"body={kind!r} must be 'fused' or 'stock'")
     reasons = {body.__name__: body.unsupported(model.wrapped) for body in FUSED}
     for body in FUSED:
         if kind != "stock" and reasons[body.__name__] is None:

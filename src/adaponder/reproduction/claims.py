@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,29 +10,10 @@ from typing import Any
 
 from adaponder.errors import InputError
 from adaponder.files import read_yaml
-from experiments.evidence import Evidence
-from experiments.queue import Experiment
+from adaponder.reproduction.evidence import Evidence
+from adaponder.reproduction.queue import Experiment
 
 Test = Mapping[str, Any]
-BEFORE = "before any of its runs"
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """When the tests of a statement were committed.
-
-    Attributes:
-        date: the day.
-        when: relative to the records of its runs: ``before any of its runs``, ``after seed 0``, ``after all runs``, …
-    """
-
-    date: datetime.date
-    when: str
-
-    @property
-    def note(self) -> str:
-        """The words of the results page; empty where nobody could have looked."""
-        return "" if self.when == BEFORE else f"chosen after looking: {self.when}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +25,6 @@ class Statement:
         where: in the paper.
         says: what the paper says.
         paper: its numbers.
-        fixed: when the tests were committed.
         tests: what must hold, all of it.
     """
 
@@ -53,7 +32,6 @@ class Statement:
     where: str
     says: str
     paper: str
-    fixed: Fixed
     tests: Sequence[Test]
 
 
@@ -63,7 +41,6 @@ class Question:
 
     asks: str
     answer: str = ""
-    fixed: Fixed | None = None
     tests: Sequence[Test] = ()
     show: str | None = None
 
@@ -73,14 +50,14 @@ class Claims:
     """The content of the file.
 
     Attributes:
-        runs: the label, without seed, of a run of the queue by its alias; a list of labels stands for the best of them.
+        runs: the label, without seed, of a run of the queue by its alias.
         titles: what tables call a recipe, or a run by its alias.
         rows: lists of aliases by the name of the table that shows them.
         against: the run that all settings of a claim are held against, by the claim's name.
         paper: the paper's own rows, by the name of its table.
     """
 
-    runs: Mapping[str, Any]
+    runs: Mapping[str, str]
     titles: Mapping[str, str]
     rows: Mapping[str, Sequence[str]]
     against: Mapping[str, str]
@@ -105,8 +82,8 @@ def read_claims(path: Path) -> Claims:
             rows={name: raw[name] for name in _ROWS},
             against=raw["against"],
             paper={name: raw[f"paper-{name}"] for name in _PAPER},
-            statements=[Statement(**_dated(each)) for each in raw["statements"]],
-            questions=[Question(**_dated(each)) for each in raw.get("questions", [])],
+            statements=[Statement(**each) for each in raw["statements"]],
+            questions=[Question(**each) for each in raw.get("questions", [])],
         )
         named = {alias for rows in claims.rows.values() for alias in rows} | set(claims.against.values())
         if unknown := named - set(claims.runs):
@@ -114,10 +91,6 @@ def read_claims(path: Path) -> Claims:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: {type(error).__name__} {error}; see experiments/claims.yaml") from None
     return claims
-
-
-def _dated(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(raw) | ({"fixed": Fixed(**raw["fixed"])} if "fixed" in raw else {})
 
 
 def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:

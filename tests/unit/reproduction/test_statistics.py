@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from experiments.statistics import (
+from adaponder.reproduction.statistics import (
     FAILS,
     HOLDS,
     NOT_RUN,
