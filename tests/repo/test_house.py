@@ -48,7 +48,6 @@ ORDER = [
     "integrations",
     "serving",
     "bench",
-    "reproduction",
     "analysis",
     "commands",
     "cli",

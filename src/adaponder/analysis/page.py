@@ -84,7 +84,7 @@ say();
 
 
 def page(title: str, body: str, *, deepest: int) -> str:
-    """The whole document. ``title`` is text and is escaped; ``body`` is HTML."""
+    """Returns the whole document; ``title`` is text and is escaped, ``body`` is HTML."""
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(_SCRIPT)}'"
     return f"""<!doctype html>
 <html lang="en">
@@ -106,12 +106,12 @@ def page(title: str, body: str, *, deepest: int) -> str:
 
 
 def theme_button() -> str:
-    """The button that switches themes; hidden without scripts, where the page follows the system."""
+    """Returns the button that switches themes; without scripts it is hidden and the page follows the system."""
     return '<button id="theme" type="button" hidden>Dark page</button>'
 
 
 def both(light: bytes, dark: bytes, alt: str) -> str:
-    """A picture in its light and dark version; the page shows the one of its theme."""
+    """Returns a picture in a light and a dark version; the page shows the one of its theme."""
     images = ((light, "on-light"), (dark, "on-dark"))
     return "".join(
         f'<img class="{kind}" alt="{escape(alt)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
@@ -120,13 +120,13 @@ def both(light: bytes, dark: bytes, alt: str) -> str:
 
 
 def legend(deepest: int) -> str:
-    """The legend of background colours by depth."""
+    """Returns the legend of background colours by depth."""
     spans = "".join(f'<span class="d{depth}">{depth}</span>' for depth in range(1, deepest + 1))
     return f'<p class="legend">depth {spans}; <span class="target">the token in question</span></p>'
 
 
 def _styles(deepest: int) -> str:
-    """The style sheet; dark rules apply to screens only, not to print."""
+    """Returns the style sheet; dark rules apply to screens only, not to print."""
     follows, chosen = ':root:not([data-theme="light"])', ':root[data-theme="dark"]'
     dark = {
         root: f"{root} {{ {_colours(DARK, dark=True)} }} {root} {_SWAP.replace('ROOT', root)}"
@@ -154,7 +154,7 @@ def _colours(theme: Theme, *, dark: bool) -> str:
 
 
 def _depth(depth: int, deepest: int) -> str:
-    """The style rule of a depth, in the terminal's colours."""
+    """Returns the style rule of a depth, in the terminal's colours."""
     style = Style.parse(depth_style(depth, deepest))
     assert style.color is not None  # depth 1 and more have both
     assert style.bgcolor is not None

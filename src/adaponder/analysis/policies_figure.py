@@ -25,7 +25,7 @@ _STAR: dict[str, Any] = {"marker": "*", "markersize": 7.0, "linestyle": "none", 
 
 
 def flat(rows: Sequence[Entry]) -> pd.DataFrame:
-    """A table with one line per entry; intervals and lists get a column for each of their numbers."""
+    """Returns a table with one row per entry; intervals and lists get a column per number."""
     return pd.DataFrame([_flat(row) for row in rows])
 
 
@@ -42,10 +42,10 @@ def _flat(row: Entry) -> dict[str, Any]:
 
 
 def loss_against_compute(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
-    """Held-out loss over the budgets, against mean iterations and against true FLOPs: a panel for each rule.
+    """Draws held-out loss over the budgets, against mean depth and against true FLOPs: a panel for each policy.
 
-    A panel shows its rule beside the learned gate, all the others faintly behind them. The oracle, far below everybody,
-    is told in words: it would flatten the differences among the others.
+    A panel shows its policy and the learned gate, with the others faintly behind. The oracle, far below all of them,
+    is given in words: it would flatten the other differences.
     """
     with house(dark=dark) as theme:
         tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
@@ -77,7 +77,7 @@ def loss_against_compute(rows: Sequence[Entry], *, dark: bool = False) -> Figure
 
 
 def _kind(policy: str) -> str:
-    """The name of the rule without how its shares are kept; both ways share a panel."""
+    """Returns the name without ranked or thresholds; both share a panel."""
     return policy.removesuffix(", ranked").removesuffix(", thresholds")
 
 
@@ -110,21 +110,21 @@ def _only(panels: Sequence[Axes], count: int, columns: int) -> None:
 
 
 def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
-    """Limits of an axis of this field."""
+    """Returns the limits of an axis of this field."""
     low, high = _margin([row[field] for row in rows], 0.05)
     deepest = max(len(row["active"]) for row in rows)
     return depth_limits(low, high, deepest, margin=0.0) if field == "depth" else (low, high)
 
 
 def _margin(values: Sequence[float], share: float) -> tuple[float, float]:
-    """Limits of an axis: the range of ``values``, widened by ``share`` of it on both sides."""
+    """Returns the range of ``values``, widened by ``share`` of it on both sides."""
     low, high = min(values), max(values)
     more = share * (high - low) or 0.01 * abs(high) or 1e-3
     return low - more, high + more
 
 
 def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
-    """Each policy's loss minus the learned gate's at one budget, with the interval of the paired difference.
+    """Draws each policy's loss minus the learned gate's at one budget, with the interval of the paired difference.
 
     Values far outside the others (the oracle's) are arrows at the edge; numbers are printed beside the lines.
     """
@@ -154,7 +154,7 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
 
 
 def _promise(rows: Sequence[Entry], low: float, high: float) -> str:
-    """Explains the lines and arrows that are drawn."""
+    """Describes the lines and arrows that are drawn."""
     gaps = [row["difference"] for row in rows if row["difference"] is not None]
     lines = any(gap["interval"] is not None for gap in gaps)
     words = "line: 95 % of the paired difference" if lines else "too few documents or windows for a 95 % interval"
@@ -187,7 +187,7 @@ def _mark(axis: Axes, row: Entry, height: int, low: float, high: float, theme: T
 
 
 def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
-    """Share of tokens active at iteration 1 … K, one small panel for each policy."""
+    """Draws the share of tokens active at iteration 1 … K, one small panel per policy."""
     with house(dark=dark):
         shown = [row for row in rows if row["budget"] == budget and row["active"]]
         columns = min(5, len(shown))
@@ -211,18 +211,18 @@ def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False
         _only(panels, len(shown), columns)
         ahead = "" if all(row["causal"] for row in shown) else f"    (†{_AHEAD})"
         figure.supxlabel(f"iteration{ahead}", fontsize=8.0)
-        figure.supylabel(f"share of tokens read, tuned to mean depth {budget:.2f}", fontsize=8.0)
+        figure.supylabel(f"share of active tokens, tuned to mean depth {budget:.2f}", fontsize=8.0)
     return figure
 
 
 def frontier(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
-    """Held-out loss against mean iterations: budgets met by thresholds, and every token at one fixed depth."""
+    """Draws held-out loss against mean depth: budgets met by thresholds, and fixed depths."""
     with house(dark=dark) as theme:
         figure = new_figure(width=COLUMN * 1.5, height=3.0)
         axis = figure.subplots()
         met = sorted((row for row in rows if row["budget"] is not None), key=lambda row: row["depth"])
         fixed = sorted((row for row in rows if row["budget"] is None), key=lambda row: row["depth"])
-        for index, (points, label) in enumerate([(met, "learned gate, calibrated"), (fixed, "equally often")]):
+        for index, (points, label) in enumerate([(met, "learned gate, calibrated"), (fixed, "fixed depth")]):
             axis.plot(*_line(points), **series(index), label=label, clip_on=False)
         chosen = [row for row in met if row["policy"] == "a tau per iteration"]
         ring: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "linestyle": "none"}

@@ -1,4 +1,4 @@
-"""The figure of a sweep: loss against each setting and against requested and realised depth, from its records alone.
+"""The figure of a sweep: loss against each setting and against requested and realised depth, drawn from its records.
 
 ``sensitivity(json.loads(Path("sweep.json").read_text())["runs"])`` draws a sweep's figure again.
 """
@@ -67,7 +67,7 @@ class Point:
 
 
 def points(records: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """One point per setting of the sweep, in the order they were planned, with means over its seeds."""
+    """Returns one point per setting of the sweep, in planned order, with means over its seeds."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(repr(sorted(record["fields"].items())), []).append(record)
@@ -91,7 +91,7 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
 
 
 def _known(group: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """A value that all runs of a setting share: of a finished run, or else of one that has it; ``None`` if none has."""
+    """Returns a value that all runs of a setting share, preferably of a finished run; ``None`` if no run has it."""
     return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
 
 
@@ -102,12 +102,12 @@ def _spread(values: Sequence[float]) -> Spread | None:
 
 
 def symbol(field: str) -> str:
-    """The paper's letter for a field, or its name."""
+    """Returns the paper's letter for a field, or its name."""
     return _SYMBOLS.get(field, field.rpartition(".")[2].replace("_", " "))
 
 
 def text_of(value: Any) -> str:
-    """A value as one would type it."""
+    """Formats a value as it would be typed."""
     if isinstance(value, list):
         return ", ".join(map(text_of, value))
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
@@ -125,8 +125,8 @@ class Line(NamedTuple):
 
 
 def lines_of(settings: Sequence[Point]) -> list[Line]:
-    """The lines to draw. For a full grid, along its longest numeric axis, one for each setting of the other axes
-    (one per point where no axis is numeric). For settings varied one at a time, one along each axis."""
+    """Returns the lines to draw. For a full grid: along its longest numeric axis, one for each setting of the other
+    axes (one per point where no axis is numeric). For settings varied one at a time: one along each axis."""
     fields = list(settings[0].fields)
     values = {field: _distinct([point.fields[field] for point in settings]) for field in fields}
     if len(settings) < math.prod(map(len, values.values())):
@@ -137,7 +137,7 @@ def lines_of(settings: Sequence[Point]) -> list[Line]:
 
 
 def _along(axis: str, settings: Sequence[Point]) -> list[Line]:
-    """A line for each combination of the other axes' values."""
+    """Returns a line for each combination of the other axes' values."""
     groups: dict[str, list[Point]] = {}
     for point in settings:
         others = _setting({field: value for field, value in point.fields.items() if field != axis})
@@ -150,7 +150,7 @@ def _setting(fields: Mapping[str, Any]) -> str:
 
 
 def _ordered(group: Sequence[Point], axis: str) -> list[Point]:
-    """The points sorted by the axis's value where values are numbers, else as planned."""
+    """Sorts the points by the axis's value where values are numbers, else as planned."""
     numeric = all(_is_number(point.fields.get(axis)) for point in group)
     return sorted(group, key=lambda point: point.fields[axis]) if numeric else list(group)
 
@@ -171,7 +171,7 @@ def _is_number(value: Any) -> bool:
 
 
 def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
-    """The paper's sensitivity figure: validation loss against each setting, and against requested and realised depth.
+    """Draws the paper's sensitivity figure: validation loss against each setting, requested and realised depth.
 
     Means over seeds; bars are one standard deviation. Runs that failed or have not ended are counted below, not drawn.
     """
@@ -198,7 +198,7 @@ def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> 
 
 
 def _rows(knobs: Sequence[str], depths: Sequence[str]) -> list[Any]:
-    """The mosaic, six cells wide: one row for one knob; else knobs, at most three a row, above the depths."""
+    """Returns the mosaic, six cells wide: one row for one knob; else knobs, at most three a row, above the depths."""
     groups = [[*knobs, *depths]] if len(knobs) <= 1 else [*(knobs[i : i + 3] for i in range(0, len(knobs), 3)), depths]
     return [[name for name in group for _ in range(6 // len(group))] for group in groups]
 
@@ -244,7 +244,7 @@ def _draw_depth(panel: Axes, name: str, lines: Sequence[Line], theme: Theme) -> 
 
 
 def _base(lines: Sequence[Line]) -> Point | None:
-    """The unchanged recipe, where it was varied one axis at a time: the one point that is on every line."""
+    """Returns the unchanged recipe where axes were varied one at a time: the point on every line."""
     if len({line.axis for line in lines}) < 2:
         return None
     return next((point for point in lines[0].points if all(point in line.points for line in lines)), None)
@@ -295,7 +295,7 @@ def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Se
 
 
 def _at_least(span: float, low: float, high: float) -> tuple[float, float]:
-    """The range, widened about its middle to at least ``span``, so that tiny differences do not fill a panel."""
+    """Widens the range about its middle to at least ``span``, so that tiny differences do not fill a panel."""
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 

@@ -1,4 +1,4 @@
-"""Every figure looks alike: told apart without colour vision, readable in grey print, the same bytes when drawn again.
+"""The style of all figures: readable without colour vision and in grey print, the same bytes when drawn again.
 
 A figure is made inside ``with house():`` (``house(dark=True)`` for a dark page) and written by ``save``::
 
@@ -70,7 +70,7 @@ _COMMON = {
 
 
 class Theme(NamedTuple):
-    """What differs between white paper and a dark page. ``muted`` is for grids, guides and remarks."""
+    """Colours of a light or dark page; ``muted`` is for grids, guides and remarks."""
 
     paper: str
     ink: str
@@ -83,7 +83,7 @@ DARK = Theme(paper="#14171C", ink="#E8E8E8", muted="#A6A6A6", grid="#343A42")
 
 
 def rc_params(theme: Theme = LIGHT) -> dict[Any, Any]:
-    """The house style as matplotlib's own settings."""
+    """Returns the style as matplotlib settings."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "patch.edgecolor")
     return {
         **_COMMON,
@@ -96,24 +96,24 @@ def rc_params(theme: Theme = LIGHT) -> dict[Any, Any]:
 
 @contextmanager
 def house(*, dark: bool = False) -> Iterator[Theme]:
-    """A context in which matplotlib draws in the house style; yields its colours."""
+    """Context manager in which matplotlib draws in this style; yields its colours."""
     theme = DARK if dark else LIGHT
     with matplotlib.rc_context():
-        # From matplotlib's own defaults, so that nobody's matplotlibrc changes a figure.
+        # Start from matplotlib's own defaults, so that no matplotlibrc changes a figure.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(rc_params(theme))
         yield theme
 
 
 def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
-    """An empty figure, size in inches, that pyplot does not know: it needs no closing."""
+    """Returns an empty figure, size in inches, not registered with pyplot, so it needs no closing."""
     return Figure(figsize=(width, height))
 
 
 def series(index: int, of: int = len(PALETTE)) -> Mapping[str, Any]:
-    """Colour, marker and line style of series ``index`` of ``of``; colours are distinct within a figure.
+    """Returns colour, marker and line style of series ``index`` of ``of``; colours are distinct within a figure.
 
-    Markers and line styles tell neighbours apart in grey print too.
+    Markers and line styles separate neighbours in grey print too.
     """
     # More series than the palette has colours: they come in an order, so a ramp suits them.
     colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
@@ -127,33 +127,33 @@ def series(index: int, of: int = len(PALETTE)) -> Mapping[str, Any]:
 
 
 def depth_colour(depth: int, deepest: int) -> Colour:
-    """The background that ``terminal.depth_style`` gives a token of this depth, as matplotlib's (red, green, blue)."""
+    """Returns the background of ``terminal.depth_style`` at this depth as (red, green, blue)."""
     background = Style.parse(depth_style(depth, deepest)).bgcolor
     if background is None:
-        raise ValueError(f"depth {depth}: a token that was not read has no colour")
+        raise ValueError(f"depth {depth} has no colour; it must be at least 1")
     red, green, blue = background.get_truecolor().normalized
     return red, green, blue
 
 
 def depth_colours(deepest: int) -> list[Colour]:
-    """The colours of depths 1 … ``deepest``."""
+    """Returns the colours of depths 1 … ``deepest``."""
     return [depth_colour(depth, deepest) for depth in range(1, deepest + 1)]
 
 
 def density_map(theme: Theme) -> LinearSegmentedColormap:
-    """A colour map from the paper to one colour that is not one of the depths'."""
+    """Returns a colour map from the paper to a colour that no depth uses."""
     return LinearSegmentedColormap.from_list("adaponder", [theme.paper, PALETTE[0 if theme == LIGHT else 3]])
 
 
 def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tuple[float, float]:
-    """Limits of an axis of mean depths: ``margin`` around the values, within 1 … ``deepest``."""
+    """Returns the limits of an axis of mean depths: ``margin`` around the values, within 1 … ``deepest``."""
     if deepest == 1:
         return 0.5, 1.5
     return max(1.0, low - margin), min(float(deepest), high + margin)
 
 
 def lightness(colour: Any) -> float:
-    """Brightness of a colour in grey print, 0 … 1 (Rec. 709 weights, without gamma)."""
+    """Returns the brightness of a colour in grey print, 0 … 1 (Rec. 709 weights, without gamma)."""
     red, green, blue = to_rgb(colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

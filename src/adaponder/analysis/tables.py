@@ -12,19 +12,19 @@ from adaponder.analysis.trace import Trace
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation.summary import FEW, Interval, bootstrap
 
-# Of the interval of a group's mean: there are many groups, and two digits of its ends suffice.
+# For the interval of a group's mean: there are many groups, and two digits suffice.
 RESAMPLES = 500
 
 
 class Numbers(NamedTuple):
-    """Overall numbers of a trace, among them the four halting numbers, which differ in general.
+    """Overall numbers of a trace, including the four halting numbers, which differ in general.
 
     Attributes:
-        tokens, scored: predictions, and those of what is learned: losses are theirs alone, all else is of all.
-        bits_per_byte: of whole texts alone.
+        tokens, scored: predictions, and those of learned tokens, which losses are computed from.
+        bits_per_byte: for fully learned texts only.
         iterations: mean depth.
-        halted: share of tokens of less depth than was allowed.
-        gates_closed: share of (token, gate) pairs that the token did not pass; ``None`` without gates.
+        halted: share of tokens that halted before the maximum depth.
+        gates_closed: share of (token, gate) pairs at which the token is halted; ``None`` without gates.
         flops: per token, repeated context included.
         flops_ratio: to the stock decoder on the same tokens.
     """
@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
 
 
 def numbers(trace: Trace) -> Numbers:
-    """The overall numbers of ``trace``."""
+    """Returns the overall numbers of ``trace``."""
     about, depth, scored = trace.about, trace["depth"].astype(np.int64), trace.scored
     sums, counts = _per_document(scored["document"], scored["nll"], np.zeros(len(scored), np.int64), 1)
     size = about.utf8_bytes if len(scored) == len(trace) else 0
@@ -85,22 +85,22 @@ class Means(NamedTuple):
     high: np.ndarray
 
     def pick(self, rows: Any) -> Means:
-        """The groups at ``rows``: a slice, a mask or indices."""
+        """Returns the groups at ``rows``: a slice, a mask or indices."""
         return Means(*(part[rows] for part in self))
 
     @property
     def bars(self) -> np.ndarray:
-        """``[2, groups]``: distances from the mean to the interval's ends; NaN, which matplotlib skips, without one."""
+        """Returns ``[2, groups]``: distances from the mean to the interval's ends; NaN without an interval."""
         return np.maximum(np.stack([self.mean - self.low, self.high - self.mean]), 0.0)
 
     def frame(self, name: str) -> pd.DataFrame:
-        """A table in which the mean is called ``name``."""
+        """Returns a table in which the mean is called ``name``."""
         values = {"tokens": self.tokens, "share": self.share, name: self.mean}
         return pd.DataFrame(values | {"95% low": self.low, "95% high": self.high})
 
 
 def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> Means:
-    """The mean of ``values`` over the tokens of each label ``0 … groups - 1``."""
+    """Returns the mean of ``values`` over the tokens of each label ``0 … groups - 1``."""
     sums, counts = _per_document(trace["document"], values, labels, groups)
     tokens = counts.sum(axis=0)
     mean = np.full(groups, np.nan)
@@ -117,7 +117,7 @@ def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> 
 def _per_document(
     document: np.ndarray, values: np.ndarray, labels: np.ndarray, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[documents, groups]`` each: sums of ``values``, and their number."""
+    """Returns sums of ``values`` and their counts, each ``[documents, groups]``."""
     documents = int(document.max()) + 1
     index = document.astype(np.int64) * groups + labels
     sums = np.bincount(index, weights=values, minlength=documents * groups).reshape(documents, groups)
@@ -146,20 +146,20 @@ class Correlation(NamedTuple):
 
 
 def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float | None:
-    """The correlation of the mid-ranks of ``x`` and ``y``, each pair counted ``weights`` times."""
+    """Returns the correlation of the mid-ranks of ``x`` and ``y``, each pair counted ``weights`` times."""
     groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
     return _spearman(groups[0], groups[1], np.ones(len(x)) if weights is None else weights.astype(np.float64))
 
 
 def _spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float | None:
-    """:func:`spearman` of values replaced by their index among the distinct ones, so that resamples need no sorting."""
+    """Equals :func:`spearman` of values replaced by their index among distinct ones, so resamples need no sorting."""
     first, second = (_midranks(side, weights) for side in (x, y))
     spread = float(np.sqrt((weights * first**2).sum() * (weights * second**2).sum()))
     return float((weights * first * second).sum()) / spread if spread > 0 else None
 
 
 def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Ranks minus their mean; tied values share the middle rank."""
+    """Returns ranks minus their mean; tied values share the middle rank."""
     tied = np.bincount(groups, weights=weights)
     middle = np.cumsum(tied) - tied / 2
     # The mean of the mid-ranks is half the total, with or without ties.
@@ -167,7 +167,7 @@ def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
-    """Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
+    """Returns Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
     groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
     rho = _spearman(groups[0], groups[1], np.ones(len(x)))
     document = trace["document"]
@@ -190,13 +190,13 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
 
 
 def quantile_bins(values: np.ndarray, bins: int) -> np.ndarray:
-    """A bin index below ``bins`` per value: bins hold equally many values as far as ties allow, and none is empty."""
+    """Returns a bin index below ``bins`` per value; bins have equal counts as far as ties allow, and none is empty."""
     edges = np.unique(np.quantile(values, np.linspace(0, 1, bins + 1)[1:-1], method="lower"))
     return np.unique(np.searchsorted(edges, values, side="left"), return_inverse=True)[1]
 
 
 def geometric_bins(values: np.ndarray, base: int = 2) -> np.ndarray:
-    """``floor(log_base(value))`` of positive whole numbers, exactly: bin b holds ``base**b … base**(b+1) - 1``."""
+    """Equals ``floor(log_base(value))`` of positive whole numbers: bin b holds ``base**b … base**(b+1) - 1``."""
     edges, edge = [], base
     while edge <= values.max():
         edges.append(edge)

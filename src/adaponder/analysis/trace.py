@@ -1,4 +1,4 @@
-"""The trace of a text: a table with one line per prediction, from which all figures are drawn."""
+"""The trace of a text: a table with one row per prediction, from which all figures are drawn."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What decides which figures can be drawn; known before the text is scored.
+    """The facts that decide which figures can be drawn; known before the text is scored.
 
     Attributes:
-        deepest: the most iterations allowed: K, or ``--max-iterations``.
-        halts: whether the method can halt tokens at all.
+        deepest: maximum depth: K, or ``--max-iterations``.
+        halts: whether the method can halt tokens.
         gates: columns ``gate_1`` …; 0 where the method has none.
     """
 
@@ -67,13 +67,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class About(Kind):
-    """What was traced, and how.
+    """Description of a trace: checkpoint, policy, text, cost, versions.
 
     Attributes:
         iterations: K, of the model.
         tau: thresholds of the learned gate; ``None`` for other policies.
         utf8_bytes: of the text, 0 where unknown.
-        spent: what scoring it cost, by the meter (without gates that only the trace evaluates).
+        spent: cost of scoring by the meter (without gates that only the trace evaluates).
     """
 
     checkpoint: str
@@ -93,14 +93,14 @@ class About(Kind):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The table and what it describes.
+    """A trace: the table and its description.
 
     Columns: ``token`` and ``target`` are texts of a token and of the one predicted from it; ``depth`` is the token's
     number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
     values after iteration i (a halted token's no longer change); ``full_nll_i`` are losses when every token has full
     depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the token's frequency in this
-    text. ``learned`` is false where training does not learn the target: of conversations what others than the
-    assistant say, of puzzles what is given.
+    text. ``learned`` is false where training does not learn the target: other turns than the assistant's, the given
+    part of puzzles.
     """
 
     frame: pd.DataFrame
@@ -113,13 +113,13 @@ class Trace:
         return self.frame[column].to_numpy()
 
     def by_iteration(self, name: str) -> np.ndarray:
-        """``[n, iterations]``: the columns ``name_1``, ``name_2``, …"""
+        """Returns ``[n, iterations]``: the columns ``name_1``, ``name_2``, …"""
         count = self.about.gates if name == "gate" else self.about.deepest
         return self.frame[[f"{name}_{i}" for i in range(1, count + 1)]].to_numpy(np.float64)
 
     @property
     def scored(self) -> Trace:
-        """The predictions that losses are means of: those of what is learned, in most texts all."""
+        """Returns the predictions included in mean losses: those of learned tokens, in most texts all."""
         learned = self["learned"]
         return self if learned.all() else Trace(self.frame.loc[learned], self.about)
 
@@ -129,19 +129,19 @@ class Trace:
 
 
 def columns_of(about: About) -> list[str]:
-    """The columns of a trace of this kind."""
+    """Returns the columns of a trace of this kind."""
     numbered = [f"{name}_{i}" for name in ("nll", "full_nll", "entropy") for i in range(1, about.deepest + 1)]
     return [*FIXED, *_WORDS, *numbered, *(f"gate_{i}" for i in range(1, about.gates + 1))]
 
 
 def kind_of(model: AdaPonderForCausalLM, how: ScoringOptions) -> Kind:
-    """The kind of trace that scoring this model with ``how`` gives."""
+    """Returns the kind of trace that scoring this model with ``how`` gives."""
     deepest, method = how.max_iterations or model.config.iterations, model.method
     return Kind(model.config.method, deepest, method.halts, method.gates_asked(deepest))
 
 
 def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[ScoringOptions]:
-    """The scorings of the whole text that a trace is made of.
+    """Returns the scorings of the whole text that a trace is made of.
 
     A method that halts is scored with ``how`` and once more at full depth. One that never halts gives the loss of every
     depth in one scoring, except where one pass does all iterations (pause): it is scored once for each depth.
@@ -168,7 +168,7 @@ def make_trace(
 ) -> Trace:
     """Scores ``text`` and returns its trace; ``advance`` is called with numbers of predictions, for each scoring.
 
-    Finished portions are saved in ``journal``, and those that it has already are not scored again.
+    Finished portions are saved in ``journal``; those that it holds already are not scored again.
     """
     how = how or ScoringOptions()
     planned = planned_scorings(model, how)
@@ -177,13 +177,13 @@ def make_trace(
             model,
             text,
             windows,
-            how=one,
+            how=options,
             name=f"reading {number} of {len(planned)}",
             batch_size=batch_size,
             journal=journal,
             advance=advance,
         )
-        for number, one in enumerate(planned, 1)
+        for number, options in enumerate(planned, 1)
     ]
     own, blocks = _assembled(model, runs)
     frame = _words_and_places(text, windows)
@@ -200,9 +200,9 @@ def make_trace(
 
 
 def _assembled(model: AdaPonderForCausalLM, runs: list[Scores]) -> tuple[Scores, dict[str, np.ndarray]]:
-    """The scores with the requested options, and arrays ``[n, iterations]`` by name, from all scorings."""
+    """Returns the scores with the requested options, and arrays ``[n, iterations]`` by name, from all scorings."""
     own = runs[0] if model.method.halts else runs[-1]
-    assert own.nll_by_iteration is not None  # scored in detail
+    assert own.nll_by_iteration is not None  # detail=True
     assert own.entropy is not None
     blocks = {"nll": own.nll_by_iteration, "entropy": own.entropy}
     if len(runs) > 1 and not model.method.halts:
@@ -248,9 +248,9 @@ def _about(
 
 
 def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> dict[str, Any]:
-    """The meter's numbers without halted tokens' later gates, which were evaluated for the trace alone.
+    """Returns the meter's numbers without later gates of halted tokens, which only a trace evaluates.
 
-    Tokens per second are left out: most of the time went into each iteration's logits, which only a trace needs.
+    Tokens per second are left out: most of the time went into the logits of each iteration, which only a trace needs.
     """
     depths = torch.repeat_interleave(torch.arange(1, model.config.iterations + 1), torch.tensor(spent.histogram))
     needed = cost_of(depths[None], model.config, max_iterations=how.max_iterations, every_gate=how.execution == "dense")
@@ -261,7 +261,7 @@ def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> di
 
 
 def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
-    """Columns of a trace that need no model: tokens, positions, sources, frequencies."""
+    """Returns the columns of a trace that need no model: tokens, positions, sources, frequencies."""
     ids, codes, counts = np.unique(text.stream, return_inverse=True, return_counts=True)
     # The last token is predicted, but predicts nothing.
     counts[codes[-1]] -= 1
@@ -301,35 +301,35 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a Parquet file, checked by :func:`check`."""
+    """Reads a trace from a Parquet file and checks it."""
     try:
         with open_plain(path, InputError) as file:
             table = pq.read_table(file, read_dictionary=list(_WORDS))
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: not a Parquet file that can be read ({error})") from None
+        raise InputError(f"{path} is not a readable Parquet file ({error})") from None
     description = (table.schema.metadata or {}).get(_KEY)
     if description is None:
-        raise InputError(f"{path}: not a trace; adaponder analyze CKPT --data … --out DIR writes one")
+        raise InputError(f"{path} is not a trace; adaponder analyze CKPT --data … --out DIR writes one")
     about = parse_json(description, path, InputError)
     if wrong := set(about) ^ {field.name for field in fields(About)}:
-        raise InputError(f"{path}: written by another version ({', '.join(sorted(wrong))}); trace the checkpoint again")
+        raise InputError(
+            f"{path} was written by another version ({', '.join(sorted(wrong))}); trace the checkpoint again"
+        )
     about["tau"] = None if about["tau"] is None else tuple(about["tau"])
     return check(Trace(table.to_pandas(), About(**about)), str(path))
 
 
 def check(trace: Trace, where: str) -> Trace:
-    """``trace``; raises if columns are missing or values are impossible."""
+    """Returns ``trace``; raises if columns are missing or values are impossible."""
     if missing := [name for name in columns_of(trace.about) if name not in trace.frame]:
         raise InputError(f"{where}: columns {', '.join(missing)} are missing; trace the checkpoint again")
     if len(trace) == 0:
-        raise InputError(f"{where}: it has no prediction")
+        raise InputError(f"{where} has no predictions")
     if not trace["learned"].any():
-        raise InputError(f"{where}: nothing in it is learned, so there is nothing to score")
+        raise InputError(f"{where} has no learned tokens, so there is nothing to score")
     depth = trace["depth"]
     if depth.min() < 1 or depth.max() > trace.about.deepest:
-        raise InputError(
-            f"{where}: depths from {depth.min()} to {depth.max()}, possible are 1 to {trace.about.deepest}"
-        )
+        raise InputError(f"{where}: depths from {depth.min()} to {depth.max()} must be from 1 to {trace.about.deepest}")
     for name in ("nll", *(f"full_nll_{i}" for i in range(1, trace.about.deepest + 1))):
         if bad := int((~np.isfinite(trace[name])).sum()):
             raise InputError(f"{where}: {name} is not finite for {bad:,} predictions: the model diverged or overflowed")

@@ -1,25 +1,17 @@
-"""Commands that work through the paper's claims."""
+"""The name of a command that has left the package."""
 
 from __future__ import annotations
 
 import typer
 
 from adaponder.cli.app import app
-from adaponder.commands.options import ReproduceOptions
+from adaponder.errors import InputError
 
 
-@app.taking(ReproduceOptions)
-def reproduce(options: ReproduceOptions) -> None:
-    """Train the runs that a claim of the paper needs; one record each, what has one is skipped.
-
-    [dim]adaponder reproduce --list[/]
-
-    [dim]adaponder reproduce lr --seeds 0,1 --device cuda --jobs 3[/]
-
-    [dim]adaponder reproduce --next --minutes 25 --device cuda --jobs 3[/]
-
-    [dim]adaponder reproduce --results[/]
-    """
-    from adaponder.commands import reproduce as command
-
-    raise typer.Exit(command.run(options))
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def reproduce(context: typer.Context) -> None:
+    """Moved: run python -m experiments in a checkout (list, next, claim NAME, run LABEL, results, corpus)."""
+    raise InputError(
+        "adaponder reproduce has moved: in a checkout, run python -m experiments list, next, claim NAME, run LABEL "
+        "or results"
+    )

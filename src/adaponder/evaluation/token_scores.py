@@ -1,4 +1,4 @@
-"""A text scored token by token, and iteration by iteration; one that begins like an earlier one is read from there on.
+"""Scores a text token by token and iteration by iteration, reusing the longest common beginning of earlier texts.
 
 Equals one uncached forward over the whole text: depth, gates, and the loss and the likeliest tokens after each
 iteration of each token.
@@ -25,22 +25,22 @@ from adaponder.policies import FixedDepth, Policy, PolicyInput
 
 # Bounds the float32 copy of logits: about 40 MB.
 _CHUNK = 10_000_000
-# A kept text of which less would be left is copied, not cut: somebody may go on with it.
+# A cached text that would lose more than this share is copied, not cut: its client may continue with it.
 _SHARE_LEFT = 0.5
 _WORTH_COPYING = 32
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a text is read.
+    """How a text is scored.
 
     Attributes:
-        policy: who decides depth; ``None``: the method's own rule.
-        max_iterations: read each token at most this often.
-        depths: forced depth by slot; slots beyond the text are left alone.
-        top: so many likeliest tokens after each iteration.
-        seed: of policies that draw.
-        salt: texts go on from kept ones only within one salt.
+        policy: decides depth; ``None``: the method's own rule.
+        max_iterations: cap on the depth of every token.
+        depths: forced depth by slot; slots beyond the text are ignored.
+        top: number of likeliest tokens to return after each iteration.
+        seed: of random policies.
+        salt: cache namespace; texts are reused only within one salt.
     """
 
     policy: Policy | None = None
@@ -51,7 +51,7 @@ class Reading:
     salt: str = ""
 
     def at_full_depth(self, model: AdaPonderForCausalLM) -> Reading:
-        """The same text with every token read as often as is allowed."""
+        """Returns the same settings with every token at the maximum depth."""
         deepest = self.max_iterations or model.config.iterations
         policy = FixedDepth(deepest) if model.method.halts else None
         return Reading(policy, self.max_iterations, seed=self.seed, salt=self.salt)
@@ -59,16 +59,14 @@ class Reading:
 
 @dataclass
 class TokenScore:
-    """What reading one token said.
+    """The scores of one token.
 
     Attributes:
-        gates: what the policy was given as ``gate`` after each iteration that it was asked about.
+        gates: the policy's ``gate`` input after each iteration.
         nll: loss of the next token after each iteration, in nats.
-        top: the likeliest next tokens after each iteration, with their log-probabilities; as many as the last reading
-            that asked for any.
-        hidden: final-normed hidden state after each iteration: what another next token would be scored by.
-        notes: what users of the score have made of it and may want again, by name; where anything else of it changes
-            it is another score, without notes.
+        top: the likeliest next tokens after each iteration, with their log-probabilities.
+        hidden: final-normed hidden state after each iteration, to score another next token later.
+        notes: values that callers derive from the score and cache with it, by name; a changed score has none.
     """
 
     gates: list[float] = field(default_factory=list)
@@ -81,7 +79,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """A score for each of the text's ``tokens``; ``cached`` of them were kept from an earlier text.
+    """The score of each token of a text; ``cached`` of them come from an earlier text.
 
     The ``nll`` of the last one has no meaning: no token follows.
     """
@@ -95,13 +93,13 @@ class TokenScores:
 
     @property
     def nll(self) -> list[float]:
-        """Loss of each token from the second on."""
+        """Returns the loss of each token from the second on."""
         return [score.nll[-1] for score in self.tokens[:-1]]
 
 
 @dataclass(eq=False)
-class _Kept:
-    """A text that was scored: its tokens, their scores, and their keys and values."""
+class _CachedText:
+    """A scored text: its tokens, their scores, and their KV cache."""
 
     ids: list[int]
     scores: list[TokenScore]
@@ -110,7 +108,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Forced(Policy):
-    """Depths of some slots are said; the others are left to ``rule``."""
+    """Forces the depths of some slots and leaves the others to ``rule``."""
 
     rule: Policy
     depths: Tensor
@@ -131,31 +129,31 @@ class _Forced(Policy):
 
 
 class TokenScorer:
-    """Scores texts with one model, and keeps the rows of the last ones; one thread at a time uses it.
+    """Scores texts with one model and caches the KV rows of the latest ones; not thread-safe.
 
     Args:
-        model: in evaluation mode, and one that an engine takes: the state of a halted token stays (``reuse="state"``).
-        kept: texts whose rows are kept, at most.
-        kept_bytes: keys and values of kept texts, at most.
+        model: in evaluation mode, with ``reuse="state"``.
+        kept: maximum number of cached texts.
+        kept_bytes: maximum bytes of their keys and values.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, *, kept: int = 16, kept_bytes: int = 1 << 28):
         self.model = model
         self._most, self._most_bytes = kept, kept_bytes
-        self._kept: OrderedDict[int, tuple[Hashable, _Kept]] = OrderedDict()
+        self._cache: OrderedDict[int, tuple[Hashable, _CachedText]] = OrderedDict()
         self._numbers = 0
 
     def forget(self) -> None:
-        """Lets all kept texts go."""
-        self._kept.clear()
+        """Clears the cache."""
+        self._cache.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that are kept."""
-        return sum(entry.ledger.nbytes for _, entry in self._kept.values())
+        """Returns the bytes of cached keys and values."""
+        return sum(entry.ledger.nbytes for _, entry in self._cache.values())
 
     def score(self, ids: Sequence[int], how: Reading) -> TokenScores:
-        """The scores of a text of at least one token; raises :class:`InputError` where it cannot be read so."""
+        """Scores a text of at least one token; raises :class:`InputError` for invalid ids or settings."""
         parts = self.in_parts(ids, how, len(ids))
         while True:
             try:
@@ -164,11 +162,11 @@ class TokenScorer:
                 return end.value
 
     def in_parts(self, ids: Sequence[int], how: Reading, size: int) -> Generator[None, None, TokenScores]:
-        """Returns what :meth:`score` does, and yields after each ``size`` tokens that were read.
+        """Returns what :meth:`score` does, and yields after each ``size`` tokens.
 
-        Other texts may be scored in between. What was read is kept, even if nobody goes on.
+        Other texts may be scored in between. Scored tokens are cached even if the generator is abandoned.
         """
-        ids = [int(one) for one in ids]
+        ids = [int(token) for token in ids]
         self._check(ids, how)
         rule = how.policy or self.model.method.default_policy(training=False)
         decides = prefix_key(rule, how.seed)
@@ -176,7 +174,7 @@ class TokenScorer:
         key = None if decides is None else (how.salt, decides, how.max_iterations, depths)
         number, entry, common = self._find(key, ids)
         if entry is not None and common == len(ids):
-            self._kept.move_to_end(number)
+            self._cache.move_to_end(number)
             scores = entry.scores[: len(ids)]
             self._name_likeliest(scores, how.top)
             return TokenScores(scores, len(ids))
@@ -194,7 +192,7 @@ class TokenScorer:
         finally:
             if key is not None and entry.ids:
                 self._numbers += 1
-                self._kept[self._numbers] = (key, entry)
+                self._cache[self._numbers] = (key, entry)
                 self._make_room()
         scores = list(entry.scores)
         self._name_likeliest(scores, how.top)
@@ -203,27 +201,27 @@ class TokenScorer:
     def _check(self, ids: list[int], how: Reading) -> None:
         config = self.model.config
         if not ids:
-            raise InputError("prompt: it is empty; give at least one token")
+            raise InputError("prompt is empty; pass at least one token")
         limit = config.max_position_embeddings
         if limit is not None and len(ids) > limit:
-            raise InputError(f"prompt: it has {len(ids)} tokens, the backbone's positions end at {limit}; shorten it")
+            raise InputError(f"prompt has {len(ids)} tokens, the backbone has {limit} positions; shorten it")
         last = config.vocab_size - 1
         if min(ids) < 0 or max(ids) > last:
-            wrong = next(one for one in ids if not 0 <= one <= last)
-            raise InputError(f"prompt: {wrong} is no token id; they go from 0 to {last}")
+            wrong = next(token for token in ids if not 0 <= token <= last)
+            raise InputError(f"prompt: token id {wrong} must be from 0 to {last}")
         most = config.iterations
         for slot, depth in (how.depths or {}).items():
             if slot < 0 or not 1 <= depth <= most:
-                raise InputError(f"depths[{slot}]={depth}: from 1 to {most}")
+                raise InputError(f"depths[{slot}]={depth} must be from 1 to {most}")
         if how.depths and not self.model.method.halts:
-            raise InputError("depths: this model reads every token equally often; use max_iterations to read less")
+            raise InputError("depths: this model gives every token the same depth; use max_iterations to reduce it")
 
     # --- kept texts ---------------------------------------------------------------------------------------------
 
-    def _find(self, key: Hashable | None, ids: list[int]) -> tuple[int, _Kept | None, int]:
-        """The kept text that begins most like this one, and how many tokens they have in common."""
-        best: tuple[int, _Kept | None, int] = (0, None, 0)
-        for number, (other, entry) in self._kept.items():
+    def _find(self, key: Hashable | None, ids: list[int]) -> tuple[int, _CachedText | None, int]:
+        """Returns the cached text with the longest common beginning, and its length."""
+        best: tuple[int, _CachedText | None, int] = (0, None, 0)
+        for number, (other, entry) in self._cache.items():
             if other != key:
                 continue
             common = _common(ids, entry.ids)
@@ -231,27 +229,27 @@ class TokenScorer:
                 best = number, entry, common
         return best
 
-    def _cut(self, number: int, entry: _Kept | None, common: int, max_iterations: int | None) -> _Kept:
-        """What is left of a kept text to go on from: its first ``common`` tokens."""
+    def _cut(self, number: int, entry: _CachedText | None, common: int, max_iterations: int | None) -> _CachedText:
+        """Returns the first ``common`` tokens of a cached text to continue from."""
         cut = common < _SHARE_LEFT * len(entry.ids) if entry is not None else True
         if entry is None or (cut and common < _WORTH_COPYING):
-            return _Kept([], [], self.model.new_ledger(max_iterations))
+            return _CachedText([], [], self.model.new_ledger(max_iterations))
         if cut:
-            entry = _Kept(list(entry.ids), list(entry.scores), copy.deepcopy(entry.ledger))
+            entry = _CachedText(list(entry.ids), list(entry.scores), copy.deepcopy(entry.ledger))
         else:
-            del self._kept[number]
+            del self._cache[number]
         entry.ledger.crop(common - entry.ledger.get_seq_length())
-        return _Kept(entry.ids[:common], entry.scores[:common], entry.ledger)
+        return _CachedText(entry.ids[:common], entry.scores[:common], entry.ledger)
 
     def _make_room(self) -> None:
-        while len(self._kept) > self._most or (self._kept and self.nbytes > self._most_bytes):
-            self._kept.popitem(last=False)
+        while len(self._cache) > self._most or (self._cache and self.nbytes > self._most_bytes):
+            self._cache.popitem(last=False)
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _followed_by(self, score: TokenScore, token: int) -> TokenScore:
-        """The score where another token is next."""
+        """Returns the score with another next token."""
         log_p = self._log_probabilities(torch.stack(score.hidden))
         return replace(score, nll=(-log_p[:, token]).tolist())
 
@@ -260,7 +258,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def _name_likeliest(self, scores: list[TokenScore], top: int) -> None:
-        """Gives each score the ``top`` likeliest tokens after each iteration, unless it has just so many."""
+        """Adds the ``top`` likeliest tokens after each iteration to scores that lack them."""
         top = min(top, self.model.config.vocab_size)
         lacking = [score for score in scores if top and not (score.top and len(score.top[0]) == top)]
         states = [(score, state) for score in lacking for state in score.hidden]
@@ -281,7 +279,7 @@ class TokenScorer:
     def _read(
         self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy
     ) -> list[TokenScore]:
-        """What the tokens from ``past`` to ``end`` say; those before have rows in the ledger."""
+        """Scores the tokens from ``past`` to ``end``; earlier ones have rows in the ledger."""
         model, device = self.model, self.model.device
         scores = [TokenScore() for _ in ids[past:end]]
         targets = torch.tensor([*ids, 0][past + 1 : end + 1], device=device)
@@ -313,7 +311,7 @@ class TokenScorer:
         return scores
 
     def _note(self, iteration: Iteration, active: Tensor, targets: Tensor, scores: list[TokenScore], top: int) -> None:
-        """Writes down what an iteration says of its active tokens."""
+        """Records gates, losses and likeliest tokens of the active tokens of an iteration."""
         size = self._states_at_once
         numbers = active.tolist()
         if iteration.gate is not None:
@@ -325,7 +323,7 @@ class TokenScorer:
             log_p = self._log_probabilities(hidden)
             losses = -log_p.gather(-1, targets[some, None])[:, 0]
             if not bool(losses.isfinite().all()):
-                raise EvaluationError("prompt: the model's loss is not finite: its weights overflow in this precision")
+                raise EvaluationError("prompt: the loss is not finite; the weights overflow in this precision")
             for number, loss, state in zip(numbers[start : start + size], losses.tolist(), hidden, strict=True):
                 scores[number].nll.append(loss)
                 scores[number].hidden.append(state)
@@ -335,13 +333,13 @@ class TokenScorer:
 
 
 def _likeliest(log_p: Tensor, top: int) -> list[list[tuple[int, float]]]:
-    """The ``top`` likeliest tokens of each distribution and their log-probabilities."""
+    """Returns the ``top`` likeliest tokens of each distribution and their log-probabilities."""
     values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
     return [list(zip(*one, strict=True)) for one in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens, from the first on, are the same."""
+    """Returns the length of the common beginning."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length

@@ -51,6 +51,7 @@ def train(
     allow_changes: bool = False,
     wandb: str | None = None,
     quiet: bool = False,
+    trainer_class: type[Trainer] = Trainer,
 ) -> Outcome:
     """Trains ``recipe`` in folder ``out``.
 
@@ -58,7 +59,7 @@ def train(
     starts, and leaves a finished run as it is (see :func:`is_finished`); a path goes on from that checkpoint and no
     other. ``weights_only`` takes a checkpoint's weights and starts step 0 with them. ``allow_changes`` lets a resumed
     run differ from what its checkpoint was trained with. ``wandb`` names a Weights & Biases project to log to
-    as well.
+    as well. ``trainer_class`` takes the steps; a subclass may do more around each of them.
     """
     config_of(recipe)  # raises where no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
@@ -75,7 +76,7 @@ def train(
                 recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
             )
             # What it refuses leaves the folder empty, so that the same command can be put right.
-            trainer = Trainer(
+            trainer = trainer_class(
                 recipe=recipe,
                 run=out,
                 world=world,

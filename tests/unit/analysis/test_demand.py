@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.analysis.demand import measure_demand
-from adaponder.analysis.demand_figure import demand
-from adaponder.commands.measures import measuring
 from adaponder.data.generated import PUZZLES, needed
 from adaponder.data.prepare import prepare
 from adaponder.data.symbols import END_ID, ids_of
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_text, open_vocabulary
+from experiments.demand_figure import demand
+from experiments.measures import measuring
 from support import FAMILIES, stir
 
 K = 3

@@ -59,7 +59,7 @@ def test_a_trace_of_a_conversation_has_the_loss_of_what_is_learned_of_it():
     trace = make_trace(model, talk, WINDOWS, checkpoint="tiny", data="random")
     assert trace.loss == pytest.approx(score(model, talk, WINDOWS).loss, rel=1e-9)
     assert (trace["learned"] == learned).all()
-    with pytest.raises(InputError, match="nothing in it is learned"):
+    with pytest.raises(InputError, match="learned"):
         make_trace(model, replace(talk, learned=learned & False), WINDOWS, checkpoint="tiny", data="random")
 
 
@@ -164,9 +164,9 @@ def _spoilt(trace: Trace, **columns) -> Trace:
     [
         (lambda t: Trace(t.frame.drop(columns=["gate_2", "rank"]), t.about), "rank, gate_2 are missing"),
         (lambda t: _spoilt(t, depth=9), "depths from 9 to 9"),
-        (lambda t: _spoilt(t, depth=0), "possible are 1 to 4"),
+        (lambda t: _spoilt(t, depth=0), "must be from 1 to 4"),
         (lambda t: _spoilt(t, full_nll_2=np.nan), "full_nll_2 is not finite for 20"),
-        (lambda t: Trace(t.frame.iloc[:0], t.about), "no prediction"),
+        (lambda t: Trace(t.frame.iloc[:0], t.about), "no predictions"),
     ],
 )
 def test_a_table_that_cannot_be_a_trace_is_refused_by_name(tmp_path, spoil, word):
@@ -177,14 +177,14 @@ def test_a_table_that_cannot_be_a_trace_is_refused_by_name(tmp_path, spoil, word
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
     (tmp_path / "a.parquet").write_text("not Parquet")
-    with pytest.raises(InputError, match="not a Parquet file"):
+    with pytest.raises(InputError, match="Parquet"):
         read_trace(tmp_path / "a.parquet")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "b.parquet")
-    with pytest.raises(InputError, match="not a trace"):
+    with pytest.raises(InputError, match="analyze CKPT"):
         read_trace(tmp_path / "b.parquet")
     table = pq.read_table(tmp_path / "b.parquet").replace_schema_metadata({b"adaponder.trace": b'{"tau": null}'})
     pq.write_table(table, tmp_path / "c.parquet")
-    with pytest.raises(InputError, match="another version"):
+    with pytest.raises(InputError, match="version"):
         read_trace(tmp_path / "c.parquet")
 
 
@@ -192,11 +192,11 @@ def test_a_model_that_overflowed_is_told_so():
     model = tiny("ponder")
     with torch.no_grad():
         next(iter(model.backbone.parameters())).fill_(float("nan"))
-    with pytest.raises(EvaluationError, match="the loss of prediction 0 is not finite"):
+    with pytest.raises(EvaluationError, match="prediction 0"):
         traced(model)
     # One that was written down by somebody else.
     trace = traced(tiny("ponder"))
-    with pytest.raises(InputError, match="full_nll_1 is not finite for 40 predictions"):
+    with pytest.raises(InputError, match="full_nll_1"):
         check(Trace(trace.frame.assign(full_nll_1=np.nan), trace.about), "the trace")
 
 

@@ -23,7 +23,7 @@ from adaponder.data.hops import BAR, STOP, Hops
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe
-from adaponder.reproduction.queue import identity, read_queue
+from experiments.queue import identity, read_queue
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = adaponder.sample_path()

@@ -20,7 +20,6 @@ from adaponder.commands import (
     generate,
     policies,
     recipes,
-    reproduce,
     serve,
     train,
 )
@@ -34,7 +33,7 @@ PATHS = WORDS[3:]
 VALUES = {"N": NUMBERS, "X": NUMBERS, "DIR": PATHS, "PATH": PATHS}
 
 
-CONVERT, READ_QUEUE = convert.convert, reproduce.read_queue
+CONVERT = convert.convert
 
 
 class StartedError(Exception):
@@ -74,11 +73,7 @@ def no_work(monkeypatch, place, parser):
     def start(*args, **options):
         raise StartedError
 
-    def read(path):
-        return READ_QUEUE(path) if path.name != "queue.yaml" else start()
-
     real = subjects.load
-    monkeypatch.setattr(reproduce, "read_queue", read)
     monkeypatch.setattr(subjects, "load", load)
     monkeypatch.setattr(generate, "load", load)
     monkeypatch.setattr("adaponder.conversion.open.load", load)
@@ -114,7 +109,7 @@ BASE = {
     "sweep": ("cpu/demo", "--grid", "train.k_max=0.1,0.2", "--dry-run"),
     "recipes": (),
     "demo": (),
-    "reproduce": ("--list",),
+    "reproduce": (),
     "eval": ("ada", "--data", "text.txt"),
     "compare": ("ada", "ada", "--data", "text.txt"),
     "policies": ("ada", "--data", "text.txt", "--window", "16"),
@@ -179,7 +174,6 @@ def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser,
 @pytest.mark.parametrize("words", [words for words in BASE if not words.startswith(("bench", "demo"))])
 def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
     monkeypatch.setattr(convert, "convert", CONVERT)
-    monkeypatch.setattr(reproduce, "read_queue", READ_QUEUE)
     for value in WORDS:
         code, error = end(capsys, monkeypatch, [*words.split(), value, *BASE[words][1:]])
         judge(code, error, f"{words} {value[:40]!r}")

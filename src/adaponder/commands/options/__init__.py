@@ -27,7 +27,6 @@ from adaponder.commands.options.training import (
     DemoOptions,
     PrepareOptions,
     RecipesOptions,
-    ReproduceOptions,
     SweepOptions,
     TrainOptions,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "PrepareOptions",
     "PuzzleOptions",
     "RecipesOptions",
-    "ReproduceOptions",
     "ServeBenchOptions",
     "ServeOptions",
     "SweepOptions",

@@ -1,4 +1,4 @@
-"""lm-eval's model interface over a checkpoint; an answer depends on its request alone, not on its batch or order.
+"""lm-eval's model interface over a checkpoint; an answer does not depend on batch size or request order.
 
 Requests are encoded, cut and scored as lm-eval's own ``hf`` model does, so a vanilla checkpoint gets the same scores,
 item by item. Tokens have adaptive depth, halted ones are skipped, and the cost is counted for each task.
@@ -43,12 +43,12 @@ class HarnessLM(TemplateLM):
         model: in evaluation mode, on its device.
         tokenizer: its own.
         batch_size: texts per forward; changes speed and rounding only.
-        how: policy, most iterations, and the seed of sampling.
+        how: policy, maximum iterations, and the seed of sampling.
         counting: ``with counting(task, texts) as advance`` shows progress; :func:`adaponder.terminal.counting`.
 
     Attributes:
-        meters: cost so far by task name, of every real token, prompts included. Not counted: padding, and what a
-            sequence that has stopped generates until its batch is done.
+        meters: cost by task name, of every real token, prompts included. Padding, and tokens generated after a
+            sequence has stopped, are not counted.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class HarnessLM(TemplateLM):
     ):
         super().__init__()
         if batch_size < 1:
-            raise InputError(f"--batch-size {batch_size}: at least 1")
+            raise InputError(f"--batch-size {batch_size} must be at least 1")
         if len(tokenizer) > model.config.vocab_size:
             raise InputError(
-                f"--tokenizer: it has {len(tokenizer)} tokens, the model {model.config.vocab_size}: "
-                "name the one that the checkpoint was trained with"
+                f"--tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}; "
+                "pass the one that the checkpoint was trained with"
             )
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise InputError("--tokenizer: it has neither a start nor an end token, and one must stand before a text")
+            raise InputError("--tokenizer has neither a start nor an end token; one must precede every text")
         self.model, self.batch_size, self.how = model, batch_size, how or ScoringOptions()
         model.check_policy(self.how.policy)
         self.tokenizer: Any = tokenizer
@@ -87,7 +87,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that a text without context is conditioned on: the start token, else the end token."""
+        """Returns the token that a text without context is conditioned on: the start token, else the end token."""
         start = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if start is None else start
 
@@ -100,13 +100,13 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text; no start token is added if the text begins with one."""
+        """Returns the tokens of a text; no start token is added if the text begins with one."""
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
             add_special_tokens = False
         return self.tokenizer.encode(string, **_special(add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A task's messages as the tokenizer's own template writes them."""
+        """Formats a task's messages with the tokenizer's own template."""
         return chat_text("--apply_chat_template", self.tokenizer, chat_history, answers=add_generation_prompt)
 
     # --- log-likelihood -----------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class HarnessLM(TemplateLM):
         return self._by_task(requests, self._roll)
 
     def _roll(self, requests: list[Instance]) -> list[float]:
-        """The log-likelihood of each text, in disjoint windows that are each conditioned on the one token before."""
+        """Returns the log-likelihood of each text, in disjoint windows, each conditioned on the token before it."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             parts = get_rolling_token_windows(
@@ -146,10 +146,10 @@ class HarnessLM(TemplateLM):
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise InputError(
-                    f"{self._task}: a continuation of {len(continuation)} tokens cannot be scored by a model of "
+                    f"{self._task}: a continuation of {len(continuation)} tokens cannot be scored with "
                     f"{self.max_length} positions"
                 )
-            # lm-eval moves spaces at a context's end into the continuation, so one of spaces alone comes here empty.
+            # lm-eval moves trailing spaces of a context into the continuation, so a context of spaces is empty here.
             before = context or [self.prefix_token_id]
             # Texts that are too long lose their beginning; the last token is only predicted.
             texts.setdefault(tuple((before + continuation[:-1])[-self.max_length :]), []).append(index)
@@ -166,7 +166,7 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Log-likelihood of each continuation at the end of its text, and whether greedy decoding would generate it."""
+        """Returns the log-likelihood of each continuation at the end of its text, and whether it is the greedy one."""
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
@@ -202,8 +202,8 @@ class HarnessLM(TemplateLM):
             settings = generation_settings(requests[group[0]].args[1], self.tokenizer)
             if settings.max_new_tokens >= self.max_length:
                 raise InputError(
-                    f"{self._task}: {settings.max_new_tokens} tokens are to be generated, and the model's "
-                    f"{self.max_length} positions leave no room for a prompt"
+                    f"{self._task}: generating {settings.max_new_tokens} tokens leaves no room for a prompt in "
+                    f"{self.max_length} positions"
                 )
             prompts = {index: self._prompt(requests[index].args[0], settings) for index in group}
             generate = self._sampled if settings.sampled else self._greedy
@@ -213,7 +213,7 @@ class HarnessLM(TemplateLM):
         return answers
 
     def _prompt(self, text: str, settings: GenerationSettings) -> tuple[int, ...]:
-        """The prompt's tokens; a prompt that leaves no room for the answer loses its beginning."""
+        """Returns the tokens of a prompt; one that leaves no room for the answer is truncated on the left."""
         start = self.tokenizer.bos_token
         spelled = isinstance(start, str) and text.startswith(start)
         tokens = self.tokenizer.encode(text, **_special(False if spelled else None)) or [self.prefix_token_id]
@@ -224,7 +224,7 @@ class HarnessLM(TemplateLM):
             yield from zip(batch, self._generate([prompts[index] for index in batch], settings), strict=True)
 
     def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: GenerationSettings) -> Iterator[tuple[int, str]]:
-        """Samples one prompt at a time with a seed of its own, so that answers do not depend on other requests."""
+        """Samples one prompt at a time with its own seed, so that answers do not depend on other requests."""
         repetitions: Counter[tuple[int, ...]] = Counter()
         devices = [self.device] if self.device.type == "cuda" else []
         with self._counting(self._task, len(prompts)) as advance:
@@ -266,7 +266,7 @@ class HarnessLM(TemplateLM):
     # --- what it costs ------------------------------------------------------------------------------------------
 
     def _by_task(self, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]) -> list[Any]:
-        """Answers in the order of ``requests``, computed task by task, so that costs are counted per task."""
+        """Returns answers in the order of ``requests``, computed task by task, so that costs are counted per task."""
         tasks: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             tasks.setdefault(request.task_name or "", []).append(index)
@@ -278,7 +278,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def _meter(self) -> Meter:
-        """The meter of the current task. A copy of the blank one shares the model's shape, but no counts."""
+        """Returns the meter of the current task, copied from a blank one that holds the model's shape."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_decoding(self, depth: Tensor, width: int, lengths: list[int]) -> None:
@@ -301,7 +301,7 @@ class HarnessLM(TemplateLM):
     # --- batches ------------------------------------------------------------------------------------------------
 
     def _batches(self, things: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
-        """Batches of ``things`` sorted by ``key``: the longest first, so that a lack of memory shows at once."""
+        """Yields batches sorted by ``key``: the longest first, so that a lack of memory shows at once."""
         ordered = iter(sorted(things, key=key))
         with self._counting(self._task, len(things)) as advance:
             while batch := list(islice(ordered, self.batch_size)):
@@ -310,7 +310,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def _filler(self) -> int:
-        """The id of padding."""
+        """Returns the padding id."""
         pad = self.tokenizer.pad_token_id
         return self.prefix_token_id if pad is None else pad
 
@@ -319,12 +319,12 @@ class HarnessLM(TemplateLM):
 
 
 def _special(add: bool | None) -> dict[str, bool]:
-    """Arguments of ``encode``; ``None`` leaves start and end tokens to the tokenizer's default."""
+    """Returns arguments of ``encode``; ``None`` leaves start and end tokens to the tokenizer's default."""
     return {} if add is None else {"add_special_tokens": add}
 
 
 def _left_padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids ``[rows, longest]`` padded on the left, and their attention mask."""
+    """Returns ids ``[rows, longest]`` padded on the left, and their attention mask."""
     tensors = [torch.tensor(row) for row in rows]
     ids = pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
@@ -332,5 +332,5 @@ def _left_padded(rows: Sequence[Sequence[int]], filler: int, device: torch.devic
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
-    """``values`` padded with zeros on the left to ``width`` columns."""
+    """Pads ``values`` with zeros on the left to ``width`` columns."""
     return torch.nn.functional.pad(values, (width - values.shape[1], 0))

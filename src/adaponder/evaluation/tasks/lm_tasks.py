@@ -1,4 +1,4 @@
-"""lm-eval's own tasks, unchanged, with records from the hub or from files; errors and results name the split used."""
+"""Runs lm-eval's own tasks, unchanged, with records from the hub or from files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OpenedTask:
 
 
 class Metric(NamedTuple):
-    """One number of a task; ``stderr`` is ``None`` where no formula gives it."""
+    """One metric of a task; ``stderr`` is ``None`` where there is no formula for it."""
 
     name: str
     value: float
@@ -63,7 +63,7 @@ class TaskScore:
     samples: list[dict[str, Any]]
 
     def value(self, metric: str) -> float | None:
-        return next((one.value for one in self.metrics if one.name == metric), None)
+        return next((number.value for number in self.metrics if number.name == metric), None)
 
     def as_dict(self) -> dict[str, Any]:
         opened = self.opened
@@ -84,7 +84,7 @@ class TaskScore:
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:
-    """lm-eval's index of these tasks; the index of all its tasks takes long and is made only if a name is missing."""
+    """Returns lm-eval's index of these tasks; its slow index of all tasks is built only if a name is missing."""
     folders = {folder for name, folder in _folders().items() if name in names}
     manager = TaskManager(include_defaults=False, include_path=sorted(folders))
     if any(name not in manager.all_subtasks for name in names):
@@ -92,16 +92,17 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
     for name in names:
         if name not in manager.all_subtasks:
             near = difflib.get_close_matches(name, manager.all_subtasks, n=3)
-            group = ", which is a group or a tag: name its tasks" if name in manager.all_tasks else ""
+            group = " but a group or a tag: name its tasks" if name in manager.all_tasks else ""
             raise InputError(
-                f"--tasks {name}: no task of lm-eval{group}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+                f"--tasks {name} is not a task of lm-eval{group}"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
             )
     return manager
 
 
 @functools.cache
 def _folders() -> dict[str, Path]:
-    """The folder of each of lm-eval's tasks, by the first ``task:`` line of its YAML files, which are not parsed."""
+    """Returns the folder of each of lm-eval's tasks, by the first ``task:`` line of its YAML files."""
     pattern = re.compile(rb"^task:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
     files = sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml"), reverse=True)
     named = ((pattern.search(path.read_bytes()), path.parent) for path in files)
@@ -114,14 +115,14 @@ def _folders() -> dict[str, Path]:
 def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
 ) -> OpenedTask:
-    """The task with its records, or the first ``limit`` ones. Examples are drawn as by lm-eval, whose seed is 0."""
+    """Opens a task with its records, or the first ``limit`` ones; examples are drawn with lm-eval's seed, 0."""
     if shots < 0:
-        raise InputError(f"--fewshot {shots}: 0 or more examples")
+        raise InputError(f"--fewshot {shots} must be at least 0")
     if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit}: at least one item")
+        raise InputError(f"--limit {limit} must be at least 1")
     opened = _from_hub(manager, name, shots) if data is None else _from_files(manager, name, shots, data, limit)
     if shots and opened.task.get_config("num_fewshot") == 0:
-        raise InputError(f"--fewshot {shots}: lm-eval asks {name} without examples; say --fewshot 0")
+        raise InputError(f"--fewshot {shots}: lm-eval defines {name} without examples; use --fewshot 0")
     opened.task.set_config("num_fewshot", shots)
     opened.task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
     return opened
@@ -132,7 +133,7 @@ def _from_hub(manager: TaskManager, name: str, shots: int) -> OpenedTask:
         task = manager.load([name])["tasks"][name]
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
-            f"--tasks {name}: its records did not come from the hub ({error}); --task-data DIR reads them from files"
+            f"--tasks {name}: downloading its records failed ({error}); --task-data DIR reads them from files"
         ) from error
     config: Any = task.config
     split = config.test_split or config.validation_split
@@ -163,7 +164,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 
 def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
-    """The split to evaluate: lm-eval's, or else test or validation, whichever is in ``data``."""
+    """Returns the split to evaluate: lm-eval's, else test or validation, whichever is in ``data``."""
     wanted = config.get("test_split") or config.get("validation_split") or "test"
     for split in (wanted, "test", "validation"):
         if data.find(name, split):
@@ -172,9 +173,9 @@ def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
-    """The split to draw examples from: map.yaml's, else lm-eval's; the evaluated one only if map.yaml says so.
+    """Returns the split to draw examples from: map.yaml's, else lm-eval's; the evaluated one only by map.yaml.
 
-    ``None`` for a task that carries its examples itself.
+    Returns ``None`` for a task that defines its examples itself.
     """
     shown = config.get("fewshot_config") or {}
     if shown.get("samples"):
@@ -193,7 +194,7 @@ def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> 
 
 
 def _splits(config: dict[str, Any], split: str, examples: str | None, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Changes to a task's config that make it evaluate ``split`` and draw examples from ``examples``."""
+    """Returns config changes that make a task evaluate ``split`` and draw examples from ``examples``."""
     kinds = ("training_split", "validation_split", "test_split", "fewshot_split")
     changes = {kind: config.get(kind) if config.get(kind) in loaded else None for kind in kinds}
     changes["test_split" if config.get("test_split") or not config.get("validation_split") else "validation_split"] = (
@@ -223,7 +224,7 @@ def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limi
 
 
 def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
-    """Fields of a record that a task's templates use; none where the task preprocesses its records."""
+    """Returns the fields that a task's templates use; none where the task preprocesses its records."""
     if config.get("process_docs"):
         return ()
     texts = [config.get(key) for key in ("doc_to_text", "doc_to_target", "doc_to_choice")]
@@ -236,7 +237,7 @@ def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_task(model: HarnessLM, opened: OpenedTask, *, limit: int | None = None) -> TaskScore:
-    """The model's score on all items of a task, or on the first ``limit`` ones."""
+    """Scores the model on all items of a task, or on the first ``limit`` ones."""
     task = opened.task
     # Where examples come from the evaluated split one more is drawn, because the item itself may be among them.
     needed = opened.shots + (task.fewshot_cfg.split == task.config.test_split)
@@ -281,7 +282,7 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Each metric with its standard error in closed form; lm-eval would bootstrap perplexities in other processes."""
+    """Yields each metric with its standard error in closed form; lm-eval would bootstrap perplexities."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):
@@ -302,7 +303,7 @@ def _finite(number: float | None) -> float | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which lm-eval and datasets log only errors and show no progress bars."""
+    """Context manager in which lm-eval and datasets log only errors and show no progress bars."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bars, made = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm

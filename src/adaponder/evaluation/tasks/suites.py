@@ -1,4 +1,4 @@
-"""A suite is a table somebody published: its tasks, its shots, its metric, and the numbers to be held against.
+"""Suites: published tables of tasks, shots and metric, with their scores to compare with.
 
 The paper's table is "Zero-shot and five-shot performance (accuracy, %) on downstream tasks". Its metric is lm-eval's
 ``acc`` for every task: the caption says accuracy, and Pythia-1.4B's 40.4 on HellaSwag is its ``acc`` (``acc_norm``, by
@@ -37,7 +37,7 @@ class Suite:
     references: tuple[Reference, ...]
 
     def matched(self, config: AdaPonderConfig) -> Reference | None:
-        """The reference whose backbone has the same shape: family, hidden size, layers, heads and MLP width."""
+        """Returns the reference whose backbone has the same family, hidden size, layers, heads and MLP width."""
         backbone: Any = config.backbone_config
         if backbone.model_type != "gpt_neox":
             return None
@@ -50,7 +50,7 @@ class Suite:
         return next((row for row in self.references if row.shape == shape), None)
 
     def compare(self, scores: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
-        """``scores`` (percent, by task) beside the reference's at as many shots; averages are over these tasks."""
+        """Compares ``scores`` (percent, by task) with the reference's at the same shots, averaged over these tasks."""
         theirs = {}
         if reference is not None and shots in reference.scores:
             theirs = dict(zip(self.tasks, reference.scores[shots], strict=True))
@@ -148,5 +148,5 @@ SUITES = {suite.name: suite for suite in (PAPER,)}
 
 def suite_of(name: str) -> Suite:
     if name not in SUITES:
-        raise InputError(f"--suite {name}: one of {', '.join(SUITES)}")
+        raise InputError(f"--suite {name} must be one of {', '.join(SUITES)}")
     return SUITES[name]

@@ -1,4 +1,4 @@
-"""Task records from local files, with the fields of the public datasets.
+"""Reads task records from local files, with the fields of the public datasets.
 
 A folder of task data holds one file of JSON lines per task and split, plain or compressed (``.gz``, ``.xz``, …)::
 
@@ -63,41 +63,36 @@ class TaskData:
         if path.is_file():
             self.folder, self._map = path.parent, _read_map(path)
         elif not path.is_dir():
-            raise InputError(f"--task-data {path}: neither a folder nor a map.yaml")
+            raise InputError(f"--task-data {path} must be a folder or a map.yaml")
         elif (path / "map.yaml").is_file():
             self._map = _read_map(path / "map.yaml")
 
     def find(self, task: str, split: str) -> Path | None:
-        """The file with that split of a task, if there is one."""
+        """Returns the file with that split of a task, if there is one."""
         if named := self._map.get(task, {}).get(split):
             path = self.folder / named
             if not path.is_file():
-                raise InputError(f"map.yaml: {task}.{split} is {path}, which is no file")
+                raise InputError(f"map.yaml: {task}.{split} names {path}, which is not a file")
             return path
         return next((path for path in self._candidates(task, split) if path.is_file()), None)
 
-    def splits(self, task: str) -> list[str]:
-        """The splits of a task that are here."""
-        named = [split for split in self._map.get(task, {}) if split not in (*SPLITS, "fewshot")]
-        return [split for split in (*SPLITS, *named) if self.find(task, split)]
-
     def fewshot(self, task: str) -> str | None:
-        """The split that map.yaml names for few-shot examples."""
+        """Returns the split that map.yaml names for few-shot examples."""
         return self._map.get(task, {}).get("fewshot")
 
     def looked_for(self, task: str, split: str) -> str:
-        """Where a split is looked for, for messages."""
+        """Returns where a split is looked for, for error messages."""
         first = self._candidates(task, split)[0]
         return f"{first}[{'|'.join(COMPRESSIONS)}] (or a {split} file of {task} named in map.yaml)"
 
     def read(self, task: str, split: str) -> list[TaskRecord]:
-        """The records of a split, in the layout that lm-eval's task expects."""
+        """Reads the records of a split, in the layout that lm-eval's task expects."""
         path = self.find(task, split)
         if path is None:
             raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
         records = list(_lines(path))
         if not records:
-            raise InputError(f"{path}: there is no record in it")
+            raise InputError(f"{path} has no records")
         records = _in_known_layout(task, records)
         for number, record in enumerate(records, 1):
             require_fields(record, FIELDS.get(task, ()), f"{path}: record {number}", task)
@@ -121,13 +116,13 @@ def require_fields(record: TaskRecord, fields: tuple[str, ...], where: str, task
 def _read_map(path: Path) -> dict[str, dict[str, str]]:
     tasks = read_yaml(path, InputError) or {}
     if not isinstance(tasks, dict):
-        raise InputError(f"{path}: an object of tasks is needed, each with its splits")
+        raise InputError(f"{path} must map tasks to their splits")
     for task, splits in tasks.items():
         if not isinstance(splits, dict) or not all(isinstance(value, str) for value in splits.values()):
             raise InputError(f"{path}: {task} must be an object of splits and file names, e.g. {{test: easy.jsonl}}")
         wanted = splits.get("fewshot")
         if wanted is not None and wanted not in (*SPLITS, *splits):
-            raise InputError(f"{path}: {task}.fewshot is {wanted!r}, which is no split of it")
+            raise InputError(f"{path}: {task}.fewshot is {wanted!r}, which is not one of its splits")
     return tasks
 
 
@@ -138,18 +133,18 @@ def _lines(path: Path) -> Iterator[TaskRecord]:
             number += 1
             where = f"{path}: line {number}"
             if len(line) > _LONGEST:
-                raise InputError(f"{where} has more than {_LONGEST:,} bytes: no record of a task is so long")
+                raise InputError(f"{where} has more than {_LONGEST:,} bytes, too long for a task record")
             if line.strip():
                 yield _text_only(parse_json(line, where, InputError), where)
 
 
 def _text_only(record: TaskRecord, where: str) -> TaskRecord:
-    """``record``; raises if it holds half a surrogate pair, which no tokenizer can encode."""
+    """Returns ``record``; raises if it has half a surrogate pair, which no tokenizer can encode."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{where} holds half a surrogate pair ({error.object[error.start]!a}), which is no text"
+            f"{where} has half a surrogate pair ({error.object[error.start]!a}), which is not text"
         ) from None
     return record
 
@@ -167,12 +162,12 @@ def _in_known_layout(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
             try:
                 return layout.rearrange(records)
             except (KeyError, TypeError, ValueError) as error:
-                raise InputError(f"{task}: its records change their layout on the way ({error!r})") from None
+                raise InputError(f"{task}: records with different layouts ({error!r})") from None
     return records
 
 
 def _arc(records: list[TaskRecord]) -> list[TaskRecord]:
-    """ARC as first released: the choices are a list of objects inside the question."""
+    """Converts ARC as first released: the choices are a list of objects inside the question."""
     return [
         record
         | {
@@ -184,7 +179,7 @@ def _arc(records: list[TaskRecord]) -> list[TaskRecord]:
 
 
 def _race_articles(records: list[TaskRecord]) -> list[TaskRecord]:
-    """RACE as first released: an article with parallel lists of questions, options and answers."""
+    """Converts RACE as first released: an article with parallel lists of questions, options and answers."""
     return [
         {
             "article": record["article"],
@@ -195,7 +190,7 @@ def _race_articles(records: list[TaskRecord]) -> list[TaskRecord]:
 
 
 def _race_questions(records: list[TaskRecord]) -> list[TaskRecord]:
-    """RACE with one question per record: those of an article together, articles in order of appearance."""
+    """Converts RACE with one question per record: groups them by article, in order of appearance."""
     articles: dict[str, list[tuple[Any, Any, Any]]] = {}
     for record in records:
         articles.setdefault(record["article"], []).append((record["question"], record["answer"], record["options"]))
@@ -203,7 +198,7 @@ def _race_questions(records: list[TaskRecord]) -> list[TaskRecord]:
 
 
 def _race_lists(records: list[TaskRecord]) -> list[TaskRecord]:
-    """The hub's RACE spells its problems as Python text, which lm-eval parses; here they are JSON."""
+    """Converts RACE's problems from JSON to Python text, as on the hub, which lm-eval parses."""
     return [record | {"problems": repr(record["problems"])} for record in records]
 
 

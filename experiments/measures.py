@@ -28,9 +28,9 @@ from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.inference import Engine, Request
 from adaponder.policies import Policy
-from adaponder.reproduction.records import Measure
-from adaponder.reproduction.statistics import at_depth
 from adaponder.terminal import console
+from experiments.records import Measure
+from experiments.statistics import at_depth
 
 # Validation tokens of a measurement; those that tune and test halve them.
 _TOKENS = 262_144

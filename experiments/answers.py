@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from adaponder.reproduction.claims import Question
-from adaponder.reproduction.evidence import costs
-from adaponder.reproduction.judging import Judge, shown
-from adaponder.reproduction.statistics import NOT_RUN, paired
-from adaponder.reproduction.tables import four_numbers, learning_rates, markdown, prose, spread_of_seeds
+from experiments.claims import Question
+from experiments.evidence import costs
+from experiments.judging import Judge, shown
+from experiments.statistics import NOT_RUN, paired
+from experiments.tables import four_numbers, learning_rates, markdown, prose, spread_of_seeds
 
 
 def answers(judge: Judge) -> list[str]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaponder.methods import method_class
-from adaponder.reproduction.claims import title_of
-from adaponder.reproduction.judging import Judge, shown
-from adaponder.reproduction.statistics import estimate, within
-from adaponder.reproduction.tables import NONE, markdown, prose
+from experiments.claims import title_of
+from experiments.judging import Judge, shown
+from experiments.statistics import estimate, within
+from experiments.tables import NONE, markdown, prose
 
 CLAIM, MEASURE = "hops", "demand"
 # Other forms of the puzzle, whose tables stand below.

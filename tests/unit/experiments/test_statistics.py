@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from adaponder.reproduction.statistics import (
+from experiments.statistics import (
     FAILS,
     HOLDS,
     NOT_RUN,

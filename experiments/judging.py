@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adaponder.errors import InputError
-from adaponder.reproduction import statistics
-from adaponder.reproduction.claims import Claims, Test, read_claims, title_of
-from adaponder.reproduction.evidence import Evidence
-from adaponder.reproduction.statistics import Estimate, estimate, paired
+from experiments import statistics
+from experiments.claims import Claims, Test, read_claims, title_of
+from experiments.evidence import Evidence
+from experiments.statistics import Estimate, estimate, paired
 
 
 class Finding(NamedTuple):
@@ -51,7 +51,9 @@ class Judge:
 
 def read_judge(path: Path, evidence: Evidence) -> Judge:
     """A judge of the claims in a YAML file; raises where a test in it is of no kind that there is."""
-    judge = Judge(read_claims(path), evidence)
+    claims = read_claims(path)
+    runs = {alias: evidence.best(names) if isinstance(names, list) else names for alias, names in claims.runs.items()}
+    judge = Judge(replace(claims, runs=runs), evidence)
     for each in (*judge.claims.statements, *judge.claims.questions):
         for test in each.tests:
             try:
@@ -90,6 +92,19 @@ def _equal(judge: Judge, test: Test) -> Finding:
     first, second = test["equal"]
     difference = paired(judge.values(first), judge.values(second))
     return Finding(statistics.equal(difference), f"{_versus(judge, first, second)}: {shown(difference)}")
+
+
+def _steadier(judge: Judge, test: Test) -> Finding:
+    """Reruns of the first runs differ at most half as much as those of the second, by the root mean square."""
+    differences = [
+        judge.evidence.rerun_differences([judge.claims.runs[alias] for alias in aliases], weights)
+        for aliases, weights in zip(test["steadier"], (test.get("weights", "final"), "final"), strict=True)
+    ]
+    if any(len(found) < len(aliases) for found, aliases in zip(differences, test["steadier"], strict=True)):
+        return Finding(statistics.NOT_RUN, "–")
+    first, second = (math.sqrt(sum(value**2 for value in found) / len(found)) for found in differences)
+    words = f"reruns differ by {first:.4f}, against {second:.4f} ({len(differences[0])} pairs each)"
+    return Finding(statistics.HOLDS if first <= second / 2 else statistics.FAILS, words)
 
 
 def _saved(judge: Judge, test: Test) -> Finding:
@@ -269,6 +284,7 @@ KINDS: Mapping[str, Callable[[Judge, Test], Finding]] = {
     "lower": _lower,
     "equal": _equal,
     "saved": _saved,
+    "steadier": _steadier,
     "below_curve": _below_curve,
     "dial_below_curve": _dial_below_curve,
     "collapse": _collapse,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from adaponder.reproduction.claims import title_of
-from adaponder.reproduction.evidence import Point, model_parameters
-from adaponder.reproduction.judging import Judge, shown
-from adaponder.reproduction.queue import Experiment
-from adaponder.reproduction.statistics import estimate, paired, t_quantile
+from experiments.claims import title_of
+from experiments.evidence import Point, model_parameters
+from experiments.judging import Judge, shown
+from experiments.queue import Experiment
+from experiments.statistics import estimate, paired, t_quantile
 
 NONE = "–"
 _WIDTH = 120

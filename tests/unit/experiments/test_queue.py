@@ -12,17 +12,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from adaponder.cli import app
-from adaponder.commands import reproduce as command
-from adaponder.commands.measures import MEASURES
-from adaponder.commands.options import ReproduceOptions
 from adaponder.errors import InputError
 from adaponder.methods import method_class
 from adaponder.recipes import load_recipe
-from adaponder.reproduction.queue import Corpus, Experiment, Queue, identity, read_queue
-from adaponder.reproduction.records import read_records, record_of
-from adaponder.reproduction.schedule import choose, device_seconds, wall_seconds
 from adaponder.training.build import config_of
+from experiments import runner
+from experiments.__main__ import app
+from experiments.identity import identity
+from experiments.measures import MEASURES
+from experiments.queue import Corpus, Experiment, Queue, read_queue
+from experiments.records import read_records, record_of
+from experiments.runner import choose, device_seconds, wall_seconds
 from training_support import corpus
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +33,14 @@ model:
 data: {sequence: 16}
 train: {steps: 2, global_batch: 2, ponder_start: 0, ponder_full: 0, eval_tokens: 64, log_every: 1}
 """
+
+
+def command(*words: object, **options: object) -> int:
+    """Runs ``python -m experiments`` in this process; returns the exit code."""
+    typed = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    result = CliRunner().invoke(app, [*map(str, words), *typed], catch_exceptions=False)
+    print(result.output)
+    return result.exit_code
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +71,10 @@ def written(folder: Path, **changes) -> Path:
     return path
 
 
-def test_the_queue_that_ships_is_whole_and_its_first_claims_are_lr_and_table1(shipped):
+def test_the_queue_that_ships_is_whole_and_begins_with_noise_and_the_open_corpus(shipped):
     queue = shipped
-    assert list(queue.claims)[:2] == ["lr", "table1"]
+    assert list(queue.claims)[:2] == ["noise", "open"]
+    assert [each.claim for each in queue.experiments[:8]] == ["noise"] * 8
     runs = {(each.label, identity(each.resolved().as_dict()), each.corpus, each.again) for each in queue.experiments}
     labels, computed = {label for label, *_ in runs}, {tuple(what) for _, *what in runs}
     assert len(runs) == len(labels) == len(computed), "a run has one label, and a label is of one run"
@@ -122,7 +131,7 @@ def test_records_that_ship_are_of_runs_in_the_queue_and_say_what_they_stand_on(s
 
 
 def test_the_command_line_shows_a_claim_with_any_seeds(tmp_path):
-    listed = CliRunner().invoke(app, ["reproduce", "lr", "--list", "--seeds", "0,7", "--queue", str(written(tmp_path))])
+    listed = CliRunner().invoke(app, ["list", "lr", "--seeds", "0,7", "--queue", str(written(tmp_path))])
     assert listed.exit_code == 0, listed.output
     assert listed.output.count("waiting") == 4
 
@@ -219,15 +228,16 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, mon
 
     def start(experiment, where, *, beside):
         started.append(experiment.label)
-        words = dict(word.removeprefix("--").split("=", 1) for word in where.command(experiment, beside)[4:])
-        assert (words["run"], words["seeds"], words["beside"]) == (experiment.label, str(experiment.seed), "1")
-        assert command.run(ReproduceOptions(one=experiment.label, seeds=[experiment.seed], beside=beside, **place)) == 0
+        label, *words = where.command(experiment, beside)[4:]
+        typed = dict(word.removeprefix("--").split("=", 1) for word in words)
+        assert (label, typed["seeds"], typed["beside"]) == (experiment.label, str(experiment.seed), "1")
+        assert command("run", experiment.label, seeds=experiment.seed, beside=beside, **place) == 0
         return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
 
-    monkeypatch.setattr(command, "_start", start)
-    assert command.run(ReproduceOptions(claim="lr", jobs=2, **place)) == 0
+    monkeypatch.setattr(runner, "start", start)
+    assert command("claim", "lr", jobs=2, **place) == 0
     assert len(started) == 2
-    assert command.run(ReproduceOptions(claim="lr", jobs=2, **place)) == 0
+    assert command("claim", "lr", jobs=2, **place) == 0
     assert len(started) == 2, "both have a record"
     assert "2 have a record, 0 to do" in capsys.readouterr().out
     records = read_records(tmp_path / "records")
@@ -235,8 +245,9 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, capsys, mon
         ("abc", 1, 4.0)
     }
     assert all(each["validation"][-1]["validation_loss"] > 0 for each in records)
+    listing = {name: place[name] for name in ("queue", "data", "records")}
     for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
-        command.run(ReproduceOptions(claim="lr", listed=True, json=tmp_path / "list.json", **place | given))
+        command("list", "lr", json=tmp_path / "list.json", **listing | given)
         assert {each["state"] for each in json.loads((tmp_path / "list.json").read_text())["runs"]} == {state}
 
 
@@ -250,7 +261,7 @@ def test_a_run_that_continues_another_trains_it_first_and_both_are_known_by_what
     path = written(tmp_path, runs=[entry | {"set": {"train.lr": 1e-4}, "seeds": [3]}])
     (experiment,) = read_queue(path).experiments
     assert experiment.label == "tiny-lr-0.0001-from-tiny-method-ponder-seed-3"
-    assert command.run(ReproduceOptions(one=experiment.label, **place_of(tmp_path, data, path))) == 0
+    assert command("run", experiment.label, **place_of(tmp_path, data, path)) == 0
     (record,) = read_records(tmp_path / "records")
     assert record["recipe"]["model"]["backbone"] == "from tiny-method-ponder-seed-3"
     assert record["embedding_scale"] == 4.0, "the source's own"
@@ -269,7 +280,7 @@ def test_a_record_counts_for_a_claim_if_it_measured_what_the_claim_wants(tmp_pat
     assert plain.label == measured.label
     assert read_queue(path).measures_of(plain) == ("steps", "reuse")
     place = place_of(tmp_path, data, path)
-    assert command.run(ReproduceOptions(one=plain.label, **place)) == 0
+    assert command("run", plain.label, **place) == 0
     (record,) = read_records(tmp_path / "records")
     here = Corpus("", None, record["data"], "")
     assert record_of(plain, [record], here) is record_of(measured, [record], here) is record
@@ -280,7 +291,7 @@ def test_a_record_counts_for_a_claim_if_it_measured_what_the_claim_wants(tmp_pat
     bare = record | {"measured": {}}
     assert record_of(plain, [bare], here) is bare
     assert record_of(measured, [bare], here) is None
-    assert command.run(ReproduceOptions(one=plain.label, **place)) == 0
+    assert command("run", plain.label, **place) == 0
     names = sorted(each["file"] for each in read_records(tmp_path / "records"))
     assert len(names) == 2
     assert names[0].endswith("-again-1.json")
@@ -298,8 +309,7 @@ def test_a_run_that_is_cut_while_it_is_measured_keeps_what_it_has(tmp_path, monk
     (experiment,) = read_queue(path).experiments
     place = place_of(tmp_path, data, path)
     monkeypatch.setitem(MEASURES, "reuse", cut)
-    with pytest.raises(KeyboardInterrupt):
-        command.run(ReproduceOptions(one=experiment.label, **place))
+    assert command("run", experiment.label, **place) == 130
     (record,) = read_records(tmp_path / "records")
     assert list(record["measured"]) == ["steps"]
     assert record["validation"][-1]["validation_loss"] > 0
@@ -314,8 +324,8 @@ def test_a_run_that_serves_two_claims_is_trained_once(tmp_path, monkeypatch, dat
         started.append(experiment.label)
         return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
 
-    monkeypatch.setattr(command, "_start", start)
-    command.run(ReproduceOptions(following=True, jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc"))
+    monkeypatch.setattr(runner, "start", start)
+    command("next", jobs=2, queue=path, data=data, runs=tmp_path / "runs", commit="abc")
     assert started == ["tiny-seed-0"]
 
 
@@ -328,12 +338,12 @@ def test_runs_that_time_the_device_do_not_share_it(tmp_path, monkeypatch, capsys
         started.append((experiment.seed, beside))
         return type("Done", (), {"experiment": experiment, "process": _Ended(), "log": None})()
 
-    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(runner, "start", start)
     place = place_of(tmp_path, data, written(tmp_path, runs=runs))
-    command.run(ReproduceOptions(following=True, jobs=2, **place))
+    command("next", jobs=2, **place)
     assert started == [(0, 1)]
     assert "start them with --jobs 1" in " ".join(capsys.readouterr().out.split())
-    command.run(ReproduceOptions(following=True, **place))
+    command("next", **place)
     assert started[1:] == [(0, 0), (1, 0)]
 
 
@@ -348,32 +358,30 @@ def test_as_many_runs_start_as_all_end_in_time(tmp_path, monkeypatch, data, step
         metrics.parent.mkdir(parents=True)
         metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(steps)))
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        return command._Running(experiment, begun[-1], tmp_path / "log")
+        return runner.Running(experiment, begun[-1], tmp_path / "log")
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_start", start)
-    monkeypatch.setattr(command, "_seconds_alone", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 100.0))
-    monkeypatch.setattr(command, "_SAY", 0.0)
-    monkeypatch.setattr(command, "_progress", interrupt)
+    monkeypatch.setattr(runner, "start", start)
+    monkeypatch.setattr(runner, "seconds_alone", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 100.0))
+    monkeypatch.setattr(runner, "_PROGRESS", 0.0)
+    monkeypatch.setattr(runner, "_progress", interrupt)
     place = place_of(tmp_path, data, path)
-    assert command.run(ReproduceOptions(claim="lr", jobs=3, minutes=250 / 60, **place)) == 130
+    assert command("claim", "lr", jobs=3, minutes=250 / 60, **place) == 130
     assert len(begun) == started
 
 
 def test_a_run_that_is_repeated_begins_with_no_step_taken(tmp_path, monkeypatch, data):
     (experiment, _) = read_queue(written(tmp_path)).of_claim("lr")
-    setup = command.Setup(
-        tmp_path / "queue.yaml", {"": Corpus("", str(data), "", "")}, tmp_path, tmp_path, "cpu", "abc"
-    )
+    setup = runner.Setup(tmp_path / "queue.yaml", {"": Corpus("", str(data), "", "")}, tmp_path, tmp_path, "cpu", "abc")
     metrics = tmp_path / experiment.label / "metrics.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 0}\n')
-    assert command._undone(experiment, setup) == 0.5
-    monkeypatch.setattr(command.subprocess, "Popen", lambda *_, **__: None)
-    command._start(experiment, setup, beside=0)
-    assert command._undone(experiment, setup) == 1
+    assert runner.undone(experiment, setup) == 0.5
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda *_, **__: None)
+    runner.start(experiment, setup, beside=0)
+    assert runner.undone(experiment, setup) == 1
 
 
 class _Ended:
@@ -384,19 +392,18 @@ class _Ended:
 
 
 def test_time_that_nobody_can_estimate_starts_nothing(tmp_path, monkeypatch, data):
-    monkeypatch.setattr(command, "_start", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(runner, "start", lambda *_, **__: pytest.fail("started"))
     place = {"queue": written(tmp_path), "data": data, "commit": "abc"}
     with pytest.raises(InputError, match="no run of this kind has been timed on cpu"):
-        command.run(ReproduceOptions(following=True, minutes=5, records=tmp_path / "records", **place))
-    with pytest.raises(InputError, match="name a claim"):
-        command.run(ReproduceOptions(**place))
+        command("next", minutes=5, records=tmp_path / "records", **place)
     with pytest.raises(InputError, match="prepare it with: adaponder prepare TEXT"):
-        command.run(ReproduceOptions(claim="lr", **place | {"data": tmp_path / "nothing"}))
-    for asked in ({"listed": True}, {"following": True}):
-        with pytest.raises(InputError, match="name the claim whose runs"):
-            command.run(ReproduceOptions(seeds=[3], **asked, **place))
+        command("claim", "lr", **place | {"data": tmp_path / "nothing"})
+    with pytest.raises(InputError, match="--seeds needs a claim"):
+        command("list", seeds=3, queue=place["queue"])
+    with pytest.raises(InputError, match="must be numbers"):
+        command("claim", "lr", seeds="1,x", **place)
     with pytest.raises(InputError, match="no such run"):
-        command.run(ReproduceOptions(one="mini-nothing", **place))
+        command("run", "mini-nothing", **place)
 
 
 def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monkeypatch, capsys, data):
@@ -405,14 +412,14 @@ def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monke
 
     def start(experiment, where, *, beside):
         children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        return command._Running(experiment, children[-1], tmp_path / "log")
+        return runner.Running(experiment, children[-1], tmp_path / "log")
 
-    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(runner, "start", start)
     path = written(tmp_path, seconds={"hardware": "NVIDIA H200", "start": 0, "iteration": 30})
-    monkeypatch.setattr(command, "_seconds_alone", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 0.0))
+    monkeypatch.setattr(runner, "seconds_alone", lambda *_, **__: dict.fromkeys(read_queue(path).experiments, 0.0))
     place = {"queue": path, "data": data, "commit": "abc", "runs": tmp_path / "runs"}
-    assert command.run(ReproduceOptions(claim="lr", jobs=2, minutes=0.02, records=tmp_path / "records", **place)) == 1
+    assert command("claim", "lr", jobs=2, minutes=0.02, records=tmp_path / "records", **place) == 1
     assert len(children) == 2
     assert all(child.returncode is not None for child in children)
-    assert "2 runs are cut and leave no record" in capsys.readouterr().out
+    assert "2 runs are stopped" in capsys.readouterr().out
     assert not (tmp_path / "records").exists()

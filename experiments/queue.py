@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
-from adaponder.recipes import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe, load_recipe
-from adaponder.registry import DEFAULT_METHOD, scale_from_scratch, scale_of
-
-# Fields of data that are left out of the identity: records carry a hash of the data instead.
-_BY_HASH = ("source", "tokenizer", "validation")
+from adaponder.recipes import Recipe, load_recipe
+from experiments.identity import identity
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,8 @@ class Corpus:
         hash: the data hash of its records; ``None`` where none is fixed: records are then known by the name.
         prepare: the command that makes it.
         says: what it is.
+        loss: ``final`` or ``averaged``: runs are judged by these weights on the half ``report`` of the validation
+            documents; ``None``: by their last validation, pooled over documents.
     """
 
     name: str
@@ -43,6 +41,7 @@ class Corpus:
     hash: str | None
     prepare: str
     says: str = ""
+    loss: str | None = None
 
     def trained(self, record: Mapping[str, Any]) -> bool:
         """Whether this record stands on this corpus."""
@@ -184,7 +183,7 @@ def read_queue(path: Path) -> Queue:
 def _corpus(name: str, values: Mapping[str, Any]) -> Corpus:
     if not name and not values["hash"]:
         raise ValueError("data.hash: the main corpus needs one")
-    return Corpus(name, values["folder"], values["hash"], values["prepare"], values.get("says", ""))
+    return Corpus(name, values["folder"], values["hash"], values["prepare"], values.get("says", ""), values.get("loss"))
 
 
 _FIELDS = {"claim", "recipe", "set", "each", "seeds", "measure", "corpus", "from", "times"}
@@ -238,35 +237,3 @@ def _short(change: str) -> str:
     """``train.lr=0.004`` as ``lr-0.004``."""
     field, _, value = change.replace('"', "").partition("=")
     return f"{field.rpartition('.')[2]}-{value}"
-
-
-def identity(recipe: Mapping[str, Any]) -> str:
-    """A hash of what a recipe computes on given data: equal for equal runs.
-
-    It leaves out names and prose, how often the run logs and saves, where the data is, and fields with their default,
-    so that adding a field does not change the identity of older runs.
-    """
-    model = dict(recipe["model"])
-    backbone = model["backbone"]
-    if isinstance(backbone, Mapping):
-        scale = model.get("embedding_scale") or scale_from_scratch(model.get("method", DEFAULT_METHOD))
-        model["embedding_scale"] = scale_of(scale, backbone["hidden_size"]) if isinstance(scale, str) else float(scale)
-    decisive = {
-        "model": _departures(ModelRecipe, model, ()),
-        "data": _departures(DataRecipe, recipe["data"], _BY_HASH),
-        "train": _departures(TrainRecipe, recipe["train"], FREE_TRAIN),
-    }
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _departures(kind: Any, section: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
-    """The fields of a section that differ from their defaults; whole numbers as floats, so that 1 equals 1.0."""
-    defaults = {item.name: _plain(item.default) for item in fields(kind)}
-    plain = {key: _plain(value) for key, value in section.items() if key not in ignored}
-    return {key: value for key, value in plain.items() if value != defaults.get(key)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

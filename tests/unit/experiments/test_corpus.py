@@ -1,22 +1,25 @@
-"""The corpus of installed packages: only permissive licences, no copies, and each package is listed."""
+"""The open corpus: locked wheels, permissive licences only, no copies, the same bytes each time."""
 
 import json
+import lzma
+import zipfile
 from email.message import Message
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from adaponder.data.packages import (
-    CORPUS,
-    PACKAGES,
-    Package,
+from adaponder.errors import InputError
+from experiments.corpus import (
     SeenLines,
+    build,
     collect,
-    installed,
     is_permissive,
     licence_of,
+    read_lock,
+    source_files,
+    wheel_of,
     why_not,
-    write,
+    write_lock,
 )
 
 CODE = "".join(f"def function_{i}(argument):\n    return argument + {i}\n\n" for i in range(20))
@@ -94,40 +97,57 @@ def test_a_near_copy_is_seen():
     assert not seen.is_copy(other)
 
 
-def packages(folder: Path):
-    files = []
-    for name, text in (("a.py", CODE), ("b.py", CODE), ("tests/c.py", CODE)):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        files.append((PurePosixPath(name), path))
-    yield Package("good", "1.0", "MIT"), files
-    yield Package("strict", "2.0", "GPL-3.0-only"), files
-    yield Package("unsaid", "3.0", ""), files
+def wheel(folder: Path, name: str, licence: str, files: dict[str, str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            f"{name}-1.0.dist-info/METADATA", f"Name: {name}\nVersion: 1.0\nLicense-Expression: {licence}\n"
+        )
+        for file, text in files.items():
+            archive.writestr(f"{name}/{file}", text)
+    return path
 
 
-def test_a_corpus_lists_what_it_is_made_of_and_is_the_same_each_time(tmp_path):
-    corpus, documents = collect(lambda: packages(tmp_path / "site"))
-    assert [(each["text"], each["source"]) for each in documents] == [(CODE, "good")]
-    assert [(each.name, each.files, each.bytes) for each in corpus.packages] == [("good", 1, len(CODE))]
-    assert [each["licence"] for each in corpus.left_out] == ["GPL-3.0-only", "unclear"]
-    assert corpus.skipped == {"near copy": 1, "tests and vendored code": 1}
-    again, _ = collect(lambda: packages(tmp_path / "site"))
-    assert again.as_dict() == corpus.as_dict()
-    write(tmp_path / "out", corpus, documents)
-    assert json.loads((tmp_path / "out" / PACKAGES).read_text())["contents"] == corpus.contents
-    assert [json.loads(line) for line in (tmp_path / "out" / CORPUS).read_text().splitlines()] == documents
+def test_a_build_reads_locked_wheels_and_is_the_same_each_time(tmp_path):
+    other = CODE.replace("function", "procedure").replace("argument", "parameter")
+    paths = [
+        wheel(tmp_path / "wheels", "good", "MIT", {"b.py": CODE, "a.py": other, "tests/c.py": CODE}),
+        wheel(tmp_path / "wheels", "near", "BSD-3-Clause", {"copy.py": CODE + "# a line of its own, at the end\n"}),
+    ]
+    wheels = [wheel_of(path) for path in paths]
+    first = collect((each.name, source_files(path)) for each, path in zip(wheels, paths, strict=True))
+    assert [each["text"] for each in first.documents] == [other, CODE], "by name of the file"
+    assert first.skipped == {"near copy": 1, "tests and vendored code": 1}
+    lock = tmp_path / "corpus.lock"
+    write_lock(lock, wheels, first)
+    assert read_lock(lock).wheels == wheels
+    build(tmp_path / "out", lock=lock, wheels=tmp_path / "wheels")
+    (file,) = (tmp_path / "out").glob("*.xz")
+    assert [json.loads(line) for line in lzma.decompress(file.read_bytes()).splitlines()] == first.documents
+    lock.write_text(lock.read_text().replace(first.contents, "0" * 64))
+    with pytest.raises(InputError, match="builder has changed"):
+        build(tmp_path / "out", lock=lock, wheels=tmp_path / "wheels")
 
 
-def test_what_is_installed_here_is_found_with_its_licences():
-    found = {package.name: (package, files) for package, files in installed()}
-    library, files = found.pop("Python standard library")
-    assert library.licence == "PSF-2.0"
-    assert any(name == PurePosixPath("json/decoder.py") for name, _ in files)
-    assert "adaponder" not in found
-    for name, licence in (("torch", "BSD-3-Clause"), ("numpy", "BSD-3-Clause"), ("transformers", "Apache-2.0")):
-        package, files = found[name]
-        assert licence in package.licence
-        assert is_permissive(package.licence)
-        assert len(files) > 100
-        assert all(path.suffix == ".py" for path, _ in files)
+def test_another_file_or_licence_is_refused(tmp_path):
+    path = wheel(tmp_path / "wheels", "good", "MIT", {"a.py": CODE})
+    locked = wheel_of(path)
+    lock = tmp_path / "corpus.lock"
+    write_lock(lock, [locked], collect([]))
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(InputError, match="sha256"):
+        build(tmp_path / "out", lock=lock, wheels=tmp_path / "wheels")
+    write_lock(lock, [locked._replace(licence="GPL-3.0-only")], collect([]))
+    with pytest.raises(InputError, match="licence"):
+        read_lock(lock)
+    lock.write_text("good==1.0\n")
+    with pytest.raises(InputError, match="cannot read the line"):
+        read_lock(lock)
+
+
+def test_the_lock_file_that_ships_is_permissive_and_names_each_wheel_once():
+    lock = read_lock()
+    assert len({each.name for each in lock.wheels}) == len(lock.wheels) >= 25
+    assert lock.contents
+    assert all(each.filename.endswith("-none-any.whl") for each in lock.wheels)

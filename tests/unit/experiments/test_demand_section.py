@@ -5,9 +5,9 @@ import types
 import pandas as pd
 import pytest
 
-from adaponder.reproduction import demand
-from adaponder.reproduction.demand import Subject, aims, best_of, needed_depths, rank_correlation, section
-from adaponder.reproduction.statistics import FAILS, HOLDS, UNRESOLVED
+from experiments import demand
+from experiments.demand import Subject, aims, best_of, needed_depths, rank_correlation, section
+from experiments.statistics import FAILS, HOLDS, UNRESOLVED
 
 QUESTIONS = [100, 100, 50, 50]
 

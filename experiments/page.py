@@ -7,12 +7,12 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from adaponder.reproduction import demand
-from adaponder.reproduction.answers import answers
-from adaponder.reproduction.claims import Statement
-from adaponder.reproduction.judging import Finding, Judge
-from adaponder.reproduction.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
-from adaponder.reproduction.tables import (
+from experiments import demand
+from experiments.answers import answers
+from experiments.claims import Statement
+from experiments.judging import Finding, Judge
+from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
+from experiments.tables import (
     NONE,
     apart,
     claim_table,
@@ -27,7 +27,7 @@ from adaponder.reproduction.tables import (
     twice,
 )
 
-COMMAND = "adaponder reproduce --results"
+COMMAND = "python -m experiments results"
 BEGIN, END = f"<!-- made by {COMMAND} -->", "<!-- end -->"
 # Claims that have a section of their own.
 _OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, *demand.OTHERS)
@@ -78,7 +78,7 @@ def _opening(judge: Judge) -> list[str]:
         *prose(
             "**Verdicts.** Intervals are two-sided 95 % t intervals over seeds. A difference *holds* if its interval",
             "excludes 0 on the side that is claimed; equality holds if the whole interval lies within",
-            f"{MARGIN} nats, fixed beforehand. *Does not hold here*: the interval lies wholly on the other side, or",
+            f"{MARGIN} nats, fixed after seed 0. *Does not hold here*: the interval lies wholly on the other side, or",
             "wholly outside of the margin. Else it is *not resolvable here*; one seed resolves nothing,",
             "and two and three give wide",
             "intervals (t = 12.7 and 4.30). Each statement is judged by itself, without a correction for their number.",
@@ -110,14 +110,15 @@ def _statements(judge: Judge) -> list[str]:
     for each in judge.claims.statements:
         verdict, findings = judge.verdict(each.tests)
         ours = "<br>".join(_said(finding, many=len(findings) > 1) for finding in findings)
-        rows.append([each.where, each.says, each.paper, ours, f"**{verdict}**", f"`{command(each.claim)}`"])
+        noted = f"**{verdict}**" + (f" ({each.fixed.note})" if each.fixed.note else "")
+        rows.append([each.where, each.says, each.paper, ours, noted, f"`{command(each.claim)}`"])
     head = ["where", "the paper says", "its numbers", "ours: difference [95 %] (seeds)", "verdict", "command"]
     return ["## The paper's claims, one by one", "", *markdown(head, rows)]
 
 
 def command(claim: str) -> str:
     """The command that runs what is missing of a claim."""
-    return f"adaponder reproduce {claim} --device cuda"
+    return f"python -m experiments claim {claim} --device cuda"
 
 
 def _said(finding: Finding, *, many: bool) -> str:
@@ -272,9 +273,9 @@ def _rerun(judge: Judge) -> list[str]:
         ),
         "",
         "```",
-        "adaponder reproduce --list                                  # every run: done or waiting, what came of it",
-        "adaponder reproduce table1 --seeds 0,1,2 --device cuda      # one claim; what has a record is skipped",
-        "adaponder reproduce --next --minutes 25 --jobs 3 --device cuda",
+        "python -m experiments list                                  # every run: done or waiting, what came of it",
+        "python -m experiments claim table1 --seeds 0,1,2 --device cuda      # one claim; what has a record is skipped",
+        "python -m experiments next --minutes 25 --jobs 3 --device cuda",
         f"{COMMAND:<59} # this page, its figures and README's table",
         "```",
     ]

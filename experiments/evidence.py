@@ -16,10 +16,10 @@ from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
 from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_flops
 from adaponder.recipes import Recipe, load_recipe
-from adaponder.reproduction.queue import Experiment, Queue
-from adaponder.reproduction.records import record_of, records_of, result
-from adaponder.reproduction.statistics import at_depth
 from adaponder.training.build import config_of
+from experiments.queue import Experiment, Queue
+from experiments.records import record_of, records_of, result
+from experiments.statistics import at_depth
 
 # How far a measured depth may lie from the depth that a dial is compared at: budgets are 0.25 apart.
 _NEAR = 0.15
@@ -92,7 +92,7 @@ class Evidence:
         return self._runs[setting] if setting in self._runs else self._unknown(setting)
 
     def _unknown(self, setting: str) -> dict[int, list[Point]]:
-        raise InputError(f"{setting}: no run of the queue is called so; adaponder reproduce --list shows them")
+        raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
 
     @cached_property
     def _runs(self) -> dict[str, dict[int, list[Point]]]:
@@ -103,16 +103,29 @@ class Evidence:
             plain = replace(experiment, measures=(), again=0)
             by_seed = {seed: records_of(plain.with_seed(seed), self.records, corpus) for seed in seeds[setting]}
             found[setting] = {
-                seed: [point_of(experiment, record) for record in records]
+                seed: [point_of(experiment, record, corpus.loss) for record in records]
                 for seed, records in by_seed.items()
                 if records
             }
         return found
 
+    def best(self, settings: Sequence[str]) -> str:
+        """Returns the setting whose seed 0 has the lowest loss on the half ``choose``; the first if none has run."""
+        tried = {name: self.points(name)[0].record for name in settings if 0 in self.points(name)}
+        known = {name: record["final"]["choose"] for name, record in tried.items() if "final" in record}
+        return min(known, key=lambda name: known[name]) if known else settings[0]
+
+    def rerun_differences(self, settings: Sequence[str], weights: str) -> list[float]:
+        """Returns the difference between the first two runs of seed 0 of each setting, on all documents."""
+        pairs = [self.runs(setting).get(0, [])[:2] for setting in settings]
+        losses = [[point.record[weights]["loss"] for point in pair] for pair in pairs if len(pair) == 2]
+        return [second - first for first, second in losses]
+
     def point(self, experiment: Experiment) -> Point | None:
         """The run of a claim, if its record has all that the claim measures."""
         record = record_of(experiment, self.records, self.queue.corpora[experiment.corpus])
-        return None if record is None else point_of(experiment, record)
+        loss = self.queue.corpora[experiment.corpus].loss
+        return None if record is None else point_of(experiment, record, loss)
 
     @cached_property
     def done(self) -> set[str]:
@@ -199,8 +212,8 @@ def _is_whole(made: Mapping[str, Any] | None) -> bool:
     return made is not None and "missing" not in made
 
 
-def point_of(experiment: Experiment, record: Mapping[str, Any]) -> Point:
-    """The run of a record."""
+def point_of(experiment: Experiment, record: Mapping[str, Any], loss: str | None = None) -> Point:
+    """Returns the run of a record; ``loss`` is that of :class:`experiments.queue.Corpus`."""
     last = result(record)
     halted = [0.0, *last["validation_halted"], 1.0]
     shares = tuple(after - before for before, after in pairwise(halted))
@@ -208,7 +221,7 @@ def point_of(experiment: Experiment, record: Mapping[str, Any]) -> Point:
     cost = costs(recipe, shares)
     return Point(
         seed=record["seed"],
-        loss=last["validation_loss"],
+        loss=record[loss]["report"] if loss else last["validation_loss"],
         depth=last["validation_depth"],
         shares=shares,
         mflops=cost.mflops,

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from adaponder.analysis import results_figures
-from adaponder.commands import results
 from adaponder.errors import InputError
-from adaponder.reproduction.claims import title_of
-from adaponder.reproduction.evidence import Evidence
-from adaponder.reproduction.judging import KINDS, Judge, read_judge, shown
-from adaponder.reproduction.page import BEGIN, END, _opening
-from adaponder.reproduction.queue import identity, read_queue
-from adaponder.reproduction.records import read_records
-from adaponder.reproduction.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, Estimate
-from adaponder.reproduction.tables import claim_table, learning_rates, main_table, speed
+from experiments import figures as results_figures
+from experiments import results
+from experiments.claims import title_of
+from experiments.evidence import Evidence
+from experiments.judging import KINDS, Judge, read_judge, shown
+from experiments.page import BEGIN, END, _opening
+from experiments.queue import identity, read_queue
+from experiments.records import read_records
+from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, Estimate
+from experiments.tables import claim_table, learning_rates, main_table, speed
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENTS = ROOT / "experiments"

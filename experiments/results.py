@@ -8,13 +8,13 @@ from typing import Any
 
 from adaponder.errors import InputError
 from adaponder.files import read_json, write_whole
-from adaponder.reproduction import demand
-from adaponder.reproduction.evidence import Evidence
-from adaponder.reproduction.judging import Judge, read_judge
-from adaponder.reproduction.page import BEGIN, END, readme_part, results_page
-from adaponder.reproduction.queue import Queue
-from adaponder.reproduction.tables import learning_rates
 from adaponder.terminal import console, line
+from experiments import demand
+from experiments.evidence import Evidence
+from experiments.judging import Judge, read_judge
+from experiments.page import BEGIN, END, readme_part, results_page
+from experiments.queue import Queue
+from experiments.tables import learning_rates
 
 LEARNING_RATE, FRONTIER = "loss-by-learning-rate", "loss-against-iterations"
 STEPS, POLICIES, DEMAND = "loss-by-halting-step", "policies-at-equal-depth", "depth-on-demand"
@@ -33,10 +33,9 @@ CAPTIONS = {
 }
 
 
-def run(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> int:
+def write(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> int:
     """Writes everything beside the folder ``experiments``: ``docs/results.md``, ``docs/figures``, ``README.md``."""
-    from adaponder.analysis import demand_figure
-    from adaponder.analysis import results_figures as figures
+    from experiments import demand_figure, figures
 
     root = experiments.parent
     judge = judge_of(queue, records, experiments)
@@ -107,7 +106,7 @@ _WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "n
 
 
 def _step_points(judge: Judge) -> Any:
-    from adaponder.analysis.results_figures import Curve
+    from experiments.figures import Curve
 
     by_seed = judge.measured(_ANALYSED, "steps")
     count = len(next(iter(by_seed.values()))["tokens"])
@@ -135,7 +134,7 @@ def _policy_points(judge: Judge) -> dict[str, dict[int, float]]:
 
 
 def _learning_rate_points(judge: Judge) -> Any:
-    from adaponder.analysis.results_figures import Curve
+    from experiments.figures import Curve
 
     curves = []
     for title, tried in learning_rates(judge)[1].items():
@@ -146,7 +145,7 @@ def _learning_rate_points(judge: Judge) -> Any:
 
 
 def _frontier_points(judge: Judge) -> Any:
-    from adaponder.analysis.results_figures import Group, Spot
+    from experiments.figures import Group, Spot
 
     rows = judge.claims.rows
     plain = judge.values(rows["curve"][0])
@@ -166,7 +165,7 @@ def _frontier_points(judge: Judge) -> Any:
 
 def _dials(judge: Judge, alias: str, plain: Mapping[int, float]) -> list[Any]:
     """Checkpoints turned to several depths by the dial, one group per seed."""
-    from adaponder.analysis.results_figures import Group, Spot
+    from experiments.figures import Group, Spot
 
     found = []
     for seed, turned in judge.evidence.dialled(judge.claims.runs[alias]).items():

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from adaponder.commands import measures
-from adaponder.commands.measures import MEASURES, measuring
 from adaponder.errors import InputError
+from experiments.measures import MEASURES, measuring
 from lab_support import K, opinionated, saved, written
 
 

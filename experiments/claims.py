@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,29 @@ from typing import Any
 
 from adaponder.errors import InputError
 from adaponder.files import read_yaml
-from adaponder.reproduction.evidence import Evidence
-from adaponder.reproduction.queue import Experiment
+from experiments.evidence import Evidence
+from experiments.queue import Experiment
 
 Test = Mapping[str, Any]
+BEFORE = "before any of its runs"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """When the tests of a statement were committed.
+
+    Attributes:
+        date: the day.
+        when: relative to the records of its runs: ``before any of its runs``, ``after seed 0``, ``after all runs``, …
+    """
+
+    date: datetime.date
+    when: str
+
+    @property
+    def note(self) -> str:
+        """The words of the results page; empty where nobody could have looked."""
+        return "" if self.when == BEFORE else f"chosen after looking: {self.when}"
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,7 @@ class Statement:
         where: in the paper.
         says: what the paper says.
         paper: its numbers.
+        fixed: when the tests were committed.
         tests: what must hold, all of it.
     """
 
@@ -32,6 +53,7 @@ class Statement:
     where: str
     says: str
     paper: str
+    fixed: Fixed
     tests: Sequence[Test]
 
 
@@ -41,6 +63,7 @@ class Question:
 
     asks: str
     answer: str = ""
+    fixed: Fixed | None = None
     tests: Sequence[Test] = ()
     show: str | None = None
 
@@ -50,14 +73,14 @@ class Claims:
     """The content of the file.
 
     Attributes:
-        runs: the label, without seed, of a run of the queue by its alias.
+        runs: the label, without seed, of a run of the queue by its alias; a list of labels stands for the best of them.
         titles: what tables call a recipe, or a run by its alias.
         rows: lists of aliases by the name of the table that shows them.
         against: the run that all settings of a claim are held against, by the claim's name.
         paper: the paper's own rows, by the name of its table.
     """
 
-    runs: Mapping[str, str]
+    runs: Mapping[str, Any]
     titles: Mapping[str, str]
     rows: Mapping[str, Sequence[str]]
     against: Mapping[str, str]
@@ -82,8 +105,8 @@ def read_claims(path: Path) -> Claims:
             rows={name: raw[name] for name in _ROWS},
             against=raw["against"],
             paper={name: raw[f"paper-{name}"] for name in _PAPER},
-            statements=[Statement(**each) for each in raw["statements"]],
-            questions=[Question(**each) for each in raw.get("questions", [])],
+            statements=[Statement(**_dated(each)) for each in raw["statements"]],
+            questions=[Question(**_dated(each)) for each in raw.get("questions", [])],
         )
         named = {alias for rows in claims.rows.values() for alias in rows} | set(claims.against.values())
         if unknown := named - set(claims.runs):
@@ -91,6 +114,10 @@ def read_claims(path: Path) -> Claims:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: {type(error).__name__} {error}; see experiments/claims.yaml") from None
     return claims
+
+
+def _dated(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(raw) | ({"fixed": Fixed(**raw["fixed"])} if "fixed" in raw else {})
 
 
 def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
