@@ -16,9 +16,7 @@ import numpy as np
 
 from adaponder.analysis.demand import measure_demand
 from adaponder.analysis.trace import make_trace
-from adaponder.commands.options import EvalOptions
-from adaponder.commands.options.shared import CheckpointOptions, WindowOptions
-from adaponder.commands.subject import Subject, open_subject
+from adaponder.commands.shared import Subject, open_subject
 from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
 from adaponder.evaluation.lab.calibration import budgets_between
@@ -58,7 +56,7 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
         return None
 
     def measure(final: Path, data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        subject = open_subject(CheckpointOptions(checkpoint=str(final), device=device))
+        subject = open_subject(str(final), device=device)
         for name in sorted(names, key=list(MEASURES).index):
             console.print(f"measuring {name} …")
             began = time.perf_counter()
@@ -73,7 +71,7 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
 
 
 def _text(subject: Subject, data: Path) -> Any:
-    return subject.text(str(data), WindowOptions(max_tokens=_TOKENS))
+    return subject.text(str(data), max_tokens=_TOKENS)
 
 
 def steps(subject: Subject, data: Path) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def steps(subject: Subject, data: Path) -> dict[str, Any]:
 
     The first is endogenous: a token's depth decides its loss too. At one forced depth all tokens are compared alike.
     """
-    windows = subject.windows(WindowOptions())
+    windows = subject.windows()
     trace = make_trace(
         subject.model, _text(subject, data), windows, checkpoint=subject.name, data="", batch_size=_BATCH
     )
@@ -141,7 +139,7 @@ def _point(row: Measurement) -> dict[str, Any]:
 
 
 def _lab(subject: Subject, data: Path) -> Lab:
-    halves = halve(_text(subject, data), subject.windows(WindowOptions()))
+    halves = halve(_text(subject, data), subject.windows())
     return Lab(subject.model, halves, batch_size=_BATCH)
 
 
@@ -150,7 +148,7 @@ def reuse(subject: Subject, data: Path) -> dict[str, Any]:
 
     Only the first skips work: it is what inference does, whatever the model was trained with.
     """
-    text, windows, config = _text(subject, data), subject.windows(WindowOptions()), subject.model.config
+    text, windows, config = _text(subject, data), subject.windows(), subject.model.config
     trained, found = config.reuse, {}
     try:
         for rule in ("state", "kv", "none"):
@@ -164,7 +162,7 @@ def reuse(subject: Subject, data: Path) -> dict[str, Any]:
 
 def rules(subject: Subject, data: Path) -> dict[str, Any]:
     """Loss by the causal rule that generates, and by the rule of training, which may look at later tokens."""
-    text, windows, method = _text(subject, data), subject.windows(WindowOptions()), subject.model.method
+    text, windows, method = _text(subject, data), subject.windows(), subject.model.method
     found = {}
     chosen: dict[str, Policy | None] = {"causal": None, "training": method.training_policy(1.0)}
     for name, policy in chosen.items():
@@ -181,7 +179,7 @@ def demand(subject: Subject, data: Path) -> dict[str, Any]:
 
 def speed(subject: Subject, data: Path) -> dict[str, Any]:
     """Tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
-    text, windows = _text(subject, data), subject.windows(WindowOptions())
+    text, windows = _text(subject, data), subject.windows()
     model = subject.model.eval()
     if model.device.type == "cuda":
         model.bfloat16()
@@ -216,8 +214,8 @@ def tasks(subject: Subject, data: Path) -> dict[str, Any]:
 
     there = [name for name in _TASKS if (_TASK_DATA / name).is_dir()]
     device = str(subject.model.device)
-    options = EvalOptions(checkpoint=str(subject.folder), tasks=there, task_data=_TASK_DATA, device=device)
-    return {"tasks": command.run(options)["tasks"]}
+    result = command.run_tasks(str(subject.folder), there, task_data=_TASK_DATA, device=device)
+    return {"tasks": result["tasks"]}
 
 
 # In this order: the quick ones first, and speed, which rounds the weights, last.

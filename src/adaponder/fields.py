@@ -458,7 +458,8 @@ def option(name: str, *flags: str, kind: type = Sampling, help: str | None = Non
     kinds = (field.type, *get_args(field.type))
     if bool not in kinds:
         more = {"metavar": "N" if int in kinds else "X", "callback": checked, **more}
-    return typer.Option(*flags, help=help or field.meaning, **more)
+    text = help or f"{field.meaning[:1].upper()}{field.meaning[1:]}"
+    return typer.Option(*flags, help=text, **more)
 
 
 def body_field(name: str, **more: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from adaponder.cli.ending import code_of
+from adaponder.cli import exit_code
 from adaponder.errors import AdaPonderError, InputError
 
 if find_spec("lm_eval") is not None:
@@ -32,7 +32,7 @@ def main() -> None:
             refuse_code(folder)  # lm-eval's own models would refuse code too, in a page of traceback
         cli_evaluate()
     except AdaPonderError as error:
-        sys.exit(code_of(error))
+        sys.exit(exit_code(error))
 
 
 def _folders(words: Sequence[str]) -> list[Path]:

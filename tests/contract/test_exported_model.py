@@ -205,10 +205,9 @@ def test_what_was_saved_again_is_the_same_for_transformers_and_for_the_package(p
 def test_lm_eval_scores_the_folder_as_the_package_does(probe):
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     from adaponder.commands import tasks
-    from adaponder.commands.options import EvalOptions
 
     folder, records = probe["place"] / "words", probe["place"] / "records"
-    expected = tasks.run(EvalOptions(checkpoint=str(folder), tasks=TASKS, fewshot=[0], task_data=records))
+    expected = tasks.run_tasks(checkpoint=str(folder), tasks=TASKS, fewshot=[0], task_data=records)
     assert [task["cost"]["iterations"] < 3 for task in expected["tasks"]] == [True] * len(TASKS), (
         "some tokens must halt"
     )

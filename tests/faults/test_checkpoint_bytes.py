@@ -12,8 +12,7 @@ import torch
 from adaponder import AdaPonderForCausalLM
 from adaponder.checkpoints.loading import tokenizer_of
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
-from adaponder.commands import checkup
-from adaponder.commands.options import DoctorOptions
+from adaponder.commands import doctor
 from adaponder.conversion.convert import convert
 from adaponder.conversion.open import describe, load
 from adaponder.errors import CheckpointError
@@ -134,10 +133,10 @@ def test_who_edits_a_config_by_hand_is_told_the_cure_and_it_cures(copy):
     (folder / "config.json").write_text(json.dumps(content | {"tau": 0.25}))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         open_model(folder)
-    assert not checkup.run(DoctorOptions(checkpoint=str(folder), seal=True))["problems"]
+    assert not doctor.check_checkpoint(str(folder), seal=True)["problems"]
     assert open_model(folder).config.tau == 0.25
     flip(folder / "model.safetensors", 1.0)
-    assert "model.safetensors" in checkup.run(DoctorOptions(checkpoint=str(folder)))["problems"]["checksums"]
+    assert "model.safetensors" in doctor.check_checkpoint(str(folder))["problems"]["checksums"]
 
 
 def test_saving_again_over_a_folder_seals_it_again(copy):

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from adaponder.commands import tasks as eval_tasks
-from adaponder.commands.options import EvalOptions
 from harness_support import POSITIONS, WIKITEXT, reader, words, write_records
 from soak_support import NAME, run_parts, serving, write_checkpoint
 
@@ -118,7 +117,7 @@ def scores_through_server(url: str, folder: Path, data: Path, tasks: tuple[str, 
 def compare(url: str, folder: Path, data: Path, tasks: tuple[str, ...]) -> dict[str, Any]:
     """Both ways' metrics; fails where they differ by more than rounding."""
     through = scores_through_server(url, folder, data, tasks)
-    own = eval_tasks.run(EvalOptions(checkpoint=str(folder), tasks=list(tasks), task_data=data, fewshot=[0]))
+    own = eval_tasks.run_tasks(checkpoint=str(folder), tasks=list(tasks), task_data=data, fewshot=[0])
     compared: dict[str, Any] = {}
     for score in own["tasks"]:
         for metric, value in score["metrics"].items():

@@ -7,7 +7,6 @@ import pytest
 
 from adaponder import AdaPonderError
 from adaponder.commands import policies as command
-from adaponder.commands.options import PoliciesOptions
 from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, Lab
 from adaponder.evaluation.scoring import fingerprint
@@ -77,7 +76,7 @@ def test_policies_interrupted_says_what_it_keeps_and_goes_on(few, tmp_path, monk
     monkeypatch.setattr("adaponder.analysis.style.save", lambda figure, path: (path, path))
     checkpoint, data = saved(tmp_path / "model", opinionated()), written(tmp_path / "text.jsonl", documents=6)
     asked = {"data": str(data), "window": 32, "budgets": [BUDGET], "rates": ()}
-    finished = command.run(PoliciesOptions(checkpoint=str(checkpoint), **asked))
+    finished = command.policies(checkpoint=str(checkpoint), **asked)
     measured, patience = [], [2]
 
     def interrupted(lab, tuned, learned=None):
@@ -89,14 +88,14 @@ def test_policies_interrupted_says_what_it_keeps_and_goes_on(few, tmp_path, monk
     held_out = Lab.held_out
     monkeypatch.setattr(Lab, "held_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.run(PoliciesOptions(checkpoint=str(checkpoint), out=out, **asked))
+        command.policies(checkpoint=str(checkpoint), out=out, **asked)
     assert f"2 finished rows are saved in {out / 'unfinished'}; run the same command" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
-        command.run(PoliciesOptions(checkpoint=str(checkpoint), **asked))
+        command.policies(checkpoint=str(checkpoint), **asked)
     assert "nothing was saved; with --out DIR" in capsys.readouterr().err
     measured.clear()
     patience[0] = 99
-    assert command.run(PoliciesOptions(checkpoint=str(checkpoint), out=out, **asked)) == finished
+    assert command.policies(checkpoint=str(checkpoint), out=out, **asked) == finished
     # The learned gate once more, because the rest is paired with it.
     assert measured == [LEARNED, *FEW[2:]]
     shown = capsys.readouterr().out

@@ -3,83 +3,102 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.analysis.figures import choose, tokens
-from adaponder.analysis.figures.words import on_one_line
-from adaponder.analysis.report import Report, facts, write_report
-from adaponder.analysis.trace import NAME, Trace, kind_of, make_trace, planned_scorings, read_trace, write_trace
-from adaponder.commands.options import AnalyzeOptions
-from adaponder.commands.subject import Subject, open_subject
-from adaponder.data.manifest import MANIFEST
+from adaponder.commands import shared
+from adaponder.commands.shared import arg, opt
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import ScoringOptions, fingerprint
-from adaponder.evaluation.text import Text
-from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 from adaponder.terminal import console, counting, legend, line, table, write_json
 
-# Options that decide what a trace holds; refused where a finished trace is named.
-_TRACING = ("data", "window", "stride", "max_tokens", "policy", "tau", "profile", "max_iterations", "tokenizer")
+if TYPE_CHECKING:
+    from adaponder.analysis.report import Report
+    from adaponder.analysis.trace import Trace
+    from adaponder.evaluation.scoring import ScoringOptions
+    from adaponder.evaluation.text import Text
 
 
-def run(options: AnalyzeOptions) -> Report:
-    """Traces a checkpoint on ``options.data`` and writes the report.
+def analyze(
+    checkpoint: Annotated[str, arg("A checkpoint; or a trace.parquet, to draw its figures again.", "CKPT")],
+    *,
+    data: Annotated[str | None, opt("As for eval.", "TEXT")] = None,
+    out: Annotated[
+        Path | None, opt("Trace, figures, tables and report go here.", "DIR", check=shared.output_folder)
+    ] = None,
+    only: Annotated[str | None, opt("Draw only these figures: halting, gates, grid, …", "a,b")] = None,
+    json: shared.Json = None,
+    split: shared.Split = "validation",
+    window: shared.Window = None,
+    stride: shared.Stride = None,
+    across_documents: shared.AcrossDocuments = True,
+    max_tokens: shared.MaxTokens = None,
+    batch_size: shared.BatchSize = 8,
+    policy: shared.PolicyText = None,
+    tau: shared.Tau = None,
+    profile: shared.Profile = None,
+    max_iterations: shared.MaxIterations = None,
+    tokenizer: shared.Tokenizer = None,
+    seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+) -> Any:
+    """Write down every token, and draw the paper's analysis from that: figures, tables, one report.html.
 
-    Where ``options.checkpoint`` is a trace, or a folder with one and ``options.data`` is ``None``, only the report is
-    written again. If tracing is interrupted, finished portions stay in ``options.out``, and the same call goes on from
-    there.
+    If tracing is interrupted, finished portions stay in --out, and the same command goes on from there.
+
+    [dim]adaponder analyze runs/demo --data data/stdlib-train-bpe-2048 --out analysis/[/]
     """
-    trace_path, journal = _trace_of(options.checkpoint, options.data), None
+    from adaponder.analysis.figures import choose
+    from adaponder.analysis.report import write_report
+    from adaponder.analysis.trace import NAME, kind_of, make_trace, planned_scorings, read_trace, write_trace
+    from adaponder.data.manifest import MANIFEST
+    from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
+
+    chosen, trace_path, journal = shared.names("--only", only), _trace_of(checkpoint, data), None
+    halting: dict[str, Any] = {"policy": policy, "tau": tau, "profile": profile, "max_iterations": max_iterations}
     if trace_path is not None:
-        if named := [name for name in _TRACING if getattr(options, name) is not None]:
+        cuts = {"data": data, "window": window, "stride": stride, "max_tokens": max_tokens, "tokenizer": tokenizer}
+        if given := [name for name, value in (cuts | halting).items() if value is not None]:
             raise InputError(
-                f"--{named[0].replace('_', '-')}: {trace_path} is a trace, made already; "
-                "leave it out, or name a checkpoint"
+                f"--{given[0].replace('_', '-')} has no effect: {trace_path} is a finished trace; leave it out, or "
+                "name a checkpoint"
             )
-        trace, out = read_trace(trace_path), options.out or trace_path.parent
+        trace, out = read_trace(trace_path), out or trace_path.parent
     else:
-        data, out = options.data, options.out
         if data is None or out is None:
             raise InputError(f"{'--data' if data is None else '--out'} is needed to trace a checkpoint")
         if out.exists() and not out.is_dir():
-            raise InputError(f"--out {out}: a file is in the way")
-        subject = open_subject(options)
-        how = subject.scoring(options, seed=options.seed)
+            raise InputError(f"--out {out} is a file, not a folder")
+        subject = shared.open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+        how = subject.scoring(**halting, seed=seed)
         # Raises for a figure of --only that cannot be drawn, before any text is read.
-        choose(kind_of(subject.model, how), options.only)
-        text = subject.text(data, options)
-        windows = subject.windows(options)
-        whence = f"{data} ({options.split})" if (Path(data) / MANIFEST).is_file() else data
-        named = {"checkpoint": options.checkpoint, "data": whence}
-        journal = Journal(
-            out / FOLDER, _settings(subject, text, how) | named | {"batch": options.batch_size, "windows": str(windows)}
-        )
+        choose(kind_of(subject.model, how), chosen)
+        text = subject.text(data, split=split, max_tokens=max_tokens)
+        windows = subject.windows(window, stride, across_documents)
+        whence = f"{data} ({split})" if (Path(data) / MANIFEST).is_file() else data
+        origin = {"checkpoint": checkpoint, "data": whence}
+        settings = _settings(subject, text, how) | origin | {"batch": batch_size, "windows": str(windows)}
+        journal = Journal(out / FOLDER, settings)
         total = text.predictions * len(planned_scorings(subject.model, how))
-        with resuming(journal, "portion"), counting(f"tracing {options.checkpoint}", total) as advance:
+        with resuming(journal, "portion"), counting(f"tracing {checkpoint}", total) as advance:
             trace = make_trace(
-                subject.model,
-                text,
-                windows,
-                **named,
-                how=how,
-                batch_size=options.batch_size,
-                journal=journal,
-                advance=advance,
+                subject.model, text, windows, **origin, how=how, batch_size=batch_size, journal=journal, advance=advance
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
     again = f"the trace is whole; adaponder analyze {out} draws its report"
-    with on_interrupt(again), counting("drawing", len(choose(trace.about, options.only)[0])) as advance:
-        report = write_report(trace, out, only=options.only, advance=advance)
+    with on_interrupt(again), counting("drawing", len(choose(trace.about, chosen)[0])) as advance:
+        report = write_report(trace, out, only=chosen, advance=advance)
     if journal is not None:
         journal.remove()
     show(trace, report)
-    write_json(options.json, report.as_dict(trace))
+    write_json(json, report.as_dict(trace))
     return report
 
 
-def _settings(subject: Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
+def _settings(subject: shared.Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
     """Settings, beside checkpoint and data, that must be equal for portions to belong to the same trace."""
+    from adaponder.evaluation.scoring import fingerprint
+
     return {
         "weights and text": fingerprint(subject.model, text),
         "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "spelling", how.policy)),
@@ -92,6 +111,8 @@ def _settings(subject: Subject, text: Text, how: ScoringOptions) -> dict[str, An
 
 def _trace_of(name: str, data: str | None) -> Path | None:
     """The file of a finished trace: ``name`` itself, or in the folder ``name`` without ``data``; else ``None``."""
+    from adaponder.analysis.trace import NAME
+
     path = Path(name)
     if path.suffix == ".parquet":
         if not path.is_file():
@@ -102,6 +123,10 @@ def _trace_of(name: str, data: str | None) -> Path | None:
 
 def show(trace: Trace, report: Report) -> None:
     """Prints facts, captions and excerpts of the report, which figures were left out and why, and where it is."""
+    from adaponder.analysis.figures import tokens
+    from adaponder.analysis.figures.words import on_one_line
+    from adaponder.analysis.report import facts
+
     deepest = trace.about.deepest
     console.print(table("What was traced", ("", ""), list(facts(trace, report.numbers).items())))
     for figure in report.drawn:

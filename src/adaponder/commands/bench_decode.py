@@ -111,7 +111,7 @@ def _opened(options: DecodeBenchOptions, dtype: torch.dtype) -> dict[str, Any]:
     """The checkpoint and the tokens that its prompts are cut from; nothing without one."""
     if options.checkpoint is None or options.data is None:
         return {}
-    from adaponder.commands.subject import open_subject
+    from adaponder.commands.shared import open_subject
 
     name = str(dtype).removeprefix("torch.")
     subject = open_subject(CheckpointOptions(checkpoint=options.checkpoint, device=options.device, dtype=name))

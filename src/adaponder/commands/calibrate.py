@@ -7,104 +7,130 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.checkpoints.loading import fetch
-from adaponder.commands.options import CalibrateOptions
+from adaponder.commands import shared
 from adaponder.commands.policies import about, described, load_result, watching
-from adaponder.commands.subject import open_subject
+from adaponder.commands.shared import arg, opt
 from adaponder.errors import InputError
-from adaponder.evaluation.lab import profiles
-from adaponder.evaluation.lab.calibration import Calibration, budgets_between, calibrate, check_rule
-from adaponder.evaluation.lab.calibration import frontier as frontier_rows
-from adaponder.evaluation.lab.halves import halve
-from adaponder.evaluation.lab.lab import Lab, Measurement, check_budget, require_halting
-from adaponder.evaluation.scoring import fingerprint
-from adaponder.evaluation.summary import Interval
-from adaponder.evaluation.text import Text
-from adaponder.journal import FOLDER, Journal, resuming
-from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console, line, table, write_json
 from adaponder.version import __version__
 
+if TYPE_CHECKING:
+    from adaponder.evaluation.lab.calibration import Calibration
+    from adaponder.evaluation.lab.lab import Measurement
+    from adaponder.evaluation.summary import Interval
+
 RESULT = "frontier.json"
+RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "confidence", "similarity", "random")
 
 
-def run(options: CalibrateOptions) -> dict[str, Any]:
-    """Stores thresholds for ``options.budget`` as a profile; with ``options.frontier``, measures every budget."""
-    budget, name, rule = options.budget, options.name, options.rule
-    data = _checked_data(options)
-    subject = open_subject(options)
-    require_halting(subject.model)
-    most, there = subject.model.config.iterations, False
-    steps = budgets_between(most, options.step) if options.frontier else []
+def calibrate(
+    checkpoint: Annotated[str, arg("A checkpoint; or a frontier.json, to draw its figure again.", "CKPT")],
+    *,
+    data: Annotated[str | None, opt("As for eval: one half finds the thresholds, the other tests.", "TEXT")] = None,
+    budget: Annotated[float | None, opt("The mean depth to reach.", "X", min=1)] = None,
+    name: Annotated[str | None, opt("Of the profile; default budget-N.", "NAME")] = None,
+    rule: Annotated[
+        str, opt(f"What is thresholded: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
+    ] = "gate",
+    frontier: Annotated[bool, opt("Loss at every budget from 1 to K.", flag="--frontier")] = False,
+    step: Annotated[float, opt("Step between the frontier's budgets.", "X", check=shared.above_zero())] = 0.25,
+    replace: Annotated[bool, opt("Replace a profile of the same name.", flag="--replace")] = False,
+    out: Annotated[
+        Path | None, opt("Table and figure of the frontier go here.", "DIR", check=shared.output_folder)
+    ] = None,
+    listed: Annotated[bool, opt("List the stored profiles.", flag="--list")] = False,
+    json: shared.Json = None,
+    split: shared.Split = "validation",
+    window: shared.Window = None,
+    stride: shared.Stride = None,
+    across_documents: shared.AcrossDocuments = True,
+    max_tokens: shared.MaxTokens = None,
+    batch_size: shared.BatchSize = 8,
+    tokenizer: shared.Tokenizer = None,
+    seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+) -> Any:
+    """The budget dial: find thresholds for a mean depth, verify them, and store them as a profile.
+
+    [dim]adaponder calibrate runs/demo --budget 3.2 --data data/stdlib-train-bpe-2048[/]
+
+    [dim]adaponder generate runs/demo --prompt "def " --profile budget-3.2[/]
+    """
+    if listed:
+        return list_profiles(checkpoint, json=json)
+    if checkpoint.endswith(".json"):
+        shared.refuse(checkpoint, data=data, budget=budget, frontier=frontier, max_tokens=max_tokens)
+        return redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
+    if data is None:
+        raise InputError("--data is needed: the text on which to calibrate")
+    if budget is None and not frontier:
+        raise InputError("--budget is needed, the mean depth to reach, as in --budget 3.2; or --frontier")
+    if name is not None and budget is None:
+        raise InputError("--name: a profile is made for a --budget")
+    if not frontier:
+        shared.refuse("--budget without --frontier", out=out)
+    elif rule != "gate":
+        raise InputError(f"--rule {rule}: the frontier is the learned gate's; leave --rule or --frontier out")
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file, not a folder")
+    from adaponder.evaluation.lab import profiles
+    from adaponder.evaluation.lab.calibration import budgets_between, check_rule
+    from adaponder.evaluation.lab.calibration import calibrate as find_thresholds
+    from adaponder.evaluation.lab.calibration import frontier as frontier_rows
+    from adaponder.evaluation.lab.halves import halve
+    from adaponder.evaluation.lab.lab import Lab, check_budget, require_halting
+    from adaponder.evaluation.scoring import fingerprint
+    from adaponder.journal import FOLDER, Journal, resuming
+
     if budget is not None:
-        check_budget(budget, most, "--budget")
+        check_rule(rule, budget)
+    subject = shared.open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    require_halting(subject.model)
+    iterations, exists = subject.model.config.iterations, False
+    steps = budgets_between(iterations, step) if frontier else []
+    if budget is not None:
+        check_budget(budget, iterations, "--budget")
         name = name or f"{'budget' if rule == 'gate' else rule}-{budget:g}"
         profiles.check_name(name)
-        there = name in profiles.stored(subject.folder)  # what could not be added to is refused before the work
-    text = subject.text(data, options)
-    windows = subject.windows(options)
+        exists = name in profiles.stored(subject.folder)  # a file that cannot be added to is refused before the work
+    text = subject.text(data, split=split, max_tokens=max_tokens)
+    windows = subject.windows(window, stride, across_documents)
     halves = halve(text, windows)
-    result = about(subject, halves, data=data, split=options.split, windows=str(windows), seed=options.seed)
+    result = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
     result["command"] = "calibrate"
     console.print(described(result))
-    journal = _journal(options, result, subject.model, text)
-    if (
-        there and not options.replace and not (journal is not None and len(journal))
-    ):  # one that goes on has stored it itself
-        raise InputError(f"--name {name}: there is a profile of that name; choose another, or say --replace")
+    journal = None
+    if frontier and out is not None:
+        settings = {"step": step, "batch size": batch_size, "weights and text": fingerprint(subject.model, text)}
+        journal = Journal(out / FOLDER, result | settings)
+    resumed = journal is not None and len(journal)  # a resumed call has stored the profile itself
+    if exists and not replace and not resumed:
+        raise InputError(f"--name {name}: there is a profile of that name; choose another, or use --replace")
     rows = []
-    with resuming(journal, "row") if options.frontier else nullcontext(), watching() as bars:
-        bars.expect((budget is not None) + (len(steps) + most if options.frontier else 0))
-        lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
+    with resuming(journal, "row") if frontier else nullcontext(), watching() as bars:
+        bars.expect((budget is not None) + (len(steps) + iterations if frontier else 0))
+        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
         if budget is not None and name is not None:
-            calibration = calibrate(lab, budget, rule=rule)
+            calibration = find_thresholds(lab, budget, rule=rule)
             result |= {"rule": rule, "name": name, "calibration": calibration.as_dict()}
             show(calibration)
             path = profiles.store(subject.folder, name, profile(calibration, result))
             console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
             bars.done()
-        for row in frontier_rows(lab, steps, journal=journal) if options.frontier else ():
+        for row in frontier_rows(lab, steps, journal=journal) if frontier else ():
             rows.append(row)
             bars.done()
     if rows:
         result |= {"rows": [row.as_dict() for row in rows]}
         show_frontier(rows)
-    write_json(options.json, result)
-    if options.out is not None and journal is not None:
-        save(result, options.out)
+    write_json(json, result)
+    if out is not None and journal is not None:
+        save(result, out)
         journal.remove()
     return result
-
-
-def _journal(
-    options: CalibrateOptions, result: dict[str, Any], model: AdaPonderForCausalLM, text: Text
-) -> Journal | None:
-    """The frontier's rows that an interrupted call of the same command has measured; ``None`` without ``--out``."""
-    if not options.frontier or options.out is None:
-        return None
-    settings = {
-        "step": options.step,
-        "batch size": options.batch_size,
-        "weights and text": fingerprint(model, text),
-    }
-    return Journal(options.out / FOLDER, result | settings)
-
-
-def _checked_data(options: CalibrateOptions) -> str:
-    """The text to calibrate on; raises where options are missing or contradict each other."""
-    if options.data is None:
-        raise InputError("--data: say on which text to calibrate")
-    if options.budget is None and not options.frontier:
-        raise InputError("--budget: say which mean depth is wanted, as in --budget 3.2, or ask for --frontier")
-    if options.budget is not None:
-        check_rule(options.rule, options.budget)
-    if options.name is not None and options.budget is None:
-        raise InputError("--name: a profile is made for a --budget")
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
-        raise InputError(f"--out {options.out}: a file is in the way")
-    return options.data
 
 
 def profile(calibration: Calibration, result: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +184,7 @@ def show(calibration: Calibration) -> None:
         console.print(
             line(
                 ("warning:", "bold yellow"),
-                " more than 0.05 off: calibrate on more text, or on text like that to come",
+                " more than 0.05 off: calibrate on more text, or on text like the one to be read",
             )
         )
 
@@ -223,8 +249,11 @@ def redraw(result: Path, *, out: Path) -> list[Path]:
 
 def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any]:
     """Prints and returns the profiles of a checkpoint, by name; no model is opened."""
-    folder = fetch(checkpoint)
-    stored = profiles.stored(folder)
+    from adaponder.checkpoints.loading import fetch
+    from adaponder.evaluation.lab import profiles
+    from adaponder.evaluation.summary import Interval
+
+    stored = profiles.stored(fetch(checkpoint))
     rows = [
         (
             name,

@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.commands.options import ConvertOptions
-from adaponder.commands.options.model import NewSettings
-from adaponder.conversion.convert import Conversion, convert
+from adaponder.commands.shared import Dtype, Json, Seed, arg, one_of, opt, output_folder
 from adaponder.errors import InputError
-from adaponder.files import read_bytes
+from adaponder.fields import Recurrence, option
+from adaponder.registry import DEFAULT_METHOD, method_names
 from adaponder.terminal import console, line, table, write_json
 
+if TYPE_CHECKING:
+    from adaponder.conversion.convert import Conversion
 
-def run(options: ConvertOptions) -> Conversion:
-    """Converts ``options.source`` into ``options.out`` and prints what was checked."""
-    text = options.text
+_SETTINGS = "Settings of the recurrence (default: as the source was trained, else the config's)"
+
+
+def _check_method(name: str) -> str:
+    one_of(*method_names(), "backbone")(name)  # when the command runs there may be more methods
+    return name
+
+
+def convert(
+    source: Annotated[str, arg("A stock, PonderLM or AdaPonder checkpoint: folder or hub name.", "SRC")],
+    *,
+    out: Annotated[Path, opt("Where to save; must be new or empty.", "DIR", check=output_folder)],
+    method: Annotated[
+        str, opt(f"{', '.join(method_names())}; or backbone: back to plain.", "NAME", check=_check_method)
+    ] = DEFAULT_METHOD,
+    text: Annotated[str | None, opt("Text, or a file of it: shows the loss at each depth.", "TEXT")] = None,
+    revision: Annotated[str | None, opt("Branch, tag or commit of a hub source.", "NAME")] = None,
+    json: Json = None,
+    iterations: Annotated[int | None, option("iterations", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
+    tau: Annotated[float | None, option("tau", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
+    gate_width: Annotated[int | None, option("gate_width", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
+    gate_bias: Annotated[float | None, option("gate_bias", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
+    embedding_scale: Annotated[
+        float | None,
+        option("embedding_scale", kind=Recurrence, help="factor on embeddings", metavar="X", rich_help_panel=_SETTINGS),
+    ] = None,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+) -> Any:
+    """Make a checkpoint a member of the family, or a plain backbone again, and check that it still is what it was.
+
+    [dim]adaponder convert EleutherAI/pythia-70m --method adaponder --out pythia-70m-ada[/]
+    """
+    from adaponder.conversion.convert import convert as converted
+    from adaponder.files import read_bytes
+
     if text is not None and os.path.isfile(text):
         text = read_bytes(Path(text), InputError).decode(errors="replace")
-    with console.status(f"converting {options.source} …"):
-        done = convert(
-            options.source,
-            options.out,
-            method=options.method,
+    with console.status(f"converting {source} …"):
+        done = converted(
+            source,
+            out,
+            method=method,
             text=text,
-            revision=options.revision,
-            seed=options.seed,
-            dtype=options.dtype,
-            **{field.name: getattr(options, field.name) for field in fields(NewSettings)},
+            revision=revision,
+            seed=seed,
+            dtype=dtype,
+            iterations=iterations,
+            tau=tau,
+            gate_width=gate_width,
+            gate_bias=gate_bias,
+            embedding_scale=embedding_scale,
         )
     show(done)
-    write_json(options.json, done.as_dict())
+    write_json(json, done.as_dict())
     return done
 
 

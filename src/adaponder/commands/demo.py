@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
-from adaponder.checkpoints.shipped import SAMPLE, data_of, full_name, sample_path
-from adaponder.commands import puzzle
-from adaponder.commands.generate import generate, show
-from adaponder.commands.options import DemoOptions, PuzzleOptions
+from adaponder.commands.generate import continue_prompts, show
+from adaponder.commands.puzzle import puzzle
 from adaponder.commands.recipes import show_recipe
-from adaponder.commands.subject import open_tokenizer
-from adaponder.data import Shards
-from adaponder.evaluation.scoring import default_length, score
-from adaponder.evaluation.summary import summarise
-from adaponder.evaluation.text import Windows, open_text, open_vocabulary
-from adaponder.files import replace_file
-from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import FixedDepth
-from adaponder.recipes import Recipe, load_recipe
+from adaponder.commands.shared import Json, Overrides, open_tokenizer, opt, output_folder
 from adaponder.terminal import by_depth, console, legend, line, table, write_json
-from adaponder.training.loop import Trainer
-from adaponder.training.run import open_finished, train
-from adaponder.training.validation import whole_windows
+
+if TYPE_CHECKING:
+    from adaponder.data import Shards
+    from adaponder.recipes import Recipe
+    from adaponder.training.loop import Trainer
 
 PROMPT = "def "
 
 
-def run(options: DemoOptions) -> dict[str, Any]:
-    """Trains or resumes ``cpu/demo`` in ``options.out``; returns its assessment, or ``step`` if training stopped."""
-    out = options.out
-    recipe = load_recipe("cpu/demo", options.overrides)
+def demo(
+    *,
+    out: Annotated[Path, opt("The run folder; the same command again goes on.", "DIR", check=output_folder)] = Path(
+        "runs/demo"
+    ),
+    overrides: Overrides = None,
+    json: Json = None,
+) -> dict[str, Any]:
+    """Pretrain a small AdaPonderLM on the Python standard library and show what it learned: minutes, no download."""
+    from adaponder.files import replace_file
+    from adaponder.modeling import AdaPonderForCausalLM
+    from adaponder.recipes import load_recipe
+    from adaponder.training.run import open_finished, train
+
+    recipe = load_recipe("cpu/demo", overrides or ())
     console.rule("1  pretrain AdaPonderLM on the Python standard library")
-    show_recipe("cpu/demo", recipe, options.overrides)
+    show_recipe("cpu/demo", recipe, overrides or ())
     out.parent.mkdir(parents=True, exist_ok=True)
     data = out.parent.parent / "data"
     done = train(recipe, out=out, resume="auto", data=data)
@@ -52,21 +53,23 @@ def run(options: DemoOptions) -> dict[str, Any]:
     model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
     words = open_tokenizer(model, done.final, None)
     settings = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95}
-    show(generate(model, words, [PROMPT], settings=settings), colours=True)
+    show(continue_prompts(model, words, [PROMPT], settings=settings), colours=True)
 
     console.rule("4  beside it, a trained model that comes along: adaponder generate sample")
     result |= {"beside": beside(done.final)}
 
     console.rule("5  where the needed depth is known: adaponder puzzle")
-    result |= {"puzzles": puzzle.run(PuzzleOptions(seed=5))["by_need"]}
+    result |= {"puzzles": puzzle(seed=5)["by_need"]}
     replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, result).encode())
     console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
-    write_json(options.json, result)
+    write_json(json, result)
     return result
 
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     """Validation losses at the model's own depths, at each fixed depth, of token frequencies and of a uniform guess."""
+    from adaponder.policies import FixedDepth
+
     tokens = recipe.train.eval_tokens
     learned = trainer.evaluate(tokens)
     forced = [
@@ -84,10 +87,13 @@ def beside(trained: Path) -> list[dict[str, Any]]:
 
     Losses are bits per byte of the text: tokens of two vocabularies are not equally long.
     """
+    from adaponder.checkpoints.shipped import sample_path
+    from adaponder.modeling import AdaPonderForCausalLM
+
     sample = sample_path()
     model = AdaPonderForCausalLM.from_pretrained(sample).eval()
     settings = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 6}
-    (made,) = generate(model, open_tokenizer(model, sample, None), [PROMPT], settings=settings)
+    (made,) = continue_prompts(model, open_tokenizer(model, sample, None), [PROMPT], settings=settings)
     console.print(by_depth(made.pieces, made.depths, made.deepest))
     console.print()
     console.print(legend(made.deepest))
@@ -103,6 +109,12 @@ def beside(trained: Path) -> list[dict[str, Any]]:
 
 def _on_held_out(folder: Path) -> dict[str, Any]:
     """Parameters, bits per byte and mean depth of the model in ``folder`` on the package's held-out text."""
+    from adaponder.checkpoints.shipped import SAMPLE, data_of, full_name
+    from adaponder.evaluation.scoring import default_length, score
+    from adaponder.evaluation.summary import summarise
+    from adaponder.evaluation.text import Windows, open_text, open_vocabulary
+    from adaponder.modeling import AdaPonderForCausalLM
+
     model = AdaPonderForCausalLM.from_pretrained(folder).eval()
     text = open_text(data_of(full_name(SAMPLE)), open_vocabulary(str(folder)), whose=str(folder))
     scores = score(model, text, Windows(default_length(model)))
@@ -113,6 +125,8 @@ def _on_held_out(folder: Path) -> dict[str, Any]:
 
 def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
     """Cross-entropy of the validation text under the training split's token frequencies (one added to each)."""
+    import numpy as np
+
     counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
     log_p = np.log(counts / counts.sum())
     assert trainer.validation is not None  # assess evaluated on it
@@ -121,6 +135,8 @@ def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
 
 def validation_tokens(trainer: Trainer, tokens: int) -> int:
     """The number of tokens that an evaluation of at most ``tokens`` scores: only whole windows count."""
+    from adaponder.training.validation import whole_windows
+
     assert trainer.validation is not None
     length = trainer.recipe.data.sequence
     return whole_windows(trainer.validation, tokens, length=length) * length

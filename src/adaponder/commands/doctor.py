@@ -1,18 +1,18 @@
-"""adaponder doctor: versions, devices, the kernels each would run, and our FLOP count against torch's."""
+"""adaponder doctor: what is wrong with the installation, or with a checkpoint; --seal writes its manifest anew."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
+import typer
 
-from adaponder.commands.options import DoctorOptions
-from adaponder.evaluation.meter import check_all
-from adaponder.ops.fused import HAS_TRITON
+from adaponder.commands.shared import Json, arg, opt
+from adaponder.errors import AdaPonderError, InputError
 from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
@@ -20,9 +20,38 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "hug
 _FLOORS = {"torch": (2, 11), "transformers": (5, 17)}
 
 
-def run(options: DoctorOptions) -> dict[str, Any]:
-    """Prints and returns what ``examine`` does."""
-    report = examine()
+def doctor(
+    checkpoint: Annotated[str | None, arg("Examine this checkpoint instead of the installation.", "CKPT")] = None,
+    *,
+    seal: Annotated[
+        bool,
+        opt(
+            "Take the checkpoint's files as they are: the tokenizer decides on end and padding, "
+            "checksums are written anew.",
+            flag="--seal",
+        ),
+    ] = False,
+    json: Json = None,
+) -> dict[str, Any]:
+    """Show versions, devices, which kernels would run, and whether the meter agrees with torch.
+
+    Of a checkpoint: whether every file is as it was written, nothing in it asks to run code, and its settings agree.
+    """
+    if checkpoint is None and seal:
+        raise InputError("--seal: name the checkpoint to seal")
+    report = check_installation() if checkpoint is None else check_checkpoint(checkpoint, seal=seal)
+    write_json(json, report)
+    if report["problems"]:
+        raise typer.Exit(1)
+    return report
+
+
+# --- the installation ----------------------------------------------------------------------------------------------
+
+
+def check_installation() -> dict[str, Any]:
+    """Prints and returns what :func:`examine_installation` does."""
+    report = examine_installation()
     rows = [
         (name, value or "not installed", report["problems"].get(name, "")) for name, value in report["versions"].items()
     ]
@@ -40,12 +69,15 @@ def run(options: DoctorOptions) -> dict[str, Any]:
         console.print("; ".join(f"{name} {why}" for name, why in report["problems"].items()), style="red")
     else:
         console.print("all well", style="green")
-    write_json(options.json, report)
     return report
 
 
-def examine() -> dict[str, Any]:
+def examine_installation() -> dict[str, Any]:
     """Versions, devices, kernels and FLOP checks; ``problems`` has a sentence for each thing that is wrong."""
+    import torch
+
+    from adaponder.evaluation.meter import check_all
+
     versions = {"adaponder": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in _PACKAGES}
     problems = {
@@ -78,6 +110,8 @@ def operations() -> list[str]:
 
 def would_run(op: str, device: str) -> str:
     """The implementation of an operation that would run on a device, in words."""
+    from adaponder.ops.fused import HAS_TRITON
+
     written = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
     if device == "cpu" or not written:
         return "torch (reference)"
@@ -95,3 +129,123 @@ def _version(name: str) -> str | None:
 def _numbers(text: str | None) -> tuple[int, ...]:
     """The first two numbers of a version: (2, 11) for ``2.11.0+cu130``."""
     return tuple(int(part) for part in (text or "0").split("+")[0].split(".")[:2] if part.isdigit())
+
+
+# --- a checkpoint --------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
+    """Examines a checkpoint and prints what is wrong with it; ``problems`` of the result is empty if nothing is."""
+    from adaponder.checkpoints.loading import fetch
+
+    folder = fetch(checkpoint)
+    changes = seal_folder(folder) if seal else []
+    report = {"checkpoint": str(folder), "changes": changes, **examine_checkpoint(folder)}
+    rows = [(what, "wrong" if what in report["problems"] else said) for what, said in report["checks"].items()]
+    console.print(table(str(folder), ("", ""), rows))
+    for change in changes:
+        console.print(change, soft_wrap=True)
+    for problem in report["problems"].values():
+        console.print(problem, style="red", soft_wrap=True)
+    if not report["problems"]:
+        console.print("all well", style="green")
+    return report
+
+
+def examine_checkpoint(folder: Path) -> dict[str, Any]:
+    """``checks``: the result of each check, by name; ``problems``: the error of each one that failed."""
+    checks: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for what, check in _CHECKS.items():
+        try:
+            checks[what] = check(folder)
+        except AdaPonderError as error:
+            checks[what] = problems[what] = str(error)
+    return {"checks": checks, "problems": problems}
+
+
+def seal_folder(folder: Path) -> list[str]:
+    """Takes the end and padding tokens from the tokenizer and writes a new manifest; returns what changed, in words."""
+    from adaponder.checkpoints.loading import refuse_unsafe
+    from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+    from adaponder.checkpoints.special_tokens import mend
+    from adaponder.conversion.open import describe
+
+    if folder.resolve().parent.name == "snapshots":
+        raise InputError(f"--seal: {folder} is the hub's cache; name a folder of your own")
+    refuse_unsafe(folder)
+    describe(str(folder), verify=False)
+    changes = mend(folder)
+    try:
+        facts = {key: value for key, value in read_manifest(folder).items() if key == "step"}
+    except AdaPonderError:  # there is none, or a damaged one: the new one does without
+        facts = {}
+    write_manifest(folder, **facts)
+    return [*changes, f"sealed: {MANIFEST} lists {len(read_manifest(folder)['files'])} files as they are now"]
+
+
+def _safe(folder: Path) -> str:
+    from adaponder.checkpoints.loading import refuse_unsafe
+    from adaponder.export import modeling_adaponder
+    from adaponder.export.folder import CODE
+
+    refuse_unsafe(folder)
+    code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
+    if not code:
+        return "no code, nothing outside the folder"
+    ours = code == {name: Path(modeling_adaponder.__file__).with_name(name).read_bytes() for name in CODE}
+    whose = "as adaponder export writes it" if ours else "not as this version exports it: read before you trust it"
+    return f"nothing outside the folder; code that only trust_remote_code=True runs, {whose}"
+
+
+def _config(folder: Path) -> str:
+    from adaponder.conversion.open import describe
+
+    config = describe(str(folder), verify=False)
+    return f"{config.backbone_config.model_type}, {config.method}, K = {config.iterations}"
+
+
+def _checksums(folder: Path) -> str:
+    from adaponder.checkpoints.loading import NOT_NEEDED
+    from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files
+
+    if not (folder / MANIFEST).exists():
+        return "no manifest to compare with; --seal writes one"
+    verify_files(folder, may_be_missing=NOT_NEEDED)
+    return f"{len(read_manifest(folder)['files'])} files as they were written"
+
+
+def _tokenizer(folder: Path) -> str:
+    from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
+    from adaponder.conversion.open import describe
+
+    if not has_tokenizer(folder):
+        return "none"
+    vocabulary, size = tokenizer_of(folder, verify=False).get_vocab(), describe(str(folder), verify=False).vocab_size
+    if (highest := max(vocabulary.values(), default=0)) >= size:
+        raise InputError(f"the tokenizer has ids up to {highest}, but the model's vocabulary ends at {size - 1}")
+    return f"{len(vocabulary):,} tokens"
+
+
+def _special_tokens(folder: Path) -> str:
+    from adaponder.checkpoints.special_tokens import disagreements
+
+    if problems := disagreements(folder):
+        raise InputError("; ".join(problems))
+    return "config, generation config and tokenizer agree"
+
+
+def _profiles(folder: Path) -> str:
+    from adaponder.evaluation.lab.profiles import stored
+
+    return ", ".join(stored(folder)) or "none"
+
+
+_CHECKS: dict[str, Callable[[Path], str]] = {
+    "files": _safe,
+    "config": _config,
+    "checksums": _checksums,
+    "tokenizer": _tokenizer,
+    "special tokens": _special_tokens,
+    "profiles": _profiles,
+}

@@ -1,23 +1,148 @@
-"""adaponder eval on text, and adaponder compare: loss and what it cost, on the same tokens for every checkpoint."""
+"""adaponder eval and adaponder compare: loss and its cost, on the same tokens for every checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.commands.options import CompareOptions, EvalOptions
-from adaponder.commands.options.shared import CheckpointOptions
-from adaponder.commands.subject import Subject, open_subject
-from adaponder.conversion.narrow import narrow, weight_bytes
+from adaponder.commands import shared
+from adaponder.commands import tasks as task_command
+from adaponder.commands.shared import arg, opt
+from adaponder.devices import WEIGHTS
 from adaponder.errors import EvaluationError, InputError
-from adaponder.evaluation.agreement import agreement
-from adaponder.evaluation.meter import COLUMNS
-from adaponder.evaluation.scoring import Scores, ScoringOptions, score
-from adaponder.evaluation.summary import FEW, Difference, Summary, by_source, paired_difference, summarise
-from adaponder.evaluation.text import Text, Windows
-from adaponder.policies import FixedDepth
+from adaponder.fields import option
 from adaponder.terminal import console, counted, counting, table, write_json
+
+if TYPE_CHECKING:
+    from adaponder.evaluation.scoring import Scores, ScoringOptions
+    from adaponder.evaluation.summary import Difference, Summary
+    from adaponder.evaluation.text import Text, Windows
+
+_TASKS = "Tasks"
+
+
+def evaluate(
+    checkpoint: shared.Checkpoint,
+    *,
+    data: Annotated[str | None, opt(shared.DATA, "TEXT")] = None,
+    depths: Annotated[str | None, opt("Score also with every token read equally often.", "1,2,…")] = None,
+    dense: Annotated[bool, opt("Compute halted tokens too, and mask.", flag="--dense")] = False,
+    check_tokens: Annotated[int, opt("Compare skipping with dense on this many tokens; 0: do not.", "N", min=0)] = 2048,
+    json: shared.Json = None,
+    tasks: Annotated[
+        str | None, opt("Tasks of lm-evaluation-harness instead of a text.", "a,b,…", panel=_TASKS)
+    ] = None,
+    suite: Annotated[
+        str | None,
+        opt(
+            "paper: its nine tasks at 0 and 5 shots, against Pythia.",
+            "NAME",
+            check=shared.one_of("paper"),
+            panel=_TASKS,
+        ),
+    ] = None,
+    fewshot: Annotated[
+        str | None, opt("Examples before each item; default 0, or the suite's.", "0,5", panel=_TASKS)
+    ] = None,
+    task_data: Annotated[
+        Path | None, opt("Read tasks from DIR/TASK/SPLIT.jsonl or .jsonl.xz, not from the hub.", "DIR", panel=_TASKS)
+    ] = None,
+    limit: Annotated[int | None, opt("Use only the first N items of each task.", "N", min=1, panel=_TASKS)] = None,
+    split: shared.Split = "validation",
+    window: shared.Window = None,
+    stride: shared.Stride = None,
+    across_documents: shared.AcrossDocuments = True,
+    max_tokens: shared.MaxTokens = None,
+    batch_size: shared.BatchSize = 8,
+    policy: shared.PolicyText = None,
+    tau: shared.Tau = None,
+    profile: shared.Profile = None,
+    max_iterations: shared.MaxIterations = None,
+    weights: shared.Weights = None,
+    tokenizer: shared.Tokenizer = None,
+    seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+) -> dict[str, Any]:
+    """Loss, perplexity and bits per byte on a text, or scores on tasks; and what they cost.
+
+    [dim]adaponder eval runs/demo --data stdlib --depths 1,2,3,4[/]
+
+    [dim]adaponder eval runs/demo --tasks lambada_openai,arc_easy,sciq --task-data evaluation-sets/[/]
+    """
+    fixed_depths, shots = shared.numbers("--depths", depths), shared.numbers("--fewshot", fewshot, least=0, most=1000)
+    if (data is not None) == bool(tasks or suite is not None):
+        raise InputError("give one of --data (a text to score), --tasks and --suite paper")
+    halting: dict[str, Any] = {"policy": policy, "tau": tau, "profile": profile, "max_iterations": max_iterations}
+    if data is None:
+        shared.refuse("--tasks", depths=depths, dense=dense, window=window, stride=stride, max_tokens=max_tokens)
+        return task_command.run_tasks(
+            checkpoint,
+            shared.names("--tasks", tasks),
+            suite=suite,
+            fewshot=shots,
+            task_data=task_data,
+            limit=limit,
+            **halting,
+            batch_size=batch_size,
+            weights=weights,
+            tokenizer=tokenizer,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            json=json,
+        )
+    shared.refuse("--data", fewshot=shots, limit=limit, task_data=task_data)
+    subject = shared.open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    windows = subject.windows(window, stride, across_documents)
+    how = subject.scoring(**halting, execution="dense" if dense else None, seed=seed)
+    by_label = {own_label(subject, how): how} | forced(subject, fixed_depths, how)
+    text = subject.text(data, split=split, max_tokens=max_tokens)
+    scorings = [scored(subject, text, windows, label, setting, batch_size) for label, setting in by_label.items()]
+    narrowed = None
+    if weights is not None:
+        narrowed = Narrowed.of(subject, weights, scorings[0], text, windows, how, batch_size)
+        scorings.append(narrowed.scoring)
+    console.print(described(data, text, windows))
+    show_scorings(checkpoint, scorings)
+    if narrowed is not None:
+        console.print(f"\n{narrowed}")
+    from adaponder.evaluation.summary import by_source
+
+    sources = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=seed)
+    show_sources(sources)
+    halts = subject.model.method.halts
+    result: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        "method": subject.model.config.method,
+        "data": data,
+        "split": split,
+        "windows": str(windows),
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "device": str(subject.model.device),
+        "seed": seed,
+        "policy": own_policy(subject, how),
+        "max_iterations": max_iterations,
+        "execution": "dense" if dense else "compact" if halts else "dense",
+        "max_tokens": max_tokens,
+        "rows": [scoring.as_dict() for scoring in scorings],
+        "sources": {name: summary.as_dict() for name, summary in sources.items()},
+    }
+    if narrowed is not None:
+        result["weights"] = narrowed.as_dict()
+    if halts and not dense and check_tokens:
+        from adaponder.evaluation.agreement import agreement
+
+        agreed = agreement(subject.model, text.first(check_tokens), windows, how=how, batch_size=batch_size)
+        console.print(f"\n{agreed}", style=None if agreed.holds else "bold red")
+        result["agreement"] = agreed.as_dict()
+        write_json(json, result)
+        if not agreed.holds:
+            raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense is the plain way")
+    write_json(json, result)
+    return result
 
 
 @dataclass(frozen=True)
@@ -48,61 +173,10 @@ def show_scorings(title: str, scorings: list[Scoring], *, several_models: bool =
         head.append("emb. scale")
         cells = [[*line, f"{scoring.embedding_scale:g}"] for line, scoring in zip(cells, scorings, strict=True)]
     console.print(table(title, head, cells))
+    from adaponder.evaluation.meter import COLUMNS
+
     spent = [(scoring.label, *scoring.scores.spent.cells()) for scoring in scorings]
     console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
-
-
-def run(options: EvalOptions) -> dict[str, Any]:
-    """Scores the text ``options.data`` at the checkpoint's own depths, and at each of ``options.depths``.
-
-    Returns what ``--json`` writes.
-    """
-    if options.data is None:
-        raise InputError("--data: say which text to score")
-    subject = open_subject(options)
-    windows = subject.windows(options)
-    how = subject.scoring(options, execution="dense" if options.dense else None, seed=options.seed)
-    by_label = {own_label(subject, how): how} | forced(subject, options.depths, how)
-    text = subject.text(options.data, options)
-    scorings = [scored(subject, text, windows, label, one, options.batch_size) for label, one in by_label.items()]
-    narrowed = None
-    if options.weights is not None:
-        narrowed = Narrowed.of(subject, options.weights, scorings[0], text, windows, how, options.batch_size)
-        scorings.append(narrowed.scoring)
-    console.print(described(options.data, text, windows))
-    show_scorings(options.checkpoint, scorings)
-    if narrowed is not None:
-        console.print(f"\n{narrowed}")
-    parts = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=options.seed)
-    show_sources(parts)
-    result: dict[str, Any] = {
-        "checkpoint": options.checkpoint,
-        "method": subject.model.config.method,
-        "data": options.data,
-        "split": options.split,
-        "windows": str(windows),
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
-        "device": str(subject.model.device),
-        "seed": options.seed,
-        "policy": own_policy(subject, how),
-        "max_iterations": options.max_iterations,
-        "execution": "dense" if options.dense else "compact" if subject.model.method.halts else "dense",
-        "max_tokens": options.max_tokens,
-        "rows": [scoring.as_dict() for scoring in scorings],
-        "sources": {name: part.as_dict() for name, part in parts.items()},
-    }
-    if narrowed is not None:
-        result["weights"] = narrowed.as_dict()
-    if subject.model.method.halts and not options.dense and options.check_tokens:
-        few = text.first(options.check_tokens)
-        agreed = agreement(subject.model, few, windows, how=how, batch_size=options.batch_size)
-        console.print(f"\n{agreed}", style=None if agreed.holds else "bold red")
-        result["agreement"] = agreed.as_dict()
-        write_json(options.json, result)
-        if not agreed.holds:
-            raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense is the plain way")
-    write_json(options.json, result)
-    return result
 
 
 @dataclass(frozen=True)
@@ -126,7 +200,7 @@ class Narrowed:
     @classmethod
     def of(
         cls,
-        subject: Subject,
+        subject: shared.Subject,
         weights: str,
         before: Scoring,
         text: Text,
@@ -135,6 +209,9 @@ class Narrowed:
         batch_size: int,
     ) -> Narrowed:
         """Makes the weights of ``subject`` narrower, in place, and scores the text once more."""
+        from adaponder.conversion.narrow import narrow, weight_bytes
+        from adaponder.evaluation.summary import paired_difference
+
         wide = weight_bytes(subject.model)
         narrow(subject.model, weights)
         after = scored(subject, text, windows, f"{before.label}, {weights} weights", how, batch_size)
@@ -169,13 +246,15 @@ class Narrowed:
 
 def described(data: str, text: Text, windows: Windows) -> str:
     """The sentence above the tables: numbers of tokens and documents, and the windows."""
+    from adaponder.evaluation.summary import FEW
+
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
     learned = "" if text.learned is None else f", {int(text.learned.sum()):,} of these tokens learned and scored"
     tokens, documents = counted(text.predictions, "token"), counted(len(text.starts), "document")
     return f"{data}: {tokens} of {documents}{few}{learned}, {windows}"
 
 
-def own_label(subject: Subject, how: ScoringOptions) -> str:
+def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
     """What the table calls a scoring with the options ``how``: the policy, the one depth, or "its own depths"."""
     most = how.max_iterations or subject.model.config.iterations
     if how.policy is None and not subject.model.method.halts:
@@ -184,7 +263,7 @@ def own_label(subject: Subject, how: ScoringOptions) -> str:
     return who if how.max_iterations is None else f"{who}, at most {most}"
 
 
-def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
+def own_policy(subject: shared.Subject, how: ScoringOptions) -> str | None:
     """The policy that decided depths, as ``--policy`` takes it; ``None`` for a method that never halts."""
     if not subject.model.method.halts:
         return None
@@ -192,24 +271,29 @@ def own_policy(subject: Subject, how: ScoringOptions) -> str | None:
     return str(getattr(policy, "spelling", policy))
 
 
-def forced(subject: Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
+def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
     """For each of ``depths``, its label and the options that give every token that depth."""
+    from adaponder.evaluation.scoring import ScoringOptions
+    from adaponder.policies import FixedDepth
+
     most = subject.model.config.iterations
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:
-        raise InputError(f"--depths {','.join(map(str, wrong))}: from 1 to {most}, the model's iterations")
-    if subject.model.method.halts:
-        return {
-            f"depth {depth}": ScoringOptions(policy=FixedDepth(depth), execution=how.execution, seed=how.seed)
-            for depth in depths
-        }
+        raise InputError(f"--depths {','.join(map(str, wrong))} must be between 1 and {most}, the model's iterations")
+    halts = subject.model.method.halts
+    limits = {depth: {"policy": FixedDepth(depth)} if halts else {"max_iterations": depth} for depth in depths}
     return {
-        f"depth {depth}": ScoringOptions(max_iterations=depth, execution=how.execution, seed=how.seed)
-        for depth in depths
+        f"depth {depth}": ScoringOptions(**limit, execution=how.execution, seed=how.seed)
+        for depth, limit in limits.items()
     }
 
 
-def scored(subject: Subject, text: Text, windows: Windows, label: str, how: ScoringOptions, batch_size: int) -> Scoring:
+def scored(
+    subject: shared.Subject, text: Text, windows: Windows, label: str, how: ScoringOptions, batch_size: int
+) -> Scoring:
     """Scores ``text`` with the checkpoint and the options ``how``."""
+    from adaponder.evaluation.scoring import score
+    from adaponder.evaluation.summary import summarise
+
     with counting(f"{subject.name}: {label}", text.predictions) as advance:
         scores = score(subject.model, text, windows, how=how, batch_size=batch_size, advance=advance)
     summary = summarise(text, scores.nll, scores.depth, seed=how.seed)
@@ -234,41 +318,72 @@ def show_sources(parts: dict[str, Summary]) -> None:
     console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
 
 
-def compare(options: CompareOptions) -> dict[str, Any]:
-    """Scores both checkpoints on the same tokens in the same windows; the difference is loss of B minus loss of A.
+def compare(
+    first: Annotated[str, arg("A checkpoint: folder or hub name.", "A")],
+    second: Annotated[str, arg("Another, with the same tokenizer.", "B")],
+    *,
+    data: Annotated[str, opt(shared.DATA, "TEXT")],
+    policy_a: Annotated[str | None, opt("A's policy, as --policy of eval: gate:0.1 is another tau.", "RULE")] = None,
+    policy_b: Annotated[str | None, opt("B's policy.", "RULE")] = None,
+    profile_a: Annotated[str | None, opt("A's budget, as adaponder calibrate stored it.", "NAME")] = None,
+    profile_b: Annotated[str | None, opt("B's budget.", "NAME")] = None,
+    max_iterations_a: Annotated[
+        int | None, option("max_iterations", help="Read no token more often than this in A.")
+    ] = None,
+    max_iterations_b: Annotated[int | None, option("max_iterations", help="The same in B.")] = None,
+    weights_a: Annotated[
+        str | None, opt("Narrower weights of A, as --weights of eval.", "NAME", check=shared.one_of(*WEIGHTS))
+    ] = None,
+    weights_b: Annotated[str | None, opt("Narrower weights of B.", "NAME", check=shared.one_of(*WEIGHTS))] = None,
+    json: shared.Json = None,
+    split: shared.Split = "validation",
+    window: shared.Window = None,
+    stride: shared.Stride = None,
+    across_documents: shared.AcrossDocuments = True,
+    max_tokens: shared.MaxTokens = None,
+    batch_size: shared.BatchSize = 8,
+    tokenizer: shared.Tokenizer = None,
+    seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+) -> dict[str, Any]:
+    """Two checkpoints, or one at two budgets, on the same tokens: the paired difference of their losses, B minus A.
 
-    Returns what ``--json`` writes.
+    [dim]adaponder compare runs/demo runs/demo --profile-b budget-2.5 --data data/stdlib-train-bpe-2048[/]
     """
-    first, second = options.first, options.second
-    sides = [options.side(letter) for letter in "ab"]
-    opened = {"tokenizer": options.tokenizer, "dtype": options.dtype, "device": options.device}
+    from adaponder.evaluation.summary import FEW, paired_difference
+
+    weights = (weights_a, weights_b)
     subjects = [
-        open_subject(CheckpointOptions(checkpoint=name, **opened), weights=side.weights)
-        for name, side in zip((first, second), sides, strict=True)
+        shared.open_subject(name, tokenizer=tokenizer, dtype=dtype, device=device, weights=narrow)
+        for name, narrow in zip((first, second), weights, strict=True)
     ]
-    one, two = (subject.vocabulary.hash for subject in subjects)
-    if one != two:
+    hash_a, hash_b = (subject.vocabulary.hash for subject in subjects)
+    if hash_a != hash_b:
         raise InputError(
-            f"{first} and {second} have different tokenizers ({one[:12]}, {two[:12]}): their tokens cannot be paired; "
-            "compare the bits per byte of adaponder eval instead"
+            f"{first} and {second} have different tokenizers ({hash_a[:12]}, {hash_b[:12]}), so their tokens cannot be "
+            "paired; compare the bits per byte of adaponder eval instead"
         )
     # The shorter context of the two, so that both see equally much of the text before a token.
-    windows = min((one.windows(options) for one in subjects), key=_length)
-    scoring_options = [
-        one.scoring(side.depth, seed=options.seed, side=f"-{letter}")
-        for letter, one, side in zip("ab", subjects, sides, strict=True)
+    windows = min(
+        (subject.windows(window, stride, across_documents) for subject in subjects), key=lambda cut: cut.length
+    )
+    halting: list[dict[str, Any]] = [
+        {"policy": policy_a, "profile": profile_a, "max_iterations": max_iterations_a, "side": "-a"},
+        {"policy": policy_b, "profile": profile_b, "max_iterations": max_iterations_b, "side": "-b"},
     ]
-    text = subjects[0].text(options.data, options)
+    settings = [subject.scoring(**choice, seed=seed) for subject, choice in zip(subjects, halting, strict=True)]
+    text = subjects[0].text(data, split=split, max_tokens=max_tokens)
     labels = [
-        f"{letter}: {own_label(one, how)}" + ("" if side.weights is None else f", {side.weights} weights")
-        for letter, one, how, side in zip("AB", subjects, scoring_options, sides, strict=True)
+        f"{letter}: {own_label(subject, how)}" + ("" if narrow is None else f", {narrow} weights")
+        for letter, subject, how, narrow in zip("AB", subjects, settings, weights, strict=True)
     ]
     scorings = [
-        scored(one, text, windows, label, how, options.batch_size)
-        for one, label, how in zip(subjects, labels, scoring_options, strict=True)
+        scored(subject, text, windows, label, how, batch_size)
+        for subject, label, how in zip(subjects, labels, settings, strict=True)
     ]
-    difference = paired_difference(text, scorings[0].scores.nll, scorings[1].scores.nll, seed=options.seed)
-    console.print(described(options.data, text, windows))
+    difference = paired_difference(text, scorings[0].scores.nll, scorings[1].scores.nll, seed=seed)
+    console.print(described(data, text, windows))
     show_scorings(f"A {first}, B {second}", scorings, several_models=True)
     if difference.interval is None:
         words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
@@ -279,19 +394,15 @@ def compare(options: CompareOptions) -> dict[str, Any]:
     easier, equal = difference.wins, difference.ties
     console.print(f"Of the tokens, B finds {easier:.1%} easier, {equal:.1%} equal, {1 - easier - equal:.1%} harder")
     result = {
-        "data": options.data,
-        "split": options.split,
+        "data": data,
+        "split": split,
         "windows": str(windows),
-        "tokenizer": options.tokenizer,
-        "weights": [options.weights_a, options.weights_b],
-        "max_iterations": [options.max_iterations_a, options.max_iterations_b],
-        "seed": options.seed,
+        "tokenizer": tokenizer,
+        "weights": list(weights),
+        "max_iterations": [max_iterations_a, max_iterations_b],
+        "seed": seed,
         "rows": [scoring.as_dict() for scoring in scorings],
         "difference": difference.as_dict(),
     }
-    write_json(options.json, result)
+    write_json(json, result)
     return result
-
-
-def _length(windows: Windows) -> int:
-    return windows.length

@@ -4,82 +4,111 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from adaponder.commands import shared
 from adaponder.commands.evaluate import forced, own_label, scored, show_scorings
-from adaponder.commands.options import ExportOptions
-from adaponder.commands.options.shared import CheckpointOptions
-from adaponder.commands.subject import Subject, open_subject
-from adaponder.conversion.open import describe
+from adaponder.commands.shared import opt
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import ScoringOptions
-from adaponder.export.card import Card, Measured, Row
-from adaponder.export.folder import export, require_exportable, require_room
-from adaponder.export.history import training_of
-from adaponder.export.hub import push, require_name
 from adaponder.terminal import console, line, table, write_json
 
+if TYPE_CHECKING:
+    from adaponder.evaluation.text import Text, Windows
+    from adaponder.export.card import Measured
 
-def run(options: ExportOptions) -> dict[str, Any]:
-    """Exports ``options.checkpoint`` to ``options.out``, and to the hub with ``options.push``.
 
-    Returns what ``--json`` writes.
+def export(
+    checkpoint: shared.Checkpoint,
+    *,
+    out: Annotated[Path, opt("Where to write; must be new or empty.", "DIR", check=shared.output_folder)],
+    data: Annotated[str | None, opt(f"Measure loss, depth and cost on it for the card. {shared.DATA}", "TEXT")] = None,
+    push: Annotated[
+        str | None, opt("Also upload it to the hub as OWNER/MODEL; without, nothing is sent.", "NAME")
+    ] = None,
+    private: Annotated[bool, opt("Make the repository of --push private.", flag="--private")] = False,
+    license: Annotated[str | None, opt("Of the model, as the hub spells it: apache-2.0, mit, …", "ID")] = None,
+    json: shared.Json = None,
+    split: shared.Split = "validation",
+    window: shared.Window = None,
+    stride: shared.Stride = None,
+    across_documents: shared.AcrossDocuments = True,
+    max_tokens: shared.MaxTokens = None,
+    batch_size: shared.BatchSize = 8,
+    seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+) -> dict[str, Any]:
+    """Write a checkpoint as a folder for the hub, which opens in transformers alone, with its code and a model card.
+
+    [dim]adaponder export runs/demo --data data/stdlib-train-bpe-2048 --out demo-hub[/]
+
+    [dim]adaponder export runs/demo --out demo-hub --license apache-2.0 --push me/demo[/]
     """
-    if options.push is not None:
-        require_name(options.push)
-    elif options.private:
-        raise InputError("--private means nothing without --push")
-    require_room(options.out)
-    require_exportable(describe(options.checkpoint), options.checkpoint)
-    subject = open_subject(CheckpointOptions(checkpoint=options.checkpoint, device=options.device, dtype=options.dtype))
-    measured = None if options.data is None else measure(subject, options)
+    from adaponder.conversion.open import describe
+    from adaponder.export.card import Card
+    from adaponder.export.folder import export as write_folder
+    from adaponder.export.folder import require_exportable, require_room
+    from adaponder.export.history import training_of
+    from adaponder.export.hub import push as upload
+    from adaponder.export.hub import require_name
+
+    if push is not None:
+        require_name(push)
+    elif private:
+        raise InputError("--private has no effect without --push")
+    require_room(out)
+    require_exportable(describe(checkpoint), checkpoint)
+    subject = shared.open_subject(checkpoint, device=device, dtype=dtype)
+    measured = None
+    if data is not None:
+        windows = subject.windows(window, stride, across_documents)
+        text = subject.text(data, split=split, max_tokens=max_tokens)
+        measured = measure(subject, text, windows, data=data, split=split, batch_size=batch_size, seed=seed)
     card = Card(
-        name=options.push or options.out.resolve().name,
+        name=push or out.resolve().name,
         config=subject.model.config,
         dtype=str(subject.model.dtype).removeprefix("torch."),
         training=training_of(subject.folder),
         measured=measured,
-        license=options.license,
+        license=license,
     )
-    with console.status(f"exporting {options.checkpoint} …"):
-        checks = export(subject.model, subject.folder, options.out, card=card.text)
+    with console.status(f"exporting {checkpoint} …"):
+        checks = write_folder(subject.model, subject.folder, out, card=card.text)
     rows = [
         (check.what, f"{check.difference:.1e}", "—" if check.bound is None else f"{check.bound:.1e}")
         for check in checks
     ]
     console.print(table("The exported file against the package", ("check", "difference", "allowed"), rows))
-    console.print(line("written: ", (str(options.out), "bold")), soft_wrap=True)
+    console.print(line("written: ", (str(out), "bold")), soft_wrap=True)
     result: dict[str, Any] = {
-        "checkpoint": options.checkpoint,
-        "out": str(options.out),
-        "files": sorted(path.name for path in options.out.iterdir()),
+        "checkpoint": checkpoint,
+        "out": str(out),
+        "files": sorted(path.name for path in out.iterdir()),
         "checks": [asdict(check) for check in checks],
         "training": None if card.training is None else asdict(card.training),
         "measured": None if measured is None else asdict(measured),
         "pushed": None,
     }
-    if options.push is not None:
-        result["pushed"] = _push(options.out, options.push, private=options.private)
-    write_json(options.json, result)
+    if push is not None:
+        with console.status(f"uploading {out} to {push} …"):
+            result["pushed"] = upload(out, push, private=private)
+        console.print(line("uploaded: ", (result["pushed"], "bold")), soft_wrap=True)
+    write_json(json, result)
     return result
 
 
-def _push(out: Path, name: str, *, private: bool) -> str:
-    with console.status(f"uploading {out} to {name} …"):
-        address = push(out, name, private=private)
-    console.print(line("uploaded: ", (address, "bold")), soft_wrap=True)
-    return address
+def measure(
+    subject: shared.Subject, text: Text, windows: Windows, *, data: str, split: str, batch_size: int, seed: int
+) -> Measured:
+    """Scores the text at the model's own depths and at every fixed depth, and prints the result as ``eval`` does."""
+    from adaponder.evaluation.scoring import ScoringOptions
+    from adaponder.export.card import Measured, Row
 
-
-def measure(subject: Subject, options: ExportOptions) -> Measured:
-    """The text ``options.data`` scored at the model's own depths and at every depth, printed as ``eval`` does."""
-    assert options.data is not None
-    windows, how = subject.windows(options), ScoringOptions(seed=options.seed)
-    text = subject.text(options.data, options)
+    how = ScoringOptions(seed=seed)
     depths = range(1, subject.model.config.iterations + 1)
     by_label = {own_label(subject, how): how} | forced(subject, depths, how)
-    scorings = [scored(subject, text, windows, label, one, options.batch_size) for label, one in by_label.items()]
-    show_scorings(options.checkpoint, scorings)
+    scorings = [scored(subject, text, windows, label, setting, batch_size) for label, setting in by_label.items()]
+    show_scorings(subject.name, scorings)
     rows = [
         Row(
             label=scoring.label,
@@ -92,9 +121,7 @@ def measure(subject: Subject, options: ExportOptions) -> Measured:
         )
         for scoring in scorings
     ]
-    path = Path(options.data)
-    split = options.split if (path / "manifest.json").is_file() else None
-    # Where a file lay is nobody's business.
-    return Measured(
-        path.resolve().name if path.exists() else options.data, split, scorings[0].summary.tokens, str(windows), rows
-    )
+    path = Path(data)
+    name = path.resolve().name if path.exists() else data  # a card does not tell where a file was
+    prepared = (path / "manifest.json").is_file()
+    return Measured(name, split if prepared else None, scorings[0].summary.tokens, str(windows), rows)

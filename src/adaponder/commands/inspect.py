@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from adaponder.backbones.shape import shape_of
-from adaponder.commands.options import InspectOptions
-from adaponder.conversion.open import describe
+from adaponder.commands.shared import Checkpoint, Json, opt
 from adaponder.errors import InputError
-from adaponder.methods import method_class
-from adaponder.methods.cost import parameters_of, per_depth
 from adaponder.terminal import console, table, write_json
 
 
-def run(options: InspectOptions) -> dict[str, Any]:
-    """Prints facts, parameters and the cost of one more token at each depth; returns what ``--json`` writes."""
-    config = describe(options.checkpoint)
+def inspect(
+    checkpoint: Checkpoint,
+    *,
+    context: Annotated[
+        int | None, opt("Tokens before the one counted; default 2048, or the backbone's positions.", "N", min=0)
+    ] = None,
+    json: Json = None,
+) -> dict[str, Any]:
+    """Show shapes, parameters with and without what the method adds, and the cost of a token at each depth."""
+    from adaponder.backbones.shape import shape_of
+    from adaponder.conversion.open import describe
+    from adaponder.methods import method_class
+    from adaponder.methods.cost import parameters_of, per_depth
+
+    config = describe(checkpoint)
     limit = config.max_position_embeddings
-    context = min(2048, limit or 2048) - 1 if options.context is None else options.context
+    if context is None:
+        context = min(2048, limit or 2048) - 1
     if context < 0 or (limit is not None and context >= limit):
-        raise InputError(f"--context {context}: from 0 to {(limit or 0) - 1}, the backbone's last position")
+        raise InputError(f"--context {context} must be between 0 and {(limit or 0) - 1}, the backbone's last position")
     shape = shape_of(config)
     counted = parameters_of(config, shape=shape)
     costs = per_depth(config, context=context, shape=shape)
@@ -38,7 +47,7 @@ def run(options: InspectOptions) -> dict[str, Any]:
         "  added by the method": f"{counted.added:,}",
     }
     facts |= method_class(config.method).described(config)
-    console.print(table(options.checkpoint, ("", ""), facts.items()))
+    console.print(table(checkpoint, ("", ""), facts.items()))
     rows = [
         (
             depth,
@@ -55,10 +64,10 @@ def run(options: InspectOptions) -> dict[str, Any]:
     columns = ("read", "body", "expectation", "gates", "head", "MFLOP", "x vanilla", "K/V KiB")
     console.print()
     console.print(table(f"One more token after {context:,} (MFLOP; keys and values in bfloat16)", columns, rows))
-    result = {"checkpoint": options.checkpoint, "context": context, "config": config.to_dict()}
+    result = {"checkpoint": checkpoint, "context": context, "config": config.to_dict()}
     result |= {"parameters": {"backbone": counted.backbone, "added": counted.added}}
     result |= {"depths": [{"flops": c.flops, "ratio": c.ratio, "kv_bytes": c.kv_bytes} for c in costs]}
-    write_json(options.json, result)
+    write_json(json, result)
     return result
 
 

@@ -4,43 +4,118 @@ from __future__ import annotations
 
 import signal
 import threading
-from dataclasses import replace
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, get_args
 
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.commands.live import LiveText
-from adaponder.commands.options import GenerateOptions
-from adaponder.commands.subject import choose_policy
+from adaponder.commands.shared import choose_policy
 from adaponder.errors import AdaPonderError, InputError
+from adaponder.fields import REQUEST_FIELDS, check
 from adaponder.inference.engine import Engine
+from adaponder.inference.outputs import Token
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import Policy, parse_policy
-from adaponder.terminal import console, errors, legend, line, table
-from adaponder.text import TextEngine, Writing, chat_ids, pieces
+from adaponder.terminal import console, counted, depth_style, errors, legend, line, table
+from adaponder.text import TextEngine, TextEvent, Writing, chat_ids, pieces
 
 COMMANDS = {
-    "/policy RULE": "who decides depth, as --policy: /policy fixed:2; alone: the model's own rule",
+    "/policy RULE": "the policy, as --policy: /policy fixed:2; alone: the model's own rule",
     "/tau X": "another threshold for the learned gate; alone: the model's own rule",
     "/profile NAME": "a budget that adaponder calibrate stored",
     "/iterations N": "read no token more often than this; alone: as often as the model may",
-    "/temperature X": "of the sampling; 0: always the likeliest token",
-    "/top-p X": "sample from the likeliest tokens of this total probability",
-    "/top-k N": "sample from the N likeliest tokens; 0: from all",
-    "/max N": "how many tokens to add",
-    "/seed N": "everything random follows this; it grows by one with each prompt",
+    "/temperature X": "sampling temperature; 0 always takes the most likely token",
+    "/top-p X": "sample from the most likely tokens with this total probability",
+    "/top-k N": "sample from the N most likely tokens; 0: from all",
+    "/max N": "most tokens to generate",
+    "/seed N": "seed of everything random; it grows by one with each prompt",
     "/new": "with --chat: begin another conversation",
-    "/settings": "show what is set",
+    "/settings": "show the settings",
     "/help": "show this",
     "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
 }
 
+# The field of a request that a command sets.
+_FIELDS = {
+    "iterations": "max_iterations",
+    "temperature": "temperature",
+    "top-p": "top_p",
+    "top-k": "top_k",
+    "max": "max_new_tokens",
+    "seed": "seed",
+}
+_REFRESH = 0.08  # seconds between two pictures
 
-# Options that a command sets, where its name is another.
-_OPTIONS = {"iterations": "max-iterations", "max": "max-new-tokens"}
-_MOST = 10**18 - 1  # of whole numbers
+
+class LiveText:
+    """Shows one writing while it grows; finished lines stay, and the line with the speed goes when it is left.
+
+    A token's colour is its depth, which the token after it tells; so text is shown one token late.
+    """
+
+    def __init__(self, deepest: int, *, colours: bool = True):
+        self.deepest, self.colours = deepest, colours
+        self.line = Text()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._began = self._shown = time.perf_counter()
+        self._writing: Writing | None = None
+        # Text of tokens whose depth is not known yet.
+        self._waiting: list[tuple[int, str]] = []
+
+    def __enter__(self) -> LiveText:
+        self._began = time.perf_counter()
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._writing is not None:
+            self._move(self._writing.tokens, everything=True)
+        self._live.update(Text(), refresh=True)
+        self._live.stop()
+        console.print(self.line)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Adds text that is no token's: the prompt."""
+        self.line.append(text, style=style)
+        self._print_full_lines()
+
+    def show(self, event: TextEvent) -> None:
+        """Takes in what happened to the writing."""
+        self._writing = event.writing
+        self._waiting += event.pieces
+        self._move(event.writing.tokens)
+        if (now := time.perf_counter()) - self._shown > _REFRESH:
+            self._shown = now
+            self._print_full_lines()
+            self._live.update(Group(self.line, Text(self.speed(), style="dim")), refresh=True)
+
+    def speed(self) -> str:
+        """Tokens per second since the beginning, and the mean depth of the tokens since."""
+        tokens = [] if self._writing is None else self._writing.tokens
+        seconds = time.perf_counter() - self._began
+        depth = sum(token.depth for token in tokens) / max(1, len(tokens))
+        return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
+
+    def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
+        """Moves text from the waiting to the line: that of tokens whose depth is known, or all."""
+        while self._waiting and (everything or self._waiting[0][0] + 1 < len(tokens)):
+            number, text = self._waiting.pop(0)
+            depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
+            self.line.append(text, style=depth_style(depth, self.deepest) if self.colours else "")
+
+    def _print_full_lines(self) -> None:
+        """Prints all lines but the last, as broken at the width of the window."""
+        lines = self.line.wrap(console, console.width)
+        if len(lines) > 1:
+            for line in lines[:-1]:
+                console.print(line)
+            self.line = lines[-1]
 
 
 class Interruption:
@@ -64,28 +139,40 @@ class Interruption:
 
 
 class Conversation:
-    """Reads lines, obeys those that begin with a slash, and continues the others, or answers them with ``--chat``."""
+    """Reads lines, obeys those that begin with a slash, and continues the others, or answers them with ``--chat``.
+
+    ``settings`` are the fields of the next request, the policy among them.
+    """
 
     def __init__(
         self,
         model: AdaPonderForCausalLM,
         tokenizer: PreTrainedTokenizerBase,
         folder: Path,
-        options: GenerateOptions,
-        policy: Policy | None,
+        settings: dict[str, Any],
+        *,
+        chat: bool = False,
+        stops: Sequence[str] = (),
+        colours: bool = True,
+        drafts: int | None = None,
     ):
         self.model, self.tokenizer, self.folder = model, tokenizer, folder
-        self.options, self.policy = options, policy
-        self.said: list[dict[str, str]] = []  # with --chat: all that both have said
-        self.engine = TextEngine(Engine(model, lanes=1, drafts=options.drafts), tokenizer)
+        self.settings, self.chat, self.stops, self.colours = settings, chat, stops, colours
+        self.messages: list[dict[str, str]] = []  # with --chat: the conversation so far
+        self.engine = TextEngine(Engine(model, lanes=1, drafts=drafts), tokenizer)
+
+    @property
+    def deepest(self) -> int:
+        """The most iterations that the next request may take."""
+        return self.settings["max_iterations"] or self.model.config.iterations
 
     def run(self) -> None:
         """Asks for prompts until there is no more input, or ``/quit``."""
-        if self.options.chat:
-            chat_ids(self.tokenizer, [_user("?")])  # says now what would be wrong with every line
-        done = "answered" if self.options.chat else "continued"
-        console.print(line(f"Text is {done}. ", ("/help", "bold"), " says what else can be typed."))
-        console.print(legend(self.options.max_iterations or self.model.config.iterations))
+        if self.chat:
+            chat_ids(self.tokenizer, [_user("?")])  # raises now if the tokenizer has no template
+        done = "answered" if self.chat else "continued"
+        console.print(line(f"Text is {done}. ", ("/help", "bold"), " lists the other commands."))
+        console.print(legend(self.deepest))
         while True:
             try:
                 text = console.input(line(("> ", "bold")))
@@ -101,7 +188,7 @@ class Conversation:
                 self.answer(text)
 
     def answer(self, text: str) -> None:
-        """Obeys or continues one line; what is wrong with it is said, and changes nothing."""
+        """Obeys or continues one line; an error is printed, and changes nothing."""
         try:
             if text.startswith("/"):
                 self.obey(*text[1:].split(None, 1))
@@ -112,63 +199,55 @@ class Conversation:
 
     def write(self, prompt: str) -> None:
         """Continues the prompt, shown as it grows; Ctrl-C ends it."""
-        settings = self.options.request_settings() | {"policy": self.policy}
-        asked = [*self.said, _user(prompt)]
-        given = chat_ids(self.tokenizer, asked) if self.options.chat else prompt
-        (writing,) = self._submit(given, settings)
-        deepest = self.options.max_iterations or self.model.config.iterations
-        live = LiveText(deepest, colours=self.options.depth_colours)
+        messages = [*self.messages, _user(prompt)]
+        (writing,) = self._submit(chat_ids(self.tokenizer, messages) if self.chat else prompt)
+        live = LiveText(self.deepest, colours=self.colours)
         with live:
-            if not self.options.chat:
+            if not self.chat:
                 live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
             with Interruption() as interruption:
                 self.engine.finish(live.show, until=lambda: interruption.asked)
         ended = {"length": "", "stop": "ended by itself; ", "cancelled": "stopped; "}
         console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
-        self.options = replace(self.options, seed=self.options.seed + 1)
-        if self.options.chat:
+        self.settings = self.settings | {"seed": self.settings["seed"] + 1}
+        if self.chat:
             # Templates write the break after a turn themselves.
-            self.said = [*asked, {"role": "assistant", "content": writing.text.rstrip()}]
+            self.messages = [*messages, {"role": "assistant", "content": writing.text.rstrip()}]
 
-    def _submit(self, given: str | list[int], settings: dict[str, Any]) -> list[Writing]:
+    def _submit(self, prompt: str | list[int]) -> list[Writing]:
         try:
-            return self.engine.submit(given, stops=self.options.stop, **settings)
+            return self.engine.submit(prompt, stops=self.stops, **self.settings)
         except InputError as error:
             message = _by_command("max", str(error))
-            if not self.said:
+            if not self.messages:
                 raise InputError(message) from None
             raise InputError(f"{message}; /new begins another conversation, /max asks for fewer tokens") from None
 
     def obey(self, command: str = "", value: str = "") -> None:
-        """Sets what a command names; raises, with nothing changed, if it cannot be."""
+        """Carries out a command; raises, with nothing changed, if that is not possible."""
+        value = value.strip()
         if command == "help":
             console.print(table("", ("command", ""), COMMANDS.items()))
-            return
-        if command == "settings":
-            self.show_settings()
-            return
-        if command == "new":
+        elif command == "new":
             self.begin_anew()
-            return
-        try:
-            self._set(self._changes(command, value.strip()))
-        except InputError as error:
-            message = _by_command(command, str(error))
-            named = message.startswith(f"/{command}")
-            raise InputError(message if named else f"/{command} {value.strip()}: {message}") from None
-        self.show_settings()
-
-    def _set(self, changes: dict[str, object]) -> None:
-        options = replace(self.options, **changes)
-        policy = choose_policy(self.model, self.folder, options)
-        self._check(Request(prompt=[0], policy=policy, **options.request_settings()))
-        self.options, self.policy = options, policy
+        elif command == "settings":
+            self.show_settings()
+        else:
+            try:
+                settings = self.settings | self._changes(command, value)
+                self._check(Request(prompt=[0], **settings))
+            except InputError as error:
+                message = _by_command(command, str(error))
+                named = message.startswith(f"/{command}")
+                raise InputError(message if named else f"/{command} {value}: {message}") from None
+            self.settings = settings
+            self.show_settings()
 
     def begin_anew(self) -> None:
-        """Forgets what was said."""
-        if not self.options.chat:
-            raise InputError("/new: every prompt begins anew; with --chat, what was said before it is read too")
-        self.said = []
+        """Forgets the conversation."""
+        if not self.chat:
+            raise InputError("/new: every prompt begins anew; only with --chat are earlier messages read too")
+        self.messages = []
         console.print("A new conversation.", style="dim")
 
     def _check(self, request: Request) -> None:
@@ -176,67 +255,50 @@ class Conversation:
         engine, iterations = self.engine.engine, self.model.config.iterations
         check_request(request, self.model, positions=engine.tokens, iterations=iterations, eos_ids=engine.eos_ids)
 
-    def _changes(self, command: str, value: str) -> dict[str, object]:
-        """The options that a command changes."""
-        depth: dict[str, object] = {"policy": None, "tau": None, "profile": None}
-        if command == "policy":
-            return depth | {"policy": parse_policy(value) if value else None}
-        if command == "tau":
-            return depth | {"tau": _number("/tau", value, 0, 1) if value else None}
-        if command == "profile":
-            return depth | {"profile": value or None}
-        if command == "iterations":
-            return {"max_iterations": _whole("/iterations", value, 1) if value else None}
-        if command == "temperature":
-            heat = _number("/temperature", value, 0, 100)
-            return {"greedy": heat == 0, "temperature": heat or self.options.temperature}
-        if command == "top-p":
-            if not (share := _number("/top-p", value, 0, 1)):
-                raise InputError("/top-p 0: a number above 0 is needed; /temperature 0 takes the likeliest token")
-            return {"top_p": share}
-        whole = {"top-k": ("top_k", 0), "max": ("max_new_tokens", 1), "seed": ("seed", 0)}
-        if command in whole:
-            name, least = whole[command]
-            return {name: _whole(f"/{command}", value, least)}
-        raise InputError(f"/{command}: there is no such command; /help lists them")
+    def _changes(self, command: str, value: str) -> dict[str, Any]:
+        """Returns the fields of a request that a command changes."""
+        if command in ("policy", "tau", "profile"):
+            choice: dict[str, Any] = {
+                command: (_number("tau", value) if command == "tau" else value) if value else None
+            }
+            return {"policy": choose_policy(self.model, self.folder, **choice)}
+        if command not in _FIELDS:
+            raise InputError(f"/{command}: there is no such command; /help lists them")
+        name = _FIELDS[command]
+        if not value and name == "max_iterations":
+            return {name: None}
+        if name == "seed" and value.startswith("-"):
+            raise InputError(f"seed={value} must be at least 0")
+        return {name: _number(name, value)}
 
     def show_settings(self) -> None:
-        """Prints what the next prompt is continued with."""
-        options = self.options
-        depth = "the model's own rule" if self.policy is None else self.policy.as_line()
-        most = options.max_iterations or self.model.config.iterations
-        heat = 0 if options.greedy else options.temperature
+        """Prints the settings of the next prompt."""
+        now = self.settings
+        depth = "the model's own rule" if now["policy"] is None else now["policy"].as_line()
         console.print(
-            f"depth: {depth}, at most {most}; temperature {heat:g}, top-p {options.top_p:g}, top-k {options.top_k}; "
-            f"max {options.max_new_tokens}, seed {options.seed}",
+            f"depth: {depth}, at most {self.deepest}; temperature {now['temperature']:g}, top-p {now['top_p']:g}, "
+            f"top-k {now['top_k']}; max {now['max_new_tokens']}, seed {now['seed']}",
             style="dim",
         )
 
 
-def _user(said: str) -> dict[str, str]:
-    return {"role": "user", "content": said}
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def _by_command(command: str, message: str) -> str:
-    """``message``, which may begin with an option or a field, beginning with the command that sets it."""
-    option = _OPTIONS.get(command, command)
-    for name in (f"--{option} ", f"{option.replace('-', '_')}="):
+    """Returns the message with the command's name instead of the option or field that it begins with."""
+    field = _FIELDS.get(command, command)
+    for name in (f"--{field.replace('_', '-')} ", f"{field}="):
         if message.startswith(name):
             return f"/{command} {message.removeprefix(name)}"
     return message
 
 
-def _number(command: str, text: str, least: float, most: float) -> float:
+def _number(name: str, text: str) -> Any:
+    """Reads the number of a request's field, and checks its range."""
+    kind = float if float in (REQUEST_FIELDS[name].type, *get_args(REQUEST_FIELDS[name].type)) else int
     try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not least <= value <= most:
-        raise InputError(f"{f'{command} {text}'.strip()}: a number from {least:g} to {most:g} is needed")
-    return value
-
-
-def _whole(command: str, text: str, least: int) -> int:
-    if not text.isdecimal() or len(text) > 18 or not least <= int(text) <= _MOST:
-        raise InputError(f"{f'{command} {text}'.strip()}: a whole number from {least} to {_MOST:,} is needed")
-    return int(text)
+        return check(name, kind(text))
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(f"{name}={text} must be a number") from None

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 
-from adaponder.commands.options.shared import DepthOptions
-from adaponder.commands.subject import choose_policy, open_tokenizer
+from adaponder.commands.shared import choose_policy, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions
 from adaponder.evaluation.tasks.harness import HarnessLM
-from adaponder.policies import parse_policy
 from adaponder.terminal import errors
 
 
@@ -60,8 +58,8 @@ class AdaPonderLM(HarnessLM):
         if foreign := [name for name, value in others.items() if value not in (None, False)]:
             raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
         model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=_device(device))
-        rule = None if policy is None else parse_policy(str(policy))
-        rule = choose_policy(model, folder, DepthOptions(policy=rule, tau=tau, profile=profile))
+        text = None if policy is None else str(policy)
+        rule = choose_policy(model, folder, policy=text, tau=tau, profile=profile)
         super().__init__(
             model,
             open_tokenizer(model, folder, tokenizer),

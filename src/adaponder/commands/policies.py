@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rich.console import Group
 
-from adaponder.commands.options import PoliciesOptions
-from adaponder.commands.subject import Subject, open_subject
+from adaponder.commands import shared
+from adaponder.commands.shared import arg, opt
 from adaponder.errors import InputError
-from adaponder.evaluation.lab.halves import Half, Halves, halve
-from adaponder.evaluation.lab.lab import RATES, Lab, Measurement, check_budget, require_halting
-from adaponder.evaluation.scoring import fingerprint
-from adaponder.evaluation.summary import FEW
-from adaponder.files import read_json
-from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 from adaponder.terminal import console, counted, line, progress_bars, table, write_json
+
+if TYPE_CHECKING:
+    from adaponder.evaluation.lab.halves import Half, Halves
+    from adaponder.evaluation.lab.lab import Measurement
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
 TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
@@ -39,58 +37,87 @@ class Bars(NamedTuple):
     done: Callable[[], None]
 
 
-def run(options: PoliciesOptions) -> dict[str, Any]:
-    """Measures every policy at each budget; returns what ``--json`` writes.
+def policies(
+    checkpoint: Annotated[str, arg("A checkpoint; or a policies.json, to draw its figures again.", "CKPT")],
+    *,
+    data: Annotated[str | None, opt("As for eval.", "TEXT")] = None,
+    budgets: Annotated[str | None, opt("Mean depths to compare at; default: the gate's own.", "1.5,2.5")] = None,
+    rates: Annotated[str | None, opt("Rates of the geometric schedules; default 0.9,0.5.", "0.9,0.5")] = None,
+    out: Annotated[Path | None, opt("Tables and figures go here.", "DIR", check=shared.output_folder)] = None,
+    json: shared.Json = None,
+    split: shared.Split = "validation",
+    window: shared.Window = None,
+    stride: shared.Stride = None,
+    across_documents: shared.AcrossDocuments = True,
+    max_tokens: shared.MaxTokens = None,
+    batch_size: shared.BatchSize = 8,
+    tokenizer: shared.Tokenizer = None,
+    seed: shared.Seed = 0,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+) -> Any:
+    """The policy lab: which rule should decide depth? Each is tuned to the same depth on one half of a text.
 
-    If it is interrupted, finished measurements stay in ``options.out``, and the same call goes on from there.
+    It is measured on the other half. If the command is interrupted, finished measurements stay in --out, and the same
+    command goes on from there.
+
+    [dim]adaponder policies runs/demo --data data/stdlib-train-bpe-2048 --budgets 2,3 --out lab/[/]
     """
-    if options.data is None:
-        raise InputError("--data: say on which text to compare them")
-    if options.out is not None and options.out.exists() and not options.out.is_dir():
-        raise InputError(f"--out {options.out}: a file is in the way")
-    subject = open_subject(options)
+    depths = shared.decimals("--budgets", budgets, least=1)
+    given_rates = shared.decimals("--rates", rates, most=1)
+    if checkpoint.endswith(".json"):
+        shared.refuse(checkpoint, data=data, budgets=budgets, rates=rates, max_tokens=max_tokens)
+        return redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
+    if data is None:
+        raise InputError("--data is needed: the text on which to compare policies")
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file, not a folder")
+    from adaponder.evaluation.lab.halves import halve
+    from adaponder.evaluation.lab.lab import RATES, Lab, check_budget, require_halting
+    from adaponder.evaluation.scoring import fingerprint
+    from adaponder.journal import FOLDER, Journal, resuming
+
+    subject = shared.open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
     require_halting(subject.model)
-    rates = options.rates or RATES
-    for budget in options.budgets:
+    schedule_rates = given_rates or RATES
+    for budget in depths:
         check_budget(budget, subject.model.config.iterations, "--budgets")
-    text = subject.text(options.data, options)
-    windows = subject.windows(options)
+    text = subject.text(data, split=split, max_tokens=max_tokens)
+    windows = subject.windows(window, stride, across_documents)
     halves = halve(text, windows)
-    origin = about(subject, halves, data=options.data, split=options.split, windows=str(windows), seed=options.seed)
+    origin = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
     journal = None
-    if options.out is not None:
-        settings = {"budgets": list(options.budgets) or None, "rates": list(rates), "batch size": options.batch_size}
-        journal = Journal(
-            options.out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)}
-        )
+    if out is not None:
+        settings = {"budgets": list(depths) or None, "rates": list(schedule_rates), "batch size": batch_size}
+        journal = Journal(out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
     with resuming(journal, "row"), watching() as bars:
-        lab = Lab(subject.model, halves, batch_size=options.batch_size, seed=options.seed, show=bars.show)
-        own = lab.own_depth()
-        chosen = lab.budgets(options.budgets, own)
-        bars.expect(1 + len(chosen) * len(lab.dials(rates)))
-        rows = [lab.trained(own)]
+        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
+        own_depth = lab.own_depth()
+        measured_at = lab.budgets(depths, own_depth)
+        bars.expect(1 + len(measured_at) * len(lab.dials(schedule_rates)))
+        rows = [lab.trained(own_depth)]
         bars.done()
-        for row in lab.compare(chosen, rates=rates, journal=journal):
+        for row in lab.compare(measured_at, rates=schedule_rates, journal=journal):
             rows.append(row)
             bars.done()
     result = origin | {
         "command": "policies",
-        "own_depth": own,
-        "budgets": list(chosen),
+        "own_depth": own_depth,
+        "budgets": list(measured_at),
         "rows": [row.as_dict() for row in rows],
     }
     console.print(described(result))
-    for budget in chosen:
+    for budget in measured_at:
         console.print(budget_table(rows, budget))
     console.print(f"\n{FOOTNOTES}", style="dim")
-    write_json(options.json, result)
-    if options.out is not None and journal is not None:
-        save(result, options.out)
+    write_json(json, result)
+    if out is not None and journal is not None:
+        save(result, out)
         journal.remove()
     return result
 
 
-def about(subject: Subject, halves: Halves, *, data: str, split: str, windows: str, seed: int) -> dict[str, Any]:
+def about(subject: shared.Subject, halves: Halves, *, data: str, split: str, windows: str, seed: int) -> dict[str, Any]:
     """What was measured and how, for the result: checkpoint, text, halves, windows, precision, device and seed."""
     model = subject.model
     return {
@@ -116,6 +143,8 @@ def _counts(half: Half) -> dict[str, int]:
 
 def described_intervals(halves: Halves) -> str:
     """How the confidence intervals are made, or why there are none."""
+    from adaponder.evaluation.summary import FEW
+
     count = len(halves.held_out.own_text.starts)
     if count < FEW:
         return f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to draw again"
@@ -182,6 +211,7 @@ def cells(row: Measurement) -> tuple[str, ...]:
 def save(result: dict[str, Any], out: Path) -> None:
     """Writes the result as JSON, CSV and Parquet, and its figures, into ``out``."""
     from adaponder.analysis.policies_figure import flat
+    from adaponder.journal import on_interrupt
 
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / RESULT, result)
@@ -215,6 +245,8 @@ def redraw(path: Path, *, out: Path) -> list[Path]:
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
     """The result that ``command`` wrote to ``path``; raises if the file is none, or lacks a ``needed`` key."""
+    from adaponder.files import read_json
+
     try:
         result = read_json(path, InputError)
     except InputError as error:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.filesize import decimal
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from adaponder.commands.options import PrepareOptions
-from adaponder.data.journal import Journal
-from adaponder.data.manifest import JOURNAL, MANIFEST, Manifest
-from adaponder.data.prepare import Progress, prepare
+from adaponder.commands.shared import Json, arg, names, opt, output_folder
 from adaponder.terminal import console, table, write_json
+
+if TYPE_CHECKING:
+    from adaponder.data.manifest import Manifest
+    from adaponder.data.prepare import Progress
 
 _STAGES = {
     "inputs": "reading the inputs",
@@ -25,11 +27,45 @@ _STAGES = {
 }
 
 
-def run(options: PrepareOptions) -> dict[str, Any]:
-    """Prepares ``options.inputs`` in ``options.out``, if that is not done yet; returns what ``--json`` writes."""
-    finished_before = os.path.isfile(options.out / MANIFEST)
-    if not finished_before and _has_shards(options.out):
-        console.print(f"{options.out} was begun before: going on after the last complete shard")
+def _check_share(value: float) -> float:
+    if not 0 <= value < 1:
+        raise typer.BadParameter(f"{value:g} must be at least 0 and less than 1")
+    return value
+
+
+def prepare(
+    inputs: Annotated[
+        list[str],
+        arg("Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib, hops, mano.", "INPUT…"),
+    ],
+    *,
+    out: Annotated[Path, opt("Where the shards go; the same command again continues.", "DIR", check=output_folder)],
+    tokenizer: Annotated[
+        str | None, opt("Folder or hub name, a tokenizer.json, train-bpe:N; hops and mano need none.", "NAME")
+    ] = None,
+    validation: Annotated[
+        float, opt("Share of documents held out, by hash, from 0 up to 1.", "X", check=_check_share)
+    ] = 0.01,
+    workers: Annotated[int | None, opt("Processes; default: one per core.", "N", min=1, max=1024)] = None,
+    end_token: Annotated[
+        str | None, opt("Ends each document; default: the tokenizer's own, else <|endoftext|>.", "TEXT")
+    ] = None,
+    shard_tokens: Annotated[int, opt("Tokens per shard file, about.", "N", min=1)] = 2**25,
+    chat: Annotated[
+        str | None, opt("Records are conversations: their field of messages, or PROMPT,COMPLETION.", "FIELD")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, opt("Jinja template that writes them; default: the tokenizer's own.", "FILE")
+    ] = None,
+    json: Json = None,
+) -> dict[str, Any]:
+    """Turn text into token shards that training reads."""
+    from adaponder.data.manifest import MANIFEST
+    from adaponder.data.prepare import prepare as prepared
+
+    finished_before = os.path.isfile(out / MANIFEST)
+    if not finished_before and _has_shards(out):
+        console.print(f"{out} was begun before: going on after the last complete shard")
     begun = time.monotonic()
     with _bar() as bar:
         line = bar.add_task("reading", total=None, tokens="")
@@ -39,31 +75,34 @@ def run(options: PrepareOptions) -> dict[str, Any]:
             # A hub dataset has no size in bytes: without a total the bar only shows that it lives.
             bar.update(line, description=_STAGES[now.stage], completed=now.read, total=now.total or None, tokens=tokens)
 
-        manifest = prepare(
-            options.inputs,
-            out=options.out,
-            tokenizer=options.tokenizer,
-            end_token=options.end_token,
-            validation=options.validation,
-            workers=options.workers or os.cpu_count() or 1,
-            shard_tokens=options.shard_tokens,
-            chat=options.chat,
-            chat_template=options.chat_template,
+        manifest = prepared(
+            inputs,
+            out=out,
+            tokenizer=tokenizer,
+            end_token=end_token,
+            validation=validation,
+            workers=workers or os.cpu_count() or 1,
+            shard_tokens=shard_tokens,
+            chat=names("--chat", chat),
+            chat_template=chat_template,
             progress=show_progress,
         )
     seconds = time.monotonic() - begun
-    show(manifest, options.out)
+    show(manifest, out)
     if finished_before:
         console.print("Nothing to do: it was prepared before, with the same arguments.")
     else:
         console.print(f"done in {seconds:.1f} s")
-    result = {"out": str(options.out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
-    write_json(options.json, result)
+    result = {"out": str(out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
+    write_json(json, result)
     return result
 
 
 def _has_shards(out: Path) -> bool:
     """Whether an earlier run, interrupted since, has left a complete shard."""
+    from adaponder.data.journal import Journal
+    from adaponder.data.manifest import JOURNAL
+
     return os.path.isfile(out / JOURNAL) and any(Journal.load(out).shards.values())
 
 

@@ -5,43 +5,55 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import numpy as np
-import torch
 from rich.text import Text
 
-from adaponder.analysis.demand import at_depth
-from adaponder.commands.options import PuzzleOptions
-from adaponder.conversion.open import load
-from adaponder.data.generated import documents, is_generated, questions, settings_of
-from adaponder.data.hops import BAR, STOP, Hops
-from adaponder.data.manifest import MANIFEST, Manifest
-from adaponder.data.symbols import END_ID, SYMBOLS, ids_of, words_of
-from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
+from adaponder.checkpoints.shipped import HOPS, full_name
+from adaponder.commands.shared import Json, arg, opt
 from adaponder.errors import InputError
-from adaponder.evaluation.text import open_vocabulary
-from adaponder.files import read_json
-from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import by_depth, console, depth_style, legend, line, table, write_json
-from adaponder.training.checkpoint import STATE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from adaponder.data.hops import Hops
+    from adaponder.modeling import AdaPonderForCausalLM
 
 # Puzzles that are read at once, and steps of one that are shown in a line.
 _AT_ONCE, _IN_A_LINE = 64, 7
 
 
-def run(options: PuzzleOptions) -> dict[str, Any]:
-    """Shows one puzzle in colour and the tally of many; without ``options.seed`` they are other ones each time."""
-    model, folder = load(options.checkpoint)
+def puzzle(
+    checkpoint: Annotated[str, arg("Trained on hops; default: the one that comes with adaponder.", "CKPT")] = full_name(
+        HOPS
+    ),
+    *,
+    seed: Annotated[
+        int | None, opt("Seed of the puzzles; default: new ones each time.", "N", min=0, max=2**31 - 1)
+    ] = None,
+    puzzles: Annotated[int, opt("How many puzzles; the first is shown.", "N", min=1, max=10_000)] = 64,
+    json: Json = None,
+) -> dict[str, Any]:
+    """Show a checkpoint at puzzles whose needed depth is known: easy words are read once, hard ones again and again.
+
+    [dim]adaponder puzzle --seed 5[/]
+    """
+    from adaponder.conversion.open import load
+    from adaponder.data.symbols import SYMBOLS
+    from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
+    from adaponder.evaluation.text import open_vocabulary
+
+    model, folder = load(checkpoint)
     if open_vocabulary(str(folder)).hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
-        raise InputError(f"{options.checkpoint}: not trained on puzzles: its tokens are not {SYMBOLS}")
-    seed = random.SystemRandom().randrange(1, 2**31) if options.seed is None else options.seed
-    settings = replace(hops_of(folder), seed=seed, documents=options.puzzles)
-    read = read_puzzles(model.eval(), settings)
-    result = {"checkpoint": options.checkpoint, "seed": seed, "by_need": by_need(read)}
+        raise InputError(f"{checkpoint} was not trained on puzzles: its tokens are not {SYMBOLS}")
+    if seed is None:
+        seed = random.SystemRandom().randrange(1, 2**31)
+    read = read_puzzles(model.eval(), replace(hops_of(folder), seed=seed, documents=puzzles))
+    result: dict[str, Any] = {"checkpoint": checkpoint, "seed": seed, "by_need": by_need(read)}
     show(read, result["by_need"], deepest=model.config.iterations)
     console.print(f"seed {seed}")
-    write_json(options.json, result)
+    write_json(json, result)
     return result
 
 
@@ -50,6 +62,12 @@ def hops_of(folder: Path) -> Hops:
 
     Raises where they name another puzzle, whose tokens are the same.
     """
+    from adaponder.data.generated import is_generated, settings_of
+    from adaponder.data.hops import Hops
+    from adaponder.data.manifest import MANIFEST, Manifest
+    from adaponder.files import read_json
+    from adaponder.training.checkpoint import STATE
+
     if not (folder / STATE).is_file():
         return Hops()
     source = read_json(folder / STATE)["recipe"]["data"]["source"]
@@ -62,7 +80,7 @@ def hops_of(folder: Path) -> Hops:
     for puzzle in puzzles:
         if isinstance(puzzle, Hops):
             return puzzle
-    raise InputError(f"{folder}: trained on {', '.join(inputs)}: adaponder puzzle shows hops alone")
+    raise InputError(f"{folder} was trained on {', '.join(inputs)}: adaponder puzzle shows only hops")
 
 
 class Readings(NamedTuple):
@@ -81,9 +99,15 @@ class Readings(NamedTuple):
     forced: np.ndarray
 
 
-@torch.inference_mode()
 def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
     """Reads the puzzles side by side; right answers are worked out from their words."""
+    import numpy as np
+    import torch
+
+    from adaponder.analysis.demand import at_depth
+    from adaponder.data.generated import documents, questions
+    from adaponder.data.symbols import END_ID, ids_of
+
     words = list(documents(settings))
     ids = torch.from_numpy(np.stack([ids_of(each) for each in words])).to(model.device)
     need, right, forced = np.zeros((3, *ids.shape), np.int64)
@@ -99,8 +123,9 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
         answer, depth = (torch.cat(each).cpu().numpy() for each in zip(*found, strict=True))
         return answer, depth
 
-    answer, depth = answers()
-    once, _ = answers(**at_depth(model, 1))
+    with torch.inference_mode():
+        answer, depth = answers()
+        once, _ = answers(**at_depth(model, 1))
     return Readings(words, answer, depth, once, need, right, forced.astype(bool))
 
 
@@ -109,6 +134,8 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
 
     The last row, without hops, is of the last questions of the puzzles, whose answers are forced.
     """
+    import numpy as np
+
     needs = np.unique(read.need[read.need > 0]).tolist()
     groups = [(need, (read.need == need) & ~read.forced) for need in needs]
     return [
@@ -145,6 +172,8 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
 
 def _steps(read: Readings, deepest: int) -> Text:
     """The first puzzle's steps, every word coloured by how often it was read."""
+    from adaponder.data.hops import BAR, STOP
+
     words = read.words[0][: read.words[0].index(BAR)]
     breaks = range(3 * _IN_A_LINE - 1, len(words), 3 * _IN_A_LINE)
     pieces = [f"{word} " if word != STOP else ".\n" if place in breaks else ".  " for place, word in enumerate(words)]
@@ -153,6 +182,11 @@ def _steps(read: Readings, deepest: int) -> Text:
 
 def _questions(read: Readings, deepest: int) -> list[Text]:
     """The first puzzle's questions, fewest hops first: the letter asked, the chain, the answer, and the depth."""
+    import numpy as np
+
+    from adaponder.data.hops import BAR
+    from adaponder.data.symbols import words_of
+
     words, found = read.words[0], []
     leads = {words[place]: words[place + 1] for place in range(0, words.index(BAR), 3)}
     for place in sorted(np.flatnonzero(read.need[0]).tolist(), key=lambda place: read.need[0, place]):

@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.padding import Padding
 
-from adaponder.commands.options import RecipesOptions
-from adaponder.recipes import (
-    DataRecipe,
-    ModelRecipe,
-    Recipe,
-    TrainRecipe,
-    base_of,
-    load_recipe,
-    recipe_names,
-    stated_in,
-)
+from adaponder.commands.shared import Json, arg
 from adaponder.terminal import console, line, write_json
 
+if TYPE_CHECKING:
+    from adaponder.recipes import Recipe
 
-def run(options: RecipesOptions) -> None:
-    """Lists all recipes, or describes the one that is named."""
-    if options.name is None:
-        list_recipes(json=options.json)
+
+def recipes(
+    name: Annotated[str | None, arg("Show this one, field by field; default: list all.", "RECIPE")] = None,
+    *,
+    json: Json = None,
+) -> None:
+    """List the recipes that ship, or show one with every field and where its value is from."""
+    if name is None:
+        list_recipes(json=json)
     else:
-        describe(options.name, json=options.json)
+        describe(name, json=json)
 
 
 def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose: bool = False) -> None:
@@ -36,6 +33,8 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
 
     Overridden fields are always printed; ``verbose`` prints every field.
     """
+    from adaponder.recipes import base_of, load_recipe
+
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     values, base = flat(recipe), base_of(name)
     usual = _defaults() if base is None else flat(load_recipe(base))
@@ -75,6 +74,8 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     """Default values by ``section.field``."""
+    from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe
+
     sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
     return {
         f"{section}.{item.name}": _shown(item.default) for section, kind in sections.items() for item in fields(kind)
@@ -88,18 +89,22 @@ def _shown(value: Any) -> Any:
 
 def list_recipes(*, json: Path | None = None) -> None:
     """Prints two lines per recipe: name and size, and what it is."""
-    recipes = [load_recipe(name) for name in recipe_names()]
-    for recipe in recipes:
+    from adaponder.recipes import load_recipe, recipe_names
+
+    shipped = [load_recipe(name) for name in recipe_names()]
+    for recipe in shipped:
         iterations = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
         size = f"{recipe.train.steps:,} steps, {_brief(_tokens(recipe))} tokens"
         # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
         console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{iterations}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
-    write_json(json, {recipe.name: recipe.as_dict() for recipe in recipes})
+    write_json(json, {recipe.name: recipe.as_dict() for recipe in shipped})
 
 
 def describe(name: str, *, json: Path | None = None) -> None:
     """Prints every field of one recipe and where its value is from: a paper, this recipe, its base or the defaults."""
+    from adaponder.recipes import load_recipe, stated_in
+
     recipe = load_recipe(name)
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     values, stated = flat(recipe), stated_in(name)

@@ -13,23 +13,20 @@ import json as jsonlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
-import transformers
+import typer
 
-from adaponder.analysis.sensitivity import Point, points, sensitivity, text_of
-from adaponder.analysis.style import save
-from adaponder.commands.options import SweepOptions
+from adaponder.commands.shared import Device, Json, Overrides, RecipeName, numbers, opt, output_folder
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
-from adaponder.files import write_whole
 from adaponder.terminal import console, line, table, write_json
-from adaponder.training.build import config_of
-from adaponder.training.sweeps.plan import PlannedRun, plan
-from adaponder.training.sweeps.summary import FAILED, FINISHED, PENDING, STOPPED, RunSummary, pending
-from adaponder.training.sweeps.sweep import carry_out, examine
 from adaponder.version import __version__
+
+if TYPE_CHECKING:
+    from adaponder.analysis.sensitivity import Point
+    from adaponder.training.sweeps.plan import PlannedRun
+    from adaponder.training.sweeps.summary import RunSummary
 
 
 class SweepEnd(NamedTuple):
@@ -44,27 +41,73 @@ class SweepEnd(NamedTuple):
     exit_code: int
 
 
-def run(options: SweepOptions, *, quiet: bool = False) -> SweepEnd:
+def sweep(
+    recipe: RecipeName,
+    *,
+    grid: Annotated[list[str] | None, opt("One axis and its values; may be repeated.", "a.b=x,y,…")] = None,
+    one_at_a_time: Annotated[
+        bool, opt("Vary each axis around the recipe's own value.", flag="--one-at-a-time")
+    ] = False,
+    overrides: Overrides = None,
+    seeds: Annotated[str | None, opt("Train every run with each seed.", "0,1,…")] = None,
+    out: Annotated[Path | None, opt("A folder per run; default runs/NAME-sweep.", "DIR", check=output_folder)] = None,
+    dry_run: Annotated[bool, opt("Show the runs and their commands; do nothing.", flag="--dry-run")] = False,
+    device: Device = "cpu",
+    json: Json = None,
+) -> None:
+    """Train a grid of recipes, or go on with it; then one table and one figure.
+
+    [dim]adaponder sweep cpu/demo --grid train.ponder_weight=0,0.1,0.2 --grid train.k_max=0.1,0.2 --one-at-a-time[/]
+    """
+    end = run_sweep(
+        recipe,
+        grid or (),
+        one_at_a_time=one_at_a_time,
+        overrides=overrides or (),
+        seeds=numbers("--seeds", seeds, least=0),
+        out=out,
+        dry_run=dry_run,
+        device=device,
+        json=json,
+    )
+    raise typer.Exit(end.exit_code)
+
+
+def run_sweep(
+    name: str,
+    grid: Sequence[str] = (),
+    *,
+    one_at_a_time: bool = False,
+    overrides: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    out: Path | None = None,
+    dry_run: bool = False,
+    device: str = "cpu",
+    json: Path | None = None,
+    quiet: bool = False,
+) -> SweepEnd:
     """Trains the runs of the sweep that are not finished, and shows, draws and writes all of them.
 
-    ``options.dry_run`` only shows the plan. With ``quiet``, runs show no progress.
+    ``dry_run`` only shows the plan. With ``quiet``, runs show no progress.
     """
-    name = options.recipe
-    runs = plan(
-        name, options.grid, overrides=options.overrides, one_at_a_time=options.one_at_a_time, seeds=options.seeds
-    )
-    folder = options.out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
-    settings = {"recipe": name, "overrides": list(options.overrides), "one_at_a_time": options.one_at_a_time}
-    if options.dry_run:
-        summaries = [pending(each, config_of(each.recipe)) for each in runs]
-        show_plan(name, runs, summaries, folder, options.device)
+    from adaponder.training.build import config_of
+    from adaponder.training.sweeps.plan import plan
+    from adaponder.training.sweeps.summary import FAILED, PENDING, STOPPED, pending
+    from adaponder.training.sweeps.sweep import carry_out, examine
+
+    runs = plan(name, grid, overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
+    folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
+    settings: dict[str, Any] = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
+    if dry_run:
+        summaries = [pending(run, config_of(run.recipe)) for run in runs]
+        show_plan(name, runs, summaries, folder, device)
         result = settings | {"runs": [dataclasses.asdict(summary) for summary in summaries]}
-        write_json(options.json, result)
+        write_json(json, result)
         return SweepEnd(result, 0)
-    _make(folder, default=options.out is None)
+    _make(folder, default=out is None)
     with console.status("checking every run, and preparing the data where it is not yet"):
-        summaries = examine(runs, out=folder, device=options.device)
-    settings |= {"device": hardware_name(options.device), "versions": _versions()}
+        summaries = examine(runs, out=folder, device=device)
+    settings |= {"device": hardware_name(device), "versions": _versions()}
     left = [summary for summary in summaries if summary.status == PENDING]
     done_before = len(runs) - len(left)
     console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
@@ -75,13 +118,13 @@ def run(options: SweepOptions, *, quiet: bool = False) -> SweepEnd:
         eta = f"; about {_duration(seconds)} for all that is left" if seconds is not None else ""
         console.rule(f"run {index + 1} of {len(runs)}: {summary.name}{at}{eta}", align="left")
 
-    for index, summary in carry_out(runs, summaries, out=folder, device=options.device, quiet=quiet, starting=starting):
+    for index, summary in carry_out(runs, summaries, out=folder, device=device, quiet=quiet, starting=starting):
         summaries[index] = summary
         console.print(_ended(summary), soft_wrap=True)
         result = _write(settings, summaries, folder)
     show(name, summaries)
     draw(result, folder)
-    write_json(options.json, result)
+    write_json(json, result)
     unfinished = [summary for summary in summaries if summary.status in (STOPPED, PENDING)]
     if unfinished:
         console.print(f"stopped with {len(unfinished)} of {len(runs)} runs to do; the same command goes on")
@@ -101,6 +144,9 @@ def _make(folder: Path, *, default: bool) -> None:
 
 
 def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
     return {"adaponder": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -122,6 +168,9 @@ def show_plan(
 
 def show(name: str, summaries: Sequence[RunSummary]) -> None:
     """Prints a table with one line per setting (the mean over its seeds), and the errors of failed runs."""
+    from adaponder.analysis.sensitivity import points
+    from adaponder.training.sweeps.summary import FAILED
+
     averaged = points([dataclasses.asdict(summary) for summary in summaries])
     axes = list(averaged[0].fields)
     # A field's last name is enough where only one axis has it.
@@ -136,6 +185,8 @@ def show(name: str, summaries: Sequence[RunSummary]) -> None:
 
 def _cells(point: Point, name: str) -> tuple[str, ...]:
     """One line of the table, as text."""
+    from adaponder.analysis.sensitivity import text_of
+
     values = [text_of(value) for value in point.fields.values()] or [name]
     return (
         *values,
@@ -156,6 +207,8 @@ def _number(value: float | None, spec: str) -> str:
 
 def _ended(summary: RunSummary) -> str:
     """The sentence that is printed when a run has ended."""
+    from adaponder.training.sweeps.summary import FAILED, FINISHED
+
     if summary.status == FAILED:
         return f"failed: {summary.error}"
     if summary.status == FINISHED:
@@ -179,6 +232,9 @@ def _write(settings: dict[str, Any], summaries: Sequence[RunSummary], folder: Pa
 
     Each file is replaced as a whole: an interruption leaves the one before.
     """
+    from adaponder.analysis.sensitivity import points
+    from adaponder.files import write_whole
+
     runs = [dataclasses.asdict(summary) for summary in summaries]
     result = settings | {"runs": runs, "points": [_as_dict(point) for point in points(runs)]}
     write_whole(folder / "sweep.json", (jsonlib.dumps(result, indent=2, allow_nan=False) + "\n").encode())
@@ -210,6 +266,10 @@ def as_csv(runs: Sequence[dict[str, Any]]) -> str:
 
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Saves the sensitivity figure of the finished runs in ``folder``, as PNG and SVG."""
+    from adaponder.analysis.sensitivity import sensitivity
+    from adaponder.analysis.style import save
+    from adaponder.training.sweeps.summary import FINISHED
+
     if not any(each["status"] == FINISHED for each in result["runs"]):
         console.print("no run has finished yet: no figure")
         return

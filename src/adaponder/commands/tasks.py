@@ -4,57 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaponder.commands.options import EvalOptions
-from adaponder.commands.subject import choose_policy, open_tokenizer
-from adaponder.conversion.open import load
+from adaponder.commands.shared import choose_policy, open_tokenizer
 from adaponder.errors import InputError
-from adaponder.evaluation.meter import COLUMNS
-from adaponder.evaluation.scoring import ScoringOptions
-from adaponder.evaluation.tasks.suites import Comparison, Reference, Suite, suite_of
-from adaponder.evaluation.tasks.task_data import TaskData
 from adaponder.terminal import console, counting, table, write_json
 
 if TYPE_CHECKING:
     from adaponder.evaluation.tasks.lm_tasks import TaskScore
+    from adaponder.evaluation.tasks.suites import Comparison, Reference, Suite
+    from adaponder.evaluation.tasks.task_data import TaskData
+    from adaponder.policies import Policy
 
 HEAD = ("task", "shots", "split", "items", "metric", "value")
 
 
-def run(options: EvalOptions) -> dict[str, Any]:
+def run_tasks(
+    checkpoint: str,
+    tasks: Sequence[str] = (),
+    *,
+    suite: str | None = None,
+    fewshot: Sequence[int] = (),
+    task_data: Path | None = None,
+    limit: int | None = None,
+    policy: Policy | str | None = None,
+    tau: float | None = None,
+    profile: str | None = None,
+    max_iterations: int | None = None,
+    batch_size: int = 8,
+    weights: str | None = None,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    json: Path | None = None,
+) -> dict[str, Any]:
     """Runs each task at each number of examples, and returns what ``--json`` writes.
 
-    Tasks and numbers of examples that the options leave out are those of ``options.suite``.
+    Tasks and numbers of examples that are left out are those of the suite.
     """
     if find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval, which is not installed: pip install 'adaponder[eval]'")
+    from adaponder.conversion.open import load
+    from adaponder.evaluation.scoring import ScoringOptions
     from adaponder.evaluation.tasks.harness import HarnessLM
     from adaponder.evaluation.tasks.lm_tasks import quiet
+    from adaponder.evaluation.tasks.suites import suite_of
+    from adaponder.evaluation.tasks.task_data import TaskData
 
-    chosen = None if options.suite is None else suite_of(options.suite)
-    tasks, fewshot = plan(options.tasks, options.fewshot, chosen)
-    data = None if options.task_data is None else TaskData(options.task_data)
-    with console.status(f"loading {options.checkpoint} …"):
-        model, folder = load(options.checkpoint, dtype=options.dtype, device=options.device, weights=options.weights)
-        words = open_tokenizer(model, folder, options.tokenizer)
-    policy = choose_policy(model, folder, options)
-    how = ScoringOptions(policy=policy, max_iterations=options.max_iterations, seed=options.seed)
-    harness = HarnessLM(model, words, batch_size=options.batch_size, how=how, counting=counting)
+    chosen = None if suite is None else suite_of(suite)
+    tasks, fewshot = plan(tasks, fewshot, chosen)
+    data = None if task_data is None else TaskData(task_data)
+    with console.status(f"loading {checkpoint} …"):
+        model, folder = load(checkpoint, dtype=dtype, device=device, weights=weights)
+        words = open_tokenizer(model, folder, tokenizer)
+    rule = choose_policy(model, folder, policy=policy, tau=tau, profile=profile, max_iterations=max_iterations)
+    how = ScoringOptions(policy=rule, max_iterations=max_iterations, seed=seed)
+    harness = HarnessLM(model, words, batch_size=batch_size, how=how, counting=counting)
     with quiet():
-        scores = list(scored(harness, tasks, fewshot, data, limit=options.limit, seed=options.seed))
-    show(options.checkpoint, scores, options.limit)
+        scores = list(scored(harness, tasks, fewshot, data, limit=limit, seed=seed))
+    show(checkpoint, scores, limit)
     result: dict[str, Any] = {
-        "checkpoint": options.checkpoint,
+        "checkpoint": checkpoint,
         "method": model.config.method,
-        "policy": None if policy is None else policy.spelling,
-        "max_iterations": options.max_iterations or model.config.iterations,
-        "task_data": None if options.task_data is None else str(options.task_data),
-        "limit": options.limit,
-        "batch_size": options.batch_size,
+        "policy": None if rule is None else rule.spelling,
+        "max_iterations": max_iterations or model.config.iterations,
+        "task_data": None if task_data is None else str(task_data),
+        "limit": limit,
+        "batch_size": batch_size,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
-        "seed": options.seed,
+        "seed": seed,
         "tasks": [score.as_dict() for score in scores],
     }
     if chosen is not None:
@@ -65,9 +86,9 @@ def run(options: EvalOptions) -> dict[str, Any]:
             "name": chosen.name,
             "metric": chosen.metric,
             "reference": None if matched is None else {"name": matched.name, "source": matched.source},
-            "results": [one.as_dict() for one in compared],
+            "results": [comparison.as_dict() for comparison in compared],
         }
-    write_json(options.json, result)
+    write_json(json, result)
     return result
 
 
@@ -119,6 +140,8 @@ def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
             cells = ("",) * len(cells)
     title = checkpoint if limit is None else f"{checkpoint}, the first {limit:,} items of each task"
     console.print(table(title, HEAD, rows))
+    from adaponder.evaluation.meter import COLUMNS
+
     several = len({score.opened.shots for score in scores}) > 1
     costs = [
         (f"{score.opened.name}, {score.opened.shots}-shot" if several else score.opened.name, *score.spent.cells())

@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.commands.options import TrainOptions
+import typer
+
 from adaponder.commands.recipes import show_recipe
-from adaponder.recipes import load_recipe
+from adaponder.commands.shared import Device, Json, Overrides, RecipeName, opt, output_folder
 from adaponder.terminal import console, line, table, write_json
-from adaponder.training.run import Outcome, train
+
+if TYPE_CHECKING:
+    from adaponder.training.run import Outcome
 
 
-def run(options: TrainOptions) -> Outcome:
-    """Prints the recipe, trains it, and prints where the final model is, or how to resume."""
-    recipe = load_recipe(options.recipe, options.overrides)
-    out = options.out or Path("runs") / recipe.name.replace("/", "-")
-    out.parent.mkdir(parents=True, exist_ok=True) if out.parent == Path("runs") else None
-    show_recipe(options.recipe, recipe, options.overrides, verbose=options.verbose)
-    done = train(
-        recipe,
+def train(
+    recipe: RecipeName,
+    *,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, opt("The run folder; default runs/NAME.", "DIR", check=output_folder)] = None,
+    resume: Annotated[
+        str | None, opt("auto: from the newest whole checkpoint, or start; a finished run stays. Or a folder.", "DIR")
+    ] = None,
+    weights_only: Annotated[bool, opt("Take only weights from --resume.", flag="--weights-only")] = False,
+    allow_changes: Annotated[
+        bool, opt("Resume although the recipe or the world differs.", flag="--allow-changes")
+    ] = False,
+    wandb: Annotated[str | None, opt("Log to this Weights & Biases project too.", "PROJECT")] = None,
+    verbose: Annotated[bool, opt("Show every field of the recipe.", flag="--verbose")] = False,
+    device: Device = "cpu",
+    json: Json = None,
+) -> Any:
+    """Train a recipe: on this machine, or on many with torchrun in front.
+
+    [dim]adaponder train cpu/demo --set train.steps=100[/]
+
+    [dim]torchrun --nproc-per-node 8 -m adaponder train paper/adaponder-70m --device cuda --resume auto[/]
+    """
+    from adaponder.recipes import load_recipe
+    from adaponder.training.run import train as train_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    out = out or Path("runs") / loaded.name.replace("/", "-")
+    if out.parent == Path("runs"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    show_recipe(recipe, loaded, overrides or (), verbose=verbose)
+    done = train_recipe(
+        loaded,
         out=out,
-        resume=options.resume,
-        device=options.device,
-        weights_only=options.weights_only,
-        allow_changes=options.allow_changes,
-        wandb=options.wandb,
+        resume=resume,
+        device=device,
+        weights_only=weights_only,
+        allow_changes=allow_changes,
+        wandb=wandb,
     )
     if done.world.leads:
         where = done.final or f"{out} (resume with --resume auto)"
-        console.print(line(f"step {done.step} of {recipe.train.steps} → ", (where, "bold")))
-        result = {"recipe": recipe.as_dict(), "step": done.step, "final": str(done.final or "")}
-        write_json(options.json, result | _compared(done))
+        console.print(line(f"step {done.step} of {loaded.train.steps} → ", (where, "bold")))
+        result = {"recipe": loaded.as_dict(), "step": done.step, "final": str(done.final or "")}
+        write_json(json, result | _compared(done))
+    if done.final is None:
+        raise typer.Exit(130)  # interrupted
     return done
 
 

@@ -17,7 +17,6 @@ from adaponder.analysis.tables import numbers
 from adaponder.analysis.trace import read_trace
 from adaponder.cli import main
 from adaponder.commands import analyze
-from adaponder.commands.options import AnalyzeOptions
 from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation import scoring
@@ -187,24 +186,22 @@ def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path
     # Longer than the backbone's 64 positions: read in windows.
     asked = {"data": data(tmp_path, TEXT * 12), "only": ["active", "excerpts"], "json": tmp_path / "result.json"}
     out = tmp_path / "out"
-    report = analyze.run(AnalyzeOptions(checkpoint=str(checkpoint("adaponder")), out=out, max_tokens=150, **asked))
+    report = analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, max_tokens=150, **asked)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["numbers"]["tokens"] == 150
     assert result["captions"]["active"] == report.drawn[0].caption
     assert result["about"]["windows"] == "disjoint windows of 64"
     page = (out / "report.html").read_bytes()
     (out / "report.html").unlink()
-    analyze.run(AnalyzeOptions(checkpoint=str(out), only=["active", "excerpts"]))
+    analyze.analyze(checkpoint=str(out), only=["active", "excerpts"])
     assert (out / "report.html").read_bytes() == page
-    analyze.run(AnalyzeOptions(checkpoint=str(out / "trace.parquet"), out=tmp_path / "elsewhere", only=["excerpts"]))
+    analyze.analyze(checkpoint=str(out / "trace.parquet"), out=tmp_path / "elsewhere", only=["excerpts"])
     assert "Hardest" in Page(tmp_path / "elsewhere" / "report.html").text
 
 
 def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
-    report = analyze.run(
-        AnalyzeOptions(
-            checkpoint=str(checkpoint("loop")), data=data(tmp_path, "a"), out=tmp_path / "out", only=["halting"]
-        )
+    report = analyze.analyze(
+        checkpoint=str(checkpoint("loop")), data=data(tmp_path, "a"), out=tmp_path / "out", only=["halting"]
     )
     assert report.numbers.tokens == 2
     assert "Every token has depth 3" in report.drawn[0].caption
@@ -229,27 +226,27 @@ def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
 def test_what_cannot_be_done_is_said_before_anything_is_written(checkpoint, tmp_path, method, options, word):
     asked = {"data": data(tmp_path, options.pop("text", "the cat sat on a mat")), "out": tmp_path / "out"} | options
     with pytest.raises(AdaPonderError, match=re.escape(word)):
-        analyze.run(AnalyzeOptions(checkpoint=str(checkpoint(method)), **asked))
+        analyze.analyze(checkpoint=str(checkpoint(method)), **asked)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_trace_takes_no_option_that_it_would_ignore(tmp_path):
     with pytest.raises(InputError, match="no such trace"):
-        analyze.run(AnalyzeOptions(checkpoint=str(tmp_path / "trace.parquet")))
+        analyze.analyze(checkpoint=str(tmp_path / "trace.parquet"))
     (tmp_path / "trace.parquet").write_text("anything")
     with pytest.raises(InputError, match="--data"):
-        analyze.run(AnalyzeOptions(checkpoint=str(tmp_path / "trace.parquet"), data="text.txt"))
+        analyze.analyze(checkpoint=str(tmp_path / "trace.parquet"), data="text.txt")
     with pytest.raises(InputError, match="--tau"):
-        analyze.run(AnalyzeOptions(checkpoint=str(tmp_path), tau=0.1))
+        analyze.analyze(checkpoint=str(tmp_path), tau=0.1)
     with pytest.raises(InputError, match="Parquet"):
-        analyze.run(AnalyzeOptions(checkpoint=str(tmp_path)))
+        analyze.analyze(checkpoint=str(tmp_path))
 
 
 def test_an_interrupted_trace_goes_on_and_ends_the_same(checkpoint, tmp_path, monkeypatch, capsys):
     asked = {"data": data(tmp_path, TEXT * 12), "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
     monkeypatch.setattr(scoring, "BATCHES", 1)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    analyze.run(AnalyzeOptions(checkpoint=str(checkpoint("adaponder")), out=whole, **asked))
+    analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=whole, **asked)
     honest, calls = scoring.score, []
 
     def interrupted(*args, **options):
@@ -260,20 +257,21 @@ def test_an_interrupted_trace_goes_on_and_ends_the_same(checkpoint, tmp_path, mo
 
     monkeypatch.setattr(scoring, "score", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        analyze.run(AnalyzeOptions(checkpoint=str(checkpoint("adaponder")), out=out, **asked))
+        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, **asked)
     assert f"3 finished portions are saved in {out / 'unfinished'}; run the same command" in capsys.readouterr().err
     with pytest.raises(InputError, match="policy was"):
-        analyze.run(AnalyzeOptions(checkpoint=str(checkpoint("adaponder")), out=out, tau=0.9, **asked))
+        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, tau=0.9, **asked)
     monkeypatch.setattr(scoring, "score", lambda *args, **options: calls.append(1) or honest(*args, **options))
-    monkeypatch.setattr(analyze, "write_report", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt()))
+    raises = lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt())  # noqa: E731
+    monkeypatch.setattr("adaponder.analysis.report.write_report", raises)
     with pytest.raises(KeyboardInterrupt):
-        analyze.run(AnalyzeOptions(checkpoint=str(checkpoint("adaponder")), out=out, **asked))
+        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, **asked)
     assert len(calls) == 2 * 3
     assert f"adaponder analyze {out} draws its report" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(scoring, "BATCHES", 1)
     monkeypatch.setattr(scoring, "score", lambda *args, **options: pytest.fail("was read again"))
-    analyze.run(AnalyzeOptions(checkpoint=str(checkpoint("adaponder")), out=out, **asked))
+    analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, **asked)
     assert not (out / "unfinished").exists()
     assert read_trace(out / "trace.parquet").frame.equals(read_trace(whole / "trace.parquet").frame)
     assert (out / "report.html").read_bytes() == (whole / "report.html").read_bytes()

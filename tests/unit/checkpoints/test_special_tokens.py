@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM
 from adaponder.checkpoints.special_tokens import align, disagreements, read_special_tokens
-from adaponder.commands import checkup
-from adaponder.commands.options import DoctorOptions
+from adaponder.commands import doctor
 from adaponder.conversion.convert import convert
 from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, EvaluationError
@@ -170,13 +169,13 @@ def test_a_stock_model_at_odds_with_its_tokenizer_is_used_as_it_is_and_converted
     model, _ = load(str(source))
     assert model.config.eos_token_id == ids["eos_token_id"]
     at_odds = bool(disagreements(source))
-    assert ("special tokens" in checkup.run(DoctorOptions(checkpoint=str(source)))["problems"]) == at_odds
+    assert ("special tokens" in doctor.check_checkpoint(str(source))["problems"]) == at_odds
     done = convert(str(source), tmp_path / "ada", iterations=2)
     assert done.remarks
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ada")
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (ends, ends)
     assert model.generation_config.pad_token_id == AutoTokenizer.from_pretrained(tmp_path / "ada").pad_token_id == pads
-    assert not checkup.run(DoctorOptions(checkpoint=str(tmp_path / "ada")))["problems"]
+    assert not doctor.check_checkpoint(str(tmp_path / "ada"))["problems"]
 
 
 def test_doctor_tells_of_a_tokenizer_with_ids_that_the_model_lacks(tmp_path):
@@ -184,7 +183,7 @@ def test_doctor_tells_of_a_tokenizer_with_ids_that_the_model_lacks(tmp_path):
     tokenizer = small_tokenizer()
     tokenizer.add_tokens([f"word{number}" for number in range(60)])
     tokenizer.save_pretrained(folder)
-    problems = checkup.run(DoctorOptions(checkpoint=str(folder)))["problems"]
+    problems = doctor.check_checkpoint(str(folder))["problems"]
     assert problems["tokenizer"] == "the tokenizer's ids go up to 87, the model's vocabulary ends at 60"
 
 
@@ -202,7 +201,7 @@ def test_a_disagreement_is_an_error_at_load_and_sealing_lets_the_tokenizer_decid
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"eos_token_id=2, the tokenizer's end is 0.*doctor .* --seal"):
         AutoModelForCausalLM.from_pretrained(folder)
-    changes = checkup.run(DoctorOptions(checkpoint=str(folder), seal=True))["changes"]
+    changes = doctor.check_checkpoint(str(folder), seal=True)["changes"]
     assert "config.json: eos_token_id 2 → 0" in changes
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)

@@ -20,9 +20,7 @@ from typer.testing import CliRunner
 
 from adaponder import cli
 from adaponder.backbones.shape import shape_of
-from adaponder.commands import generate, interactive, live
-from adaponder.commands.options import GenerateOptions
-from adaponder.commands.prompts import prompts_of
+from adaponder.commands import generate, interactive
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Meter
 from adaponder.policies import Entropy
@@ -58,7 +56,7 @@ def texts(checkpoint, tmp_path, *arguments: str, typed: str | None = None) -> li
 
 def asked(monkeypatch, typed: str | None = None, **options) -> list[str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed or ""))
-    return prompts_of(GenerateOptions(checkpoint="x", **options))
+    return generate.read_prompts(options.get("prompt"), options.get("prompt_file"))
 
 
 def test_prompts_come_from_arguments_files_and_standard_input(monkeypatch, tmp_path):
@@ -82,7 +80,7 @@ def test_prompts_come_from_arguments_files_and_standard_input(monkeypatch, tmp_p
         ("x.jsonl", b'{"prompt": ""}', "line 1: the field prompt"),
         ("x.jsonl", b"\n[", "line 2: '\\['"),
         ("x.jsonl", b"[" * 100_000, "line 1"),
-        ("x.txt", b"\n \n", "there is no prompt in it"),
+        ("x.txt", b"\n \n", "holds no prompt"),
         ("x.txt", b"\xff\xfe", "not UTF-8"),
         ("missing", None, "cannot be read"),
     ],
@@ -102,8 +100,8 @@ def test_no_prompt_at_all_is_wrong_use(monkeypatch):
     with pytest.raises(InputError, match="--prompt is empty"):
         asked(monkeypatch, prompt="")
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    with pytest.raises(InputError, match="--prompt: say what to go on from"):
-        prompts_of(GenerateOptions(checkpoint="x"))
+    with pytest.raises(InputError, match="--prompt is needed"):
+        generate.read_prompts(None)
 
 
 # --- many at once --------------------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ def window(monkeypatch):
     """What a terminal of 40 columns is sent."""
     screen = Screen()
     screen.file, screen._force_terminal, screen.is_interactive, screen.width = io.StringIO(), True, True, 40
-    for module in (generate, interactive, live):
+    for module in (generate, interactive):
         monkeypatch.setattr(module, "console", screen)
     return screen.file
 
@@ -190,9 +188,8 @@ def screen_after(sent: str) -> list[str]:
 
 
 def test_one_prompt_is_shown_as_it_grows(monkeypatch, window, checkpoint):
-    monkeypatch.setattr(live, "_REFRESH", 0.0)
-    options = GenerateOptions(checkpoint=checkpoint, prompt="The river ran", greedy=True, max_new_tokens=40)
-    (done,) = generate.run(options)
+    monkeypatch.setattr(interactive, "_REFRESH", 0.0)
+    (done,) = generate.generate(checkpoint, prompt=["The river ran"], greedy=True, max_new_tokens=40)
     sent = window.getvalue()
     speeds = [int(tokens) for tokens in re.findall(r"(\d+) tokens, [\d.,]+ tokens/s, mean depth", sent)]
     assert speeds[0] < 5
@@ -260,14 +257,14 @@ def test_a_wrong_command_is_said_and_changes_nothing(checkpoint):
 
 
 def test_ctrl_c_ends_the_text_and_not_the_program(monkeypatch, checkpoint):
-    show = live.LiveText.show
+    show = interactive.LiveText.show
 
     def interrupted(self, event):
         if len(event.writing.tokens) == 3 and event.writing.finish_reason is None:
             os.kill(os.getpid(), signal.SIGINT)
         show(self, event)
 
-    monkeypatch.setattr(live.LiveText, "show", interrupted)
+    monkeypatch.setattr(interactive.LiveText, "show", interrupted)
     before = signal.getsignal(signal.SIGINT)
     shown = conversation(checkpoint, "The river ran", "/max 2", "A")
     assert "stopped; 3 tokens, " in shown or "stopped; 4 tokens, " in shown

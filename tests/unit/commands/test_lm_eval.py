@@ -20,7 +20,6 @@ import adaponder
 from adaponder import FixedDepth
 from adaponder.commands import tasks
 from adaponder.commands.lm_eval_model import AdaPonderLM
-from adaponder.commands.options import EvalOptions
 from adaponder.errors import InputError
 from adaponder.evaluation.lab.profiles import store
 from harness_support import reader, words, write_records
@@ -92,7 +91,7 @@ def our_metrics(found: dict) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint, records):
-    return tasks.run(EvalOptions(checkpoint=str(checkpoint), tasks=list(NAMES), fewshot=[0], task_data=records))
+    return tasks.run_tasks(checkpoint=str(checkpoint), tasks=list(NAMES), fewshot=[0], task_data=records)
 
 
 def test_both_models_of_the_command_line_score_as_adaponder_eval_does(command_line, checkpoint, expected):
@@ -119,10 +118,8 @@ def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoi
         return
     assert cost["iterations"] == 2
     assert found["config"]["model_policy"] == "fixed:2"
-    wanted = tasks.run(
-        EvalOptions(
-            checkpoint=str(checkpoint), tasks=list(NAMES[1:2]), fewshot=[0], task_data=records, policy=FixedDepth(2)
-        )
+    wanted = tasks.run_tasks(
+        checkpoint=str(checkpoint), tasks=list(NAMES[1:2]), fewshot=[0], task_data=records, policy=FixedDepth(2)
     )
     assert metrics_of(found) == pytest.approx(our_metrics(wanted), rel=1e-12)
     assert metrics_of(found) != pytest.approx(our_metrics(expected), rel=1e-3)
@@ -135,7 +132,7 @@ def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoi
         ("profile=none", "--profile none"),
         ("polcy=fixed:2", "--model_args polcy"),
         ("trust_remote_code=True", "--model_args trust_remote_code"),
-        ("policy=fixed:2,tau=0.5", "--policy and --tau both say who halts"),
+        ("policy=fixed:2,tau=0.5", "--policy and --tau"),
     ],
 )
 def test_wrong_model_arguments_are_one_line(asked, said, command_line, checkpoint, capsys):

@@ -138,7 +138,7 @@ def test_the_puzzles_are_those_it_was_trained_on_and_others_than_hops_are_refuse
 
     assert puzzle.hops_of(tmp_path) == Hops()
     assert trained_on("hops:documents=2,most=3,capitals=1") == Hops(documents=2, most=3, capitals=1)
-    with pytest.raises(InputError, match=r"trained on mano:documents=2.*hops alone"):
+    with pytest.raises(InputError, match=r"trained on mano:documents=2.*hops"):
         trained_on("mano:documents=2")
 
 

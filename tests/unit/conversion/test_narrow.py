@@ -7,7 +7,6 @@ import torch
 
 from adaponder import Engine, Request
 from adaponder.commands import evaluate
-from adaponder.commands.options import EvalOptions
 from adaponder.conversion.narrow import NarrowLinear, narrow, weight_bytes
 from adaponder.conversion.open import load
 from adaponder.errors import CheckpointError, InputError
@@ -170,10 +169,9 @@ def test_what_cannot_be_had_is_refused_by_name():
 
 
 def test_eval_says_what_narrower_weights_change(tmp_path, capsys):
-    options = EvalOptions(checkpoint="sample", data="sample", max_tokens=64, weights="int8", json=tmp_path / "out.json")
-    evaluate.run(options)
+    evaluate.evaluate("sample", data="sample", max_tokens=64, weights="int8", json=tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())["weights"]
-    plain = evaluate.run(EvalOptions(checkpoint="sample", data="sample", max_tokens=64))["rows"][0]
+    plain = evaluate.evaluate(checkpoint="sample", data="sample", max_tokens=64)["rows"][0]
     opened, _ = load("sample")
     assert found["bytes"][0] == weight_bytes(opened)
     assert found["bytes"][1] < 0.6 * found["bytes"][0]

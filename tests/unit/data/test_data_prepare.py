@@ -17,7 +17,6 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from adaponder.commands import prepare as command
-from adaponder.commands.options import PrepareOptions
 from adaponder.data import DataError, Manifest, Shards, encoding, tokenizers
 from adaponder.data.encoding import Encoder, Item, content_hash
 from adaponder.data.prepare import Progress, prepare
@@ -401,12 +400,12 @@ def test_progress_grows_to_the_end(corpus, tokenizer, tmp_path, monkeypatch):
 
 def test_the_command_shows_a_table_and_says_when_there_is_nothing_to_do(corpus, tokenizer, tmp_path, capsys):
     options = {"out": tmp_path / "out", "tokenizer": str(tokenizer), "workers": 1, "json": tmp_path / "result.json"}
-    command.run(PrepareOptions(inputs=[str(corpus)], **options))
+    command.prepare(inputs=[str(corpus)], **options)
     shown = capsys.readouterr().out
     assert "bytes/token" in shown
     assert "Nothing to do" not in shown
     assert json.loads((tmp_path / "result.json").read_text())["splits"]["train"]["documents"] > 100
-    assert command.run(PrepareOptions(inputs=[str(corpus)], **options))["finished_before"]
+    assert command.prepare(inputs=[str(corpus)], **options)["finished_before"]
     assert "Nothing to do" in capsys.readouterr().out
 
 
@@ -427,7 +426,7 @@ def test_the_command_says_that_it_goes_on_only_where_a_shard_is_complete(
             prepare([str(corpus)], out=out, progress=stop, **options)
         assert len(list(out.glob("*/tokens-*.bin"))) == shards
         capsys.readouterr()
-        command.run(PrepareOptions(inputs=[str(corpus)], out=out, **options))
+        command.prepare(inputs=[str(corpus)], out=out, **options)
         assert contents(out) == contents(prepared)
         return " ".join(capsys.readouterr().out.split())
 
@@ -445,7 +444,7 @@ def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path
 
 def test_a_name_too_long_is_refused_in_one_line(corpus):
     with pytest.raises(InputError, match=r"--out x+: File name too long"):
-        command.run(PrepareOptions(inputs=[str(corpus)], out=Path("x" * 300), tokenizer="train-bpe:257", workers=1))
+        command.prepare(inputs=[str(corpus)], out=Path("x" * 300), tokenizer="train-bpe:257", workers=1)
 
 
 def test_inputs_without_a_document_are_refused(tmp_path):

@@ -16,7 +16,6 @@ import support
 from adaponder import AdaPonderError, AdaPonderForCausalLM, LearnedGate
 from adaponder.commands import calibrate as command
 from adaponder.commands import policies as policies_command
-from adaponder.commands.options import CalibrateOptions, PoliciesOptions
 from adaponder.evaluation.lab import dials
 from adaponder.evaluation.lab.calibration import (
     EACH,
@@ -219,7 +218,7 @@ def data(checkpoint):
 
 def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, data, tmp_path):
     asked = {"data": str(data), "window": 64, "out": tmp_path / "out", "json": tmp_path / "result.json"}
-    result = command.run(CalibrateOptions(checkpoint=str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked))
+    result = command.calibrate(checkpoint=str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked)
     chosen = result["calibration"]["choices"][0]
     assert chosen["tuning_depth"] == pytest.approx(2.2, abs=REACHED)
     policy = load_profile(checkpoint, "budget-2.2")
@@ -241,22 +240,21 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
 
 def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
     asked = {"data": str(data), "window": 64, "budget": 2.5, "name": "mine"}
-    command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked))
+    command.calibrate(checkpoint=str(checkpoint), **asked)
     before = command.list_profiles(str(checkpoint))["mine"]
-    monkeypatch.setattr(command, "Lab", None)  # refused before the work
+    monkeypatch.setattr("adaponder.evaluation.lab.lab.Lab", None)  # refused before the work
     with pytest.raises(AdaPonderError, match="--name mine"):
-        command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked | {"budget": 3.0}))
+        command.calibrate(checkpoint=str(checkpoint), **asked | {"budget": 3.0})
     monkeypatch.undo()
     assert command.list_profiles(str(checkpoint))["mine"] == before
-    command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked | {"budget": 3.0}, replace=True))
+    command.calibrate(checkpoint=str(checkpoint), **asked | {"budget": 3.0}, replace=True)
     assert command.list_profiles(str(checkpoint))["mine"]["budget"] == 3.0
 
 
 @pytest.mark.parametrize("rule", ["kl", "change", "similarity"])
 def test_a_budget_below_the_least_depth_of_a_rule_is_refused_before_anything_is_opened(rule):
-    asked = CalibrateOptions(checkpoint="no such folder", data="no such text", budget=1.5, rule=rule)
     with pytest.raises(AdaPonderError, match=r"--budget 1\.5"):
-        command.run(asked)
+        command.calibrate("no such folder", data="no such text", budget=1.5, rule=rule)
 
 
 def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data, tmp_path, monkeypatch, capsys):
@@ -270,15 +268,15 @@ def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr(command, "frontier_rows", three)
+    monkeypatch.setattr("adaponder.evaluation.lab.calibration.frontier", three)
     with pytest.raises(KeyboardInterrupt):
-        command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked))
+        command.calibrate(checkpoint=str(checkpoint), **asked)
     monkeypatch.undo()
     assert "3 finished rows are saved in" in capsys.readouterr().err
     assert "budget-2.6" in command.list_profiles(str(checkpoint))
     untuned, measured = Lab.untuned, []
     monkeypatch.setattr(Lab, "untuned", lambda *args, **options: measured.append(1) or untuned(*args, **options))
-    assert command.run(CalibrateOptions(checkpoint=str(checkpoint), **asked))["rows"][:3] == seen
+    assert command.calibrate(checkpoint=str(checkpoint), **asked)["rows"][:3] == seen
     assert len(measured) == 4 - 1  # two rows by budget and one by depth were there
     assert not (tmp_path / "out" / "unfinished").exists()
 
@@ -289,7 +287,7 @@ def test_a_broken_profile_file_is_refused_before_the_work(checkpoint, data):
     path.write_text("{")
     try:
         with pytest.raises(AdaPonderError, match=r"profiles\.json"):
-            command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), window=64, budget=2.0))
+            command.calibrate(checkpoint=str(checkpoint), data=str(data), window=64, budget=2.0)
     finally:
         path.unlink()
         if before is not None:
@@ -299,17 +297,17 @@ def test_a_broken_profile_file_is_refused_before_the_work(checkpoint, data):
 def test_a_checkpoint_without_gates_and_wrong_options_are_refused(checkpoint, data, tmp_path):
     plain = saved(tmp_path / "plain", support.tiny("vanilla", dtype=torch.float32))
     with pytest.raises(AdaPonderError, match="vanilla"):
-        command.run(CalibrateOptions(checkpoint=str(plain), data=str(data), budget=2.0))
+        command.calibrate(checkpoint=str(plain), data=str(data), budget=2.0)
     with pytest.raises(AdaPonderError, match="vanilla"):
-        policies_command.run(PoliciesOptions(checkpoint=str(plain), data=str(data)))
+        policies_command.policies(checkpoint=str(plain), data=str(data))
     with pytest.raises(AdaPonderError, match="--budget"):
-        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data)))
+        command.calibrate(checkpoint=str(checkpoint), data=str(data))
     with pytest.raises(AdaPonderError, match="--name"):
-        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), frontier=True, name="x"))
+        command.calibrate(checkpoint=str(checkpoint), data=str(data), frontier=True, name="x")
     with pytest.raises(AdaPonderError, match="--name"):
-        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), budget=2.0, name="no name"))
+        command.calibrate(checkpoint=str(checkpoint), data=str(data), budget=2.0, name="no name")
     with pytest.raises(AdaPonderError, match=r"--budget 4\.5"):
-        command.run(CalibrateOptions(checkpoint=str(checkpoint), data=str(data), budget=4.5))
+        command.calibrate(checkpoint=str(checkpoint), data=str(data), budget=4.5)
 
 
 def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
@@ -318,10 +316,8 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     whole = Lab.dials
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in whole(lab, rates) if dial.name in SHOWN])
     monkeypatch.setattr(console, "width", 200)
-    result = policies_command.run(
-        PoliciesOptions(
-            checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
-        )
+    result = policies_command.policies(
+        checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
     )
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "assigned whole", *SHOWN):

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, cli
 from adaponder.commands import export as command
-from adaponder.commands.checkup import examine
-from adaponder.commands.options import ExportOptions
+from adaponder.commands.doctor import examine_checkpoint as examine
 from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig, is_our_auto_map
 from adaponder.conversion.open import load
 from adaponder.errors import AdaPonderError, CheckpointError, ConfigError, InputError
@@ -180,7 +179,7 @@ def test_what_is_not_known_is_said(tmp_path):
     folder = tmp_path / "model"
     reader("ponder").save_pretrained(folder)
     words().save_pretrained(folder)
-    command.run(ExportOptions(checkpoint=str(folder), out=tmp_path / "out"))
+    command.export(checkpoint=str(folder), out=tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license == "unknown"
     assert card.data.eval_results is None
@@ -239,13 +238,13 @@ def test_a_stock_checkpoint_is_refused_before_its_weights_are_read(tmp_path):
     words().save_pretrained(folder)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="method=vanilla cannot be exported"):
-        command.run(ExportOptions(checkpoint=str(folder), out=tmp_path / "out"))
+        command.export(checkpoint=str(folder), out=tmp_path / "out")
 
 
 def test_a_folder_that_is_not_empty_is_an_error(run, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="is not empty: name a new folder"):
-        command.run(ExportOptions(checkpoint=str(run), out=tmp_path))
+        command.export(checkpoint=str(run), out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -261,7 +260,7 @@ def test_nothing_is_written_if_the_file_computes_something_else(run, tmp_path, m
         modeling_adaponder.AdaPonderForCausalLM, "expected_embedding", lambda self, hidden: 1.01 * wrong(self, hidden)
     )
     with pytest.raises(CheckpointError, match="the exported file's logits: differs by"):
-        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out"))
+        command.export(checkpoint=str(run), out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -274,7 +273,7 @@ def test_a_disk_that_is_full_is_one_line_and_nothing_is_left(run, tmp_path, monk
 
     monkeypatch.setattr(AdaPonderForCausalLM, "save_pretrained", full)
     with pytest.raises(CheckpointError, match=r"out could not be saved: no space .*; nothing was written"):
-        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out"))
+        command.export(checkpoint=str(run), out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -335,9 +334,9 @@ def test_a_push_sends_every_file_as_it_is(exported, hub):
 
 def test_the_command_pushes_what_it_wrote_and_only_when_asked(run, tmp_path, hub, monkeypatch):
     monkeypatch.setattr("adaponder.export.hub.HfApi", lambda: HfApi(endpoint=hub.address, token="hf_secret"))
-    command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "kept"))
+    command.export(checkpoint=str(run), out=tmp_path / "kept")
     assert hub.asked == []
-    result = command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "sent", push="me/river"))
+    result = command.export(checkpoint=str(run), out=tmp_path / "sent", push="me/river")
     assert result["pushed"].startswith(hub.address)
     card = hub.files["me/river"]["README.md"].decode()
     assert 'from_pretrained("me/river", trust_remote_code=True)' in card
@@ -355,13 +354,13 @@ def test_a_hub_that_refuses_leaves_the_folder_and_says_the_cure(exported, hub):
 @pytest.mark.parametrize("name", ["river", "a/b/c", "me/ri ver", "../river", "me/river--x"])
 def test_a_name_that_the_hub_cannot_have_is_refused_before_anything_is_done(name, run, tmp_path):
     with pytest.raises(InputError, match="--push"):
-        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out", push=name))
+        command.export(checkpoint=str(run), out=tmp_path / "out", push=name)
     assert not (tmp_path / "out").exists()
 
 
 def test_private_needs_a_push(run, tmp_path):
-    with pytest.raises(InputError, match="--private means nothing without --push"):
-        command.run(ExportOptions(checkpoint=str(run), out=tmp_path / "out", private=True))
+    with pytest.raises(InputError, match="--private"):
+        command.export(checkpoint=str(run), out=tmp_path / "out", private=True)
 
 
 def test_the_hub_is_not_asked_offline(exported, monkeypatch):

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 from adaponder import cli
 from adaponder.commands import serve
-from adaponder.commands.options import ServeOptions
 from adaponder.errors import CheckpointError, InputError
 from adaponder.serving.server import Server
 from support import tiny
@@ -154,8 +153,7 @@ def test_what_is_wrong_is_one_line(checkpoint, tmp_path, monkeypatch):
     assert "at least 16" in refusal(str(checkpoint), "--api-key-file", str(keys))
     keys.write_text("a-long-enough-key # mine\n\na-second-longer-key\n")
     assert "--no-auth" in refusal(str(checkpoint), "--api-key-file", str(keys), "--no-auth")
-    options = ServeOptions(checkpoint=str(checkpoint), api_key_file=keys, host="0.0.0.0", allow_host=("A.Test",))
-    access = serve.settings_of(options).access
+    access = serve.access_of("0.0.0.0", serve.keys_of(keys), allow_host=("A.Test",))
     assert len(access.keys) == 2
     assert access.key_of("a-long-enough-key") is not None
     assert access.knows_host("a.test")
@@ -185,7 +183,7 @@ def test_a_checkpoint_that_names_code_is_refused_whatever_is_set(tmp_path, where
     monkeypatch.setenv("HF_HUB_TRUST_REMOTE_CODE", "1")
     monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
     with pytest.raises((CheckpointError, InputError)):
-        serve.open_worker(ServeOptions(checkpoint=str(folder)))
+        serve.open_worker(serve.Opening(str(folder)))
     assert not mark.exists()
     for room in ("serving", "checkpoints", "conversion", "modeling"):
         for path in (SOURCE / "adaponder" / room).rglob("*.py"):
@@ -203,9 +201,9 @@ def test_nothing_is_unpickled_and_nothing_else_listens():
 
 def test_the_name_is_the_run_s():
     for path, name in (("runs/demo", "demo"), ("runs/demo/final", "demo"), ("a/b c!", "b-c"), ("org/model", "model")):
-        assert serve.name_of(ServeOptions(checkpoint=path), Path(path)) == name
+        assert serve.default_name(path) == name
     for path in ("runs/demo/checkpoints/step-00001000",):
-        assert serve.name_of(ServeOptions(checkpoint=path), Path(path)) == "step-00001000"
+        assert serve.default_name(path) == "step-00001000"
 
 
 def test_help_teaches():

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.commands import train as command
-from adaponder.commands.options import TrainOptions
 from adaponder.data import Shards
 from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.prepare import prepare
@@ -224,7 +223,7 @@ def test_depth_before_and_after_is_printed_and_written(base, tmp_path, capsys):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(finetune(base, "train.save_every=0").to_yaml())
     record = tmp_path / "record.json"
-    command.run(TrainOptions(recipe=str(recipe), out=tmp_path / "run", json=record))
+    command.train(recipe=str(recipe), out=tmp_path / "run", json=record)
     shown, result = capsys.readouterr().out, json.loads(record.read_text())
     assert result["before"]["validation_loss"] > result["after"]["validation_loss"]
     for values in (result["before"], result["after"]):

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from adaponder.analysis.sensitivity import sensitivity
 from adaponder.analysis.style import save
 from adaponder.commands import sweep as command
-from adaponder.commands.options import SweepOptions
 from adaponder.config import AdaPonderConfig
 from adaponder.data import prepare as preparing
 from adaponder.errors import AdaPonderError, InputError
@@ -47,7 +46,7 @@ def recipe(tmp_path_factory) -> str:
 def swept(recipe, tmp_path_factory) -> Path:
     """A finished two by two sweep. Others only read it."""
     out = tmp_path_factory.mktemp("swept") / "out"
-    assert command.run(SweepOptions(recipe=recipe, grid=GRID, out=out), quiet=True).exit_code == 0
+    assert command.run_sweep(recipe, grid=GRID, out=out, quiet=True).exit_code == 0
     return out
 
 
@@ -140,13 +139,13 @@ def test_names_are_safe_for_file_systems_and_never_the_same():
 )
 def test_a_bad_grid_is_an_error_that_names_the_field_before_anything_is_made(grids, says, tmp_path):
     with pytest.raises(AdaPonderError, match=re.escape(says)):
-        command.run(SweepOptions(recipe="cpu/demo", grid=grids, overrides=["train.lr=1e-3"], out=tmp_path / "out"))
+        command.run_sweep("cpu/demo", grid=grids, overrides=["train.lr=1e-3"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_seed_named_twice_is_refused():
     with pytest.raises(InputError, match="--seeds 0,0: a seed stands there twice"):
-        command.run(SweepOptions(recipe="cpu/demo", grid=["train.k_max=0.1"], seeds=[0, 0], dry_run=True))
+        command.run_sweep("cpu/demo", grid=["train.k_max=0.1"], seeds=[0, 0], dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_what_is_requested_is_what_the_last_step_asks_for(overrides, depth):
 
 def test_a_dry_run_prints_commands_that_are_the_runs_and_makes_nothing(recipe, tmp_path, capsys):
     out = tmp_path / "my out"
-    done = command.run(SweepOptions(recipe=recipe, grid=GRID, overrides=["train.lr=0.5"], out=out, dry_run=True))
+    done = command.run_sweep(recipe, grid=GRID, overrides=["train.lr=0.5"], out=out, dry_run=True)
     assert done.exit_code == 0
     assert not out.exists()
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("adaponder train")]
@@ -223,7 +222,7 @@ def test_the_table_is_written_three_times_and_the_figure_comes_from_the_json_alo
 def test_what_is_finished_is_never_run_again(recipe, swept, monkeypatch, capsys):
     before = (swept / "sweep.json").read_bytes()
     monkeypatch.setattr(sweeping, "train", lambda *a, **k: pytest.fail("trained again"))
-    assert command.run(SweepOptions(recipe=recipe, grid=GRID, out=swept)).exit_code == 0
+    assert command.run_sweep(recipe, grid=GRID, out=swept).exit_code == 0
     assert (swept / "sweep.json").read_bytes() == before
     shown = capsys.readouterr().out
     assert "4 done before, 0 to do" in " ".join(shown.split())
@@ -236,7 +235,7 @@ def test_what_is_finished_is_never_run_again(recipe, swept, monkeypatch, capsys)
 )
 def test_a_folder_that_holds_another_run_is_an_error_that_names_the_field(recipe, swept, override, says):
     with pytest.raises(InputError, match=re.escape(says)):
-        command.run(SweepOptions(recipe=recipe, grid=GRID, overrides=[override], out=swept), quiet=True)
+        command.run_sweep(recipe, grid=GRID, overrides=[override], out=swept, quiet=True)
 
 
 def stop_at(monkeypatch, name: str, step: int) -> None:
@@ -262,14 +261,14 @@ def test_stopped_and_gone_on_with_is_never_having_stopped(recipe, swept, tmp_pat
     out, grid = tmp_path / "out", ["train.ponder_weight=1", "train.k_max=0.5,0.9"]
     with monkeypatch.context() as patch:
         stop_at(patch, "ponder_weight=1__k_max=0.5", 1)
-        done = command.run(SweepOptions(recipe=recipe, grid=grid, out=out), quiet=True)
+        done = command.run_sweep(recipe, grid=grid, out=out, quiet=True)
     assert done.exit_code == 130
     assert statuses(out) == ["stopped", "pending"]
     assert done.result["runs"][0]["step"] == 2
     # A run that was begun belongs to its recipe, as a finished one does.
     with pytest.raises(InputError, match=r"k_max=0\.5 holds another run, which differs in train\.clip"):
-        command.run(SweepOptions(recipe=recipe, grid=grid, overrides=["train.clip=9"], out=out), quiet=True)
-    assert command.run(SweepOptions(recipe=recipe, grid=grid, out=out), quiet=True).exit_code == 0
+        command.run_sweep(recipe, grid=grid, overrides=["train.clip=9"], out=out, quiet=True)
+    assert command.run_sweep(recipe, grid=grid, out=out, quiet=True).exit_code == 0
     for run in plan(recipe, grid):
         mine, theirs = weights(out / run.name), weights(swept / run.name)
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
@@ -278,20 +277,18 @@ def test_stopped_and_gone_on_with_is_never_having_stopped(recipe, swept, tmp_pat
 def test_a_signal_in_a_runs_last_step_stops_the_sweep_all_the_same(recipe, tmp_path, monkeypatch):
     out = tmp_path / "out"
     stop_at(monkeypatch, "k_max=0.5", 3)
-    assert command.run(SweepOptions(recipe=recipe, grid=["train.k_max=0.5,0.9"], out=out), quiet=True).exit_code == 130
+    assert command.run_sweep(recipe, grid=["train.k_max=0.5,0.9"], out=out, quiet=True).exit_code == 130
     assert statuses(out) == ["finished", "pending"]
     (out / "k_max=0.5" / "metrics.jsonl").unlink()
     with pytest.raises(AdaPonderError, match=r"metrics.jsonl has no validation at step 3: delete"):
-        command.run(SweepOptions(recipe=recipe, grid=["train.k_max=0.5"], out=out), quiet=True)
+        command.run_sweep(recipe, grid=["train.k_max=0.5"], out=out, quiet=True)
 
 
 @pytest.mark.every
 def test_a_run_that_fails_is_a_line_of_the_table_and_the_others_go_on(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     short = ["train.eval_tokens=64"]
-    done = command.run(
-        SweepOptions(recipe=recipe, grid=["train.lr=100,1e-2"], overrides=short, seeds=[0, 1], out=out), quiet=True
-    )
+    done = command.run_sweep(recipe, grid=["train.lr=100,1e-2"], overrides=short, seeds=[0, 1], out=out, quiet=True)
     assert done.exit_code == 1
     assert statuses(out) == ["failed", "finished", "failed", "finished"]
     failed, finished = done.result["points"]
@@ -306,9 +303,7 @@ def test_a_run_that_fails_is_a_line_of_the_table_and_the_others_go_on(recipe, tm
 
 
 def test_where_every_run_fails_there_is_no_figure_and_it_is_said(recipe, tmp_path, capsys):
-    assert (
-        command.run(SweepOptions(recipe=recipe, grid=["train.lr=100"], out=tmp_path / "out"), quiet=True).exit_code == 1
-    )
+    assert command.run_sweep(recipe, grid=["train.lr=100"], out=tmp_path / "out", quiet=True).exit_code == 1
     assert "no figure" in capsys.readouterr().out
     assert not (tmp_path / "out" / "sensitivity.png").exists()
 
@@ -321,7 +316,7 @@ def test_the_data_is_prepared_once_for_all_runs(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "_prepare", lambda *a, **k: made.append(1) or prepare(*a, **k))
     raw = Path(recipe).parent / "made-up.jsonl"
     overrides = [f"data.source={raw}", "data.tokenizer=train-bpe:300", "data.validation=0.1", "train.steps=2"]
-    done = command.run(SweepOptions(recipe=recipe, grid=["train.k_max=0.5,0.9"], overrides=overrides), quiet=True)
+    done = command.run_sweep(recipe, grid=["train.k_max=0.5,0.9"], overrides=overrides, quiet=True)
     assert done.exit_code == 0
     assert made == [1]
     assert len(list(Path("runs").glob("*-sweep/k_max=*/final"))) == 2
@@ -341,16 +336,16 @@ def test_what_could_not_run_is_an_error_before_anything_runs(recipe, settings, s
     monkeypatch.setattr(sweeping, "train", lambda *a, **k: pytest.fail("began"))
     out = tmp_path / settings.pop("out", "out")
     with pytest.raises(AdaPonderError, match=re.escape(says)):
-        command.run(SweepOptions(recipe=recipe, out=out, **settings), quiet=True)
+        command.run_sweep(recipe, out=out, **settings, quiet=True)
 
 
 def test_several_processes_and_missing_gpus_are_refused_with_the_cure(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match="--device cuda: 0 CUDA devices are here"):
-        command.run(SweepOptions(recipe=recipe, grid=GRID, out=tmp_path / "out", device="cuda"))
+        command.run_sweep(recipe, grid=GRID, out=tmp_path / "out", device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="--dry-run"):
-        command.run(SweepOptions(recipe=recipe, grid=GRID, out=tmp_path / "out"))
+        command.run_sweep(recipe, grid=GRID, out=tmp_path / "out")
 
 
 # --- the recipes ---------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Every command that takes ``--tokenizer`` refuses one that is not the checkpoint's: its ids would mean other words."""
 
+import os
+from pathlib import Path
+
 import pytest
+import typer
 from transformers import PreTrainedTokenizerFast
 
 from adaponder.commands import generate
-from adaponder.commands.options import GenerateOptions
-from adaponder.commands.options.shared import CheckpointOptions
-from adaponder.commands.subject import open_subject, open_tokenizer
+from adaponder.commands.shared import decimals, names, numbers, open_subject, open_tokenizer, output_file
 from adaponder.conversion.open import load
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import InputError
@@ -36,13 +38,13 @@ def doors(folder, tokenizer):
     """Every way a command opens a checkpoint's tokenizer."""
     model, found = load(str(folder))
     yield lambda: open_tokenizer(model, found, tokenizer)
-    yield lambda: open_subject(CheckpointOptions(checkpoint=str(folder), tokenizer=tokenizer))
-    yield lambda: generate.run(
-        GenerateOptions(checkpoint=str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True)
+    yield lambda: open_subject(str(folder), tokenizer=tokenizer)
+    yield lambda: generate.generate(
+        checkpoint=str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True
     )
 
 
-@pytest.mark.parametrize(("name", "said"), [("other", "not the checkpoint's own"), ("large", "its ids go up to")])
+@pytest.mark.parametrize(("name", "said"), [("other", "not the checkpoint's own"), ("large", "has ids up to")])
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_another_tokenizer_is_refused(folders, name, said, kind):
     tokenizer = str(folders / name / ("tokenizer.json" if kind == "file" else ""))
@@ -57,7 +59,7 @@ def test_the_same_tokenizer_from_elsewhere_is_taken_and_so_is_one_where_there_is
         assert door() is not None
     model, folder = load(str(folders / "bare"))
     assert open_tokenizer(model, folder, str(folders / "same")).get_vocab() == words().get_vocab()
-    with pytest.raises(InputError, match="its ids go up to"):
+    with pytest.raises(InputError, match="has ids up to"):
         open_tokenizer(model, folder, str(folders / "large"))
     with pytest.raises(InputError, match="bare has no tokenizer; name a folder"):
         open_tokenizer(model, folder, None)
@@ -67,5 +69,27 @@ def test_a_checkpoint_smaller_than_its_own_tokenizer_is_refused(folders, tmp_pat
     reader().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folders / "large" / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_bytes((folders / "large" / "tokenizer_config.json").read_bytes())
-    with pytest.raises(InputError, match="its ids go up to"):
-        open_subject(CheckpointOptions(checkpoint=str(tmp_path)))
+    with pytest.raises(InputError, match="has ids up to"):
+        open_subject(str(tmp_path))
+
+
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (*map(Path, ("/dev/stdout", "/dev/null", "/dev/fd/1", "/proc/self/fd/1")), tmp_path / "pipe"):
+        with pytest.raises(typer.BadParameter, match="device or a pipe"):
+            output_file(path)
+    assert output_file(tmp_path / "new.json") == tmp_path / "new.json"
+
+
+def test_lists_are_read_from_text_and_taken_as_they_are():
+    assert numbers("--depths", "1,2") == numbers("--depths", [1, 2]) == (1, 2)
+    assert decimals("--budgets", "1.5") == (1.5,)
+    assert names("--only", "a, b") == ("a", "b")
+    assert numbers("--depths", None) == names("--only", None) == ()
+    for wrong in (
+        lambda: numbers("--depths", "two"),
+        lambda: numbers("--depths", "0"),
+        lambda: names("--depths", "a,"),
+    ):
+        with pytest.raises(InputError, match="--depths"):
+            wrong()

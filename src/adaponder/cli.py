@@ -1,0 +1,173 @@
+"""The command line: one typed function per command, registered with Typer under the heading that ``--help`` shows."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from adaponder.commands.analyze import analyze
+from adaponder.commands.calibrate import calibrate
+from adaponder.commands.convert import convert
+from adaponder.commands.demo import demo
+from adaponder.commands.doctor import doctor
+from adaponder.commands.evaluate import compare, evaluate
+from adaponder.commands.export import export
+from adaponder.commands.generate import generate
+from adaponder.commands.inspect import inspect
+from adaponder.commands.policies import policies
+from adaponder.commands.prepare import prepare
+from adaponder.commands.puzzle import puzzle
+from adaponder.commands.recipes import recipes
+from adaponder.commands.serve import serve
+from adaponder.commands.sweep import sweep
+from adaponder.commands.train import train
+from adaponder.errors import AdaPonderError, ConfigError, InputError
+from adaponder.fields import LARGEST_INT
+from adaponder.terminal import errors, json_alone, line, quiet_libraries
+from adaponder.version import __version__
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+# What the parser raises. Typer carries its own copy of click in newer releases, so there is no name to import it by.
+_ParserError: Any = typer.BadParameter.__mro__[2]
+
+
+class Command(TyperCommand):
+    """A command that refuses empty options and numbers that are not finite or exceed 64 bits.
+
+    With ``--json -`` it prints its result alone to standard output.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for index, argument in enumerate(args):
+            name, equals, value = argument.partition("=")
+            flag = name if name.startswith("--") else args[index - 1] if index else ""
+            if not argument or (name.startswith("--") and equals and not value):
+                raise typer.BadParameter(f"{flag if flag.startswith('--') else 'an argument'} is empty", ctx=ctx)
+        rest = super().parse_args(ctx, args)
+        params: list[Any] = self.params
+        for param in params:
+            values = ctx.params.get(param.name)
+            for value in values if isinstance(values, (list, tuple)) else [values]:
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise typer.BadParameter(f"{value} is not a finite number", ctx=ctx, param=param)
+                if isinstance(value, int) and abs(value) > LARGEST_INT:
+                    raise typer.BadParameter(f"beyond {LARGEST_INT}", ctx=ctx, param=param)
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        with json_alone(ctx.params.get("json")):
+            return super().invoke(ctx)
+
+
+def bench(context: typer.Context) -> None:
+    """Moved: run python -m benchmarks in a checkout (train, prefill, decode, serve, ops)."""
+    arguments = " ".join(context.args) or "train, prefill, decode, serve or ops"
+    raise InputError(f"adaponder bench has moved: in a checkout, run python -m benchmarks {arguments}")
+
+
+def reproduce(context: typer.Context) -> None:
+    """Moved: run python -m experiments in a checkout (list, next, claim NAME, run LABEL, results)."""
+    raise InputError(
+        "adaponder reproduce has moved: in a checkout, run python -m experiments list, next, claim NAME, run LABEL "
+        "or results"
+    )
+
+
+# Every command, in the order in which a newcomer meets them, below the heading that ``--help`` shows.
+COMMANDS: dict[str, dict[str, Callable[..., Any]]] = {
+    "Try it": {"demo": demo, "generate": generate, "puzzle": puzzle, "serve": serve},
+    "Train": {"prepare": prepare, "recipes": recipes, "train": train, "sweep": sweep},
+    "Measure": {
+        "eval": evaluate,
+        "compare": compare,
+        "analyze": analyze,
+        "policies": policies,
+        "calibrate": calibrate,
+    },
+    "Checkpoints": {"inspect": inspect, "doctor": doctor, "convert": convert, "export": export},
+}
+MOVED: dict[str, Callable[..., Any]] = {"bench": bench, "reproduce": reproduce}
+
+app = typer.Typer(
+    name="adaponder",
+    help="Language models that read hard tokens more often.\n\n"
+    "A stock Hugging Face decoder is read up to K times per token; a gate decides, token by token, when it is enough. "
+    "Start with [bold]adaponder puzzle[/] (seconds) or [bold]adaponder demo[/] (minutes), or convert a checkpoint you "
+    "have.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for panel, functions in COMMANDS.items():
+    for command_name, function in functions.items():
+        app.command(command_name, cls=Command, rich_help_panel=panel)(function)
+for command_name, function in MOVED.items():
+    any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(command_name, rich_help_panel="Moved out", context_settings=any_arguments)(function)
+
+
+def show_version(version: bool) -> None:
+    """Prints the version and exits if ``--version`` is given."""
+    if version:
+        typer.echo(f"adaponder {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    quiet_libraries()
+
+
+def main() -> None:
+    """Runs the command line; exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except AdaPonderError as error:
+        code = exit_code(error)
+    except _ParserError as error:
+        code = _misused(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except OSError as error:  # a disk that is full, a file that may not be read
+        code = fail(str(error), FAILED)
+    except (MemoryError, RuntimeError) as error:
+        # torch is not imported to compare the type of its error.
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        code = fail(f"out of memory: {error}", FAILED)
+    if code == INTERRUPTED:
+        errors.print("interrupted")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def exit_code(error: AdaPonderError) -> int:
+    """Prints the error in one line and returns its exit code: 2 for wrong use, 1 for a failure."""
+    return fail(str(error), MISUSED if isinstance(error, (InputError, ConfigError)) else FAILED)
+
+
+def fail(message: str, code: int) -> int:
+    """Prints an error in one line and returns ``code``."""
+    errors.print(line(("error:", "bold red"), " ", re.sub(r"\s*\n\s*", " ", message.strip())), soft_wrap=True)
+    return code
+
+
+def _misused(error: Exception) -> int:
+    """Prints what the parser did not understand, and which help to read; bare ``adaponder`` has shown its help."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message().rstrip(".")
+    if message and type(error).__name__ != "NoArgsIsHelpError":
+        more = "" if context is None else f"; see {context.command_path} --help"
+        fail((message + more).replace("?;", "?"), MISUSED)
+    return MISUSED
