@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
@@ -17,6 +20,7 @@ from adaponder.serving.served import Served
 from adaponder.serving.server import address_of, bounded, listen
 from adaponder.serving.settings import Settings
 from adaponder.serving.worker import Worker
+from adaponder.text import pieces
 from support import tiny
 from word_support import small_tokenizer
 
@@ -62,6 +66,22 @@ def tiny_served(model: AdaPonderForCausalLM | None = None, *, template: str | No
     tokenizer = small_tokenizer()
     tokenizer.chat_template = template
     return Served.of(model or tiny(), tokenizer, name="tiny", **options)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(pieces(small_tokenizer(), ids))
+
+
+def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """Returns a POST as it is written to a socket."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+def connect(server: Running) -> socket.socket:
+    address = urlsplit(server.address)
+    return socket.create_connection((address.hostname, address.port), timeout=10)
 
 
 @contextmanager

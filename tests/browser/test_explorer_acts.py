@@ -182,7 +182,7 @@ def test_writing_stops_when_told(explorer):
     explorer.settle()
     assert "stopped" in explorer.page.inner_text("#pace")
     assert len(explorer.columns()) < 600
-    assert explorer.page.inner_text("#continue") == "Write on"
+    assert explorer.page.inner_text("#continue") == "Continue"
 
 
 def test_a_token_is_forced_to_a_depth_or_replaced(explorer):

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from adaponder.analysis.spelling import token_texts
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Spent, deciding_flops
@@ -26,6 +25,7 @@ from adaponder.journal import Journal
 from adaponder.methods.cost import cost_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth, LearnedGate
+from adaponder.text.spelling import token_texts
 from adaponder.version import __version__
 
 NAME = "trace.parquet"

@@ -1,4 +1,4 @@
-"""Stop strings in generation: each sequence of a batch ends at its own."""
+"""Stop strings in generation for lm-eval: each sequence of a batch ends at its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
 from adaponder.errors import InputError, shown
+from adaponder.text import TextStream
 
 
 class GenerationSettings(NamedTuple):
@@ -22,7 +23,7 @@ class GenerationSettings(NamedTuple):
 
 
 def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
-    """Generation settings of an lm-eval request: 256 tokens and greedy by default; the end token always stops."""
+    """Returns the settings of an lm-eval request: 256 tokens and greedy by default; the end token always stops."""
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(request, default_max_gen_toks=256))
     end = tokenizer.eos_token
     until = handle_stop_sequences(kwargs.pop("until"), eos=None if end is None else str(end))
@@ -34,23 +35,26 @@ def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerB
         if name not in known:
             raise InputError(f"generation_kwargs: generate has no setting {shown(name)}; leave it out")
         if name in ("num_beams", "num_return_sequences") and value != 1:
-            raise InputError(f"generation_kwargs: {name}={shown(value)}: one text is generated at a time; leave it out")
+            raise InputError(f"generation_kwargs: {name}={shown(value)} must be 1: one text is generated at a time")
     return GenerationSettings([text for text in until if text], most, sampled, kwargs)
 
 
-class Until(StoppingCriteria):
-    """Stops each sequence once its new text holds a stop string; ``lengths`` are its new tokens then, else 0."""
+class StopAtStrings(StoppingCriteria):
+    """Stops each sequence once its new text holds a stop string.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, until: list[str], *, width: int, rows: int):
-        self.tokenizer, self.until, self.width = tokenizer, until, width
-        # A token spells at least one byte, and the first of a tail may be the rest of a character.
-        self.tail = max((len(text.encode()) for text in until), default=0) + 1
+    Attributes:
+        lengths: new tokens of each sequence when its stop string was complete, else 0.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], *, rows: int):
+        self._streams = [TextStream(tokenizer, stops=stops) for _ in range(rows)]
+        self._steps = 0
         self.lengths = [0] * rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        new = input_ids[:, self.width :]
-        tails = self.tokenizer.batch_decode(new[:, -self.tail :])
-        for row, tail in enumerate(tails):
-            if not self.lengths[row] and any(text in tail for text in self.until):
-                self.lengths[row] = new.shape[1]
+        self._steps += 1
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if not self.lengths[row]:
+                self._streams[row].add(token)
+                self.lengths[row] = self._steps if self._streams[row].stop is not None else 0
         return torch.tensor([length > 0 for length in self.lengths], device=input_ids.device)

@@ -1,6 +1,7 @@
 """What decides depth at run time: the learned gate, fixed depths, measures of doubt, shares, or a user's callable."""
 
 from adaponder.policies.base import Custom, Policy, PolicyInput, as_policy, parse_policy
+from adaponder.policies.choice import choose_policy
 from adaponder.policies.depth import FixedDepth, ForcedDepths
 from adaponder.policies.gate import ExitThreshold, LearnedGate, RouterThreshold
 from adaponder.policies.measures import Change, Confidence, Divergence, Entropy, Similarity
@@ -34,6 +35,7 @@ __all__ = [
     "Uniform",
     "as_int64",
     "as_policy",
+    "choose_policy",
     "parse_policy",
     "sequence_seeds",
     "thresholds_for",

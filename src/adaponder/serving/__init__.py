@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server and a page of depth over one engine: the only room that knows HTTP."""
+"""An OpenAI-compatible HTTP server, and a page that shows depth, over one engine."""

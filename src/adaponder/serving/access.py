@@ -1,7 +1,7 @@
-"""Who may come in: Host, Origin and key, asked of every request before any route sees it.
+"""Decides which requests reach the routes: Host, Origin and API key first, then type, size and time of the body.
 
-Closed by default: without a key only ``/health`` and the form that takes one are answered. What is judged is the path
-that the router will match (the scope's), never a URL put together from headers.
+Without a key only ``/health`` and the login form are answered. The path that is checked is the one that the router will
+match (the scope's), never a URL built from headers.
 """
 
 from __future__ import annotations
@@ -9,58 +9,64 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adaponder.serving.bodies import read_bytes
-from adaponder.serving.context import SALT
-from adaponder.serving.errors import ApiError
-from adaponder.serving.settings import Key, Settings
+from adaponder.serving.protocol import ApiError
+from adaponder.serving.settings import Key, Limits, Settings
 from adaponder.serving.worker import Worker
 
 COOKIE = "adaponder_key"
-REQUEST_ID = "adaponder.request_id"
-_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
-POLICY = (
+# Where a route finds the prefix-cache namespace of the client's key in the scope.
+SALT = "adaponder.salt"
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 _HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": CONTENT_POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    # Not no-referrer: with it browsers send the form's Origin as null, which is nobody's.
+    # Not no-referrer: with it browsers send the form's Origin as null, which is refused.
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
+# For refusals before the body is read: the next bytes of the connection are not a request.
+_CLOSE = {"connection": "close"}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _FORM = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark"><title>AdaPonder: key</title></head>
 <body><main><h1>AdaPonder</h1><form method="post" action="login">
 <p><label for="key">API key</label></p>
 <p><input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
-<button>Open</button></p><p role="status">{said}</p></form></main></body></html>
+<button>Open</button></p><p role="status">{status}</p></form></main></body></html>
 """
-# A wrong key is answered a little later: guessing gets slower, and a typing mistake costs nothing.
+# Delays the answer to a wrong key, which slows guessing down.
 _WRONG_SECONDS = 0.2
 
 
+def route_path(scope: Scope) -> str:
+    """Returns the path that the router matches."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 class AccessControl:
-    """The outermost layer of the app.
+    """The outermost ASGI layer: checks Host, Origin and key, and adds security headers to every answer.
 
     Args:
-        app: everything behind it.
-        settings: who may come in, and limits of the form's body.
-        worker: what runs behind the app, for whoever holds the app itself.
+        app: the layers behind it.
+        settings: access rules, and limits of the login form's body.
+        worker: the worker behind the app, for callers that hold the app only.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, worker: Worker):
@@ -74,17 +80,16 @@ class AccessControl:
             return  # no route takes anything else
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        number = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         origin = headers.get("origin")
-        scope[REQUEST_ID] = number
 
-        async def dressed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answer = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     answer.setdefault(name, value)
                 answer.setdefault("cache-control", "no-store")
-                answer["x-request-id"] = number
+                answer["x-request-id"] = request_id
                 if origin is not None and origin in self.access.origins:
                     answer["access-control-allow-origin"] = origin
                     answer["access-control-expose-headers"] = "x-request-id, retry-after"
@@ -95,24 +100,22 @@ class AccessControl:
         try:
             answer = await self._answer(scope, receive, headers, origin)
         except ApiError as problem:
-            answer = JSONResponse(problem.body(), status_code=problem.status, headers=problem.headers)
-        await (self.app if answer is None else answer)(scope, receive, dressed)
+            answer = problem.response()
+        await (self.app if answer is None else answer)(scope, receive, send_with_headers)
 
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers, origin: str | None) -> Response | None:
-        """What is answered here; ``None``: the routes may see the request."""
+        """Returns the answer of this layer, or ``None`` if the request may pass; raises :class:`ApiError`."""
         self._check_host(headers)
         self._check_origin(headers, origin)
         if origin in self.access.origins and scope["method"] == "OPTIONS":
             allowed = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
             allowed["access-control-allow-headers"] = "authorization, content-type, x-request-id"
             return Response(status_code=204, headers=allowed)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "/health":
-            return None
-        if not self.access.keys:
+        path = route_path(scope)
+        if path == "/health" or not self.access.keys:
             return None
         if path == "/login":
-            return await self._login(scope, receive)
+            return await self._login(scope, receive, headers)
         key = self._key(headers)
         if key is not None:
             scope[SALT] = key.salt
@@ -121,20 +124,20 @@ class AccessControl:
             return _form(401, "")
         raise ApiError(
             401,
-            "an API key is needed: Authorization: Bearer KEY",
+            "an API key is needed: send the header Authorization: Bearer KEY",
             code="invalid_api_key",
-            headers={"www-authenticate": "Bearer", "connection": "close"},
+            headers={"www-authenticate": "Bearer", **_CLOSE},
         )
 
     def _check_host(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
         match = _HOST.fullmatch(hosts[0].lower()) if len(hosts) == 1 else None
         if match is None:
-            raise ApiError(400, "Host: one name or address is needed", code="invalid_host", headers=_CLOSE)
+            raise ApiError(400, "Host must be one name or address", code="invalid_host", headers=_CLOSE)
         if not self.access.knows_host(match[1]):
             raise ApiError(
                 421,
-                f"Host: {match[1][:100]} is not a name of this server; adaponder serve --allow-host adds one",
+                f"Host {match[1][:100]} is not a name of this server; add it with adaponder serve --allow-host",
                 code="invalid_host",
                 headers=_CLOSE,
             )
@@ -142,11 +145,11 @@ class AccessControl:
     def _check_origin(self, headers: Headers, origin: str | None) -> None:
         if origin is None or origin in self.access.origins:
             return
-        parts = urlsplit(origin) if origin.isascii() and len(origin) < 300 else None
-        if parts is None or parts.scheme not in ("http", "https") or parts.netloc.lower() != headers["host"].lower():
+        url = urlsplit(origin) if origin.isascii() and len(origin) < 300 else None
+        if url is None or url.scheme not in ("http", "https") or url.netloc.lower() != headers["host"].lower():
             raise ApiError(
                 403,
-                "Origin: pages elsewhere may not call this server; adaponder serve --allow-origin lets one",
+                "pages of this Origin may not call the server; allow it with adaponder serve --allow-origin",
                 code="invalid_origin",
                 headers=_CLOSE,
             )
@@ -161,13 +164,13 @@ class AccessControl:
             return None
         return None if morsel is None else self.access.key_of_cookie(morsel.value)
 
-    async def _login(self, scope: Scope, receive: Receive) -> Response:
-        """The form that takes a key, and the cookie that a right one is answered with."""
+    async def _login(self, scope: Scope, receive: Receive, headers: Headers) -> Response:
+        """Returns the login form, or for a right key the cookie that remembers it."""
         if scope["method"] == "GET":
             return _form(200, "")
         if scope["method"] != "POST":
             raise ApiError(405, "/login takes GET and POST", headers={"allow": "GET, POST"})
-        content = await read_bytes(HttpRequest(scope, receive), self.limits)
+        content = await read_body(receive, headers, self.limits)
         fields: dict[str, Any] = {}
         if len(content) <= 4096:
             fields = parse_qs(content.decode("ascii", "replace"), max_num_fields=4, strict_parsing=False)
@@ -182,8 +185,72 @@ class AccessControl:
         return answer
 
 
-_CLOSE = {"connection": "close"}
+def _form(status: int, message: str) -> HTMLResponse:
+    return HTMLResponse(_FORM.format(status=message), status_code=status)
 
 
-def _form(status: int, said: str) -> HTMLResponse:
-    return HTMLResponse(_FORM.format(said=said), status_code=status)
+class BodyLimits:
+    """Reads the JSON body of a POST within the limits before the routes parse it; other requests pass.
+
+    Args:
+        app: the routes.
+        paths: paths whose POST takes a JSON body.
+        limits: of size and time.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
+        self.app, self.paths, self.limits = app, paths, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in self.paths:
+            headers = Headers(scope=scope)
+            try:
+                if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                    message = "Content-Type must be application/json"
+                    raise ApiError(415, message, code="unsupported_media_type", headers=_CLOSE)
+                receive = _Replay(await read_body(receive, headers, self.limits), receive).receive
+            except ApiError as problem:
+                await problem.response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class _Replay:
+    """Receives a body that has been read already, and after it what the client does next."""
+
+    def __init__(self, body: bytes, receive: Receive):
+        self._body: bytes | None = body
+        self._receive = receive
+        # hang_up looks for the connection here, as on the server's own object.
+        self.transport = getattr(getattr(receive, "__self__", None), "transport", None)
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:
+    """Returns the body; raises :class:`ApiError` 413 if it is too long and 408 if it does not arrive in time."""
+    declared = headers.get("content-length", "0")
+    if not declared.isascii() or not declared.isdigit() or len(declared) > 18:
+        raise ApiError(400, "Content-Length must be a whole number", headers=_CLOSE)
+    too_long = ApiError(413, f"the body is longer than {limits.body_bytes:,} bytes; shorten it", headers=_CLOSE)
+    if int(declared) > limits.body_bytes:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ApiError(400, "the client disconnected before its request was complete", headers=_CLOSE)
+                body += message.get("body", b"")
+                if len(body) > limits.body_bytes:
+                    raise too_long
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.body_seconds:g} seconds; send it at once"
+        raise ApiError(408, message, headers=_CLOSE) from None

@@ -1,96 +1,108 @@
-"""What Prometheus is told: queue, lanes, tokens, depths, rows and latencies."""
+"""Prometheus metrics: requests, latencies, tokens by depth, and the engine's lanes, queue and rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections import Counter as Tally
+from collections.abc import Collection, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaponder.inference.config import PAGE
+from adaponder.serving.access import route_path
 from adaponder.serving.worker import Worker
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """The figures of one app, in a registry of its own."""
+    """The metrics of one app, in a registry of their own."""
 
     def __init__(self, worker: Worker, lanes: int):
-        self.registry = CollectorRegistry()
-        self.requests = Counter("adaponder_requests", "Answered requests.", ("route", "status"), registry=self.registry)
+        registry = self.registry = CollectorRegistry()
+        seconds = {"buckets": _SECONDS, "registry": registry}
+        self.requests = Counter("adaponder_requests", "Answered requests.", ("route", "status"), registry=registry)
         self.seconds = Histogram(
-            "adaponder_request_seconds",
-            "From a request's headers to the end of its answer.",
-            ("route",),
-            buckets=_SECONDS,
-            registry=self.registry,
+            "adaponder_request_seconds", "From a request's headers to the end of its answer.", ("route",), **seconds
         )
         self.first_token = Histogram(
-            "adaponder_time_to_first_token_seconds",
-            "From a completion's arrival to its first token.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            "adaponder_time_to_first_token_seconds", "From a completion's arrival to its first token.", **seconds
         )
         self.between_tokens = Histogram(
-            "adaponder_time_between_tokens_seconds",
-            "Between two steps in which a request got tokens.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            "adaponder_time_between_tokens_seconds", "Between two steps in which a request got tokens.", **seconds
         )
-        self.tokens = Counter("adaponder_tokens", "Tokens of prompts and completions.", ("of",), registry=self.registry)
-        self.depths = Counter("adaponder_tokens_by_depth", "Tokens read so often.", ("depth",), registry=self.registry)
+        self.tokens = Counter("adaponder_tokens", "Tokens of prompts and completions.", ("of",), registry=registry)
+        self.depths = Counter("adaponder_tokens_by_depth", "Tokens read, by depth.", ("depth",), registry=registry)
         self.disconnects = Counter(
-            "adaponder_disconnects",
-            "Clients that left, or were cut off, before their answer's end.",
-            ("why",),
-            registry=self.registry,
+            "adaponder_disconnects", "Clients that left or were cut off before the end.", ("why",), registry=registry
         )
-        self.registry.register(_Engine(worker, lanes))
+        registry.register(_EngineMetrics(worker, lanes))
 
-    def read(self, depths: Iterable[int], *, prompt: int, completion: int) -> None:
-        """Tokens of these depths were read for an answer."""
+    def count_tokens(self, depths: Iterable[int], *, prompt: int, completion: int) -> None:
+        """Counts the tokens of an answer, and those that were read for it by depth."""
         self.tokens.labels("prompt").inc(prompt)
         self.tokens.labels("completion").inc(completion)
-        counts: dict[int, int] = {}
-        for depth in depths:
-            counts[depth] = counts.get(depth, 0) + 1
-        for depth, count in counts.items():
+        for depth, count in Tally(depths).items():
             self.depths.labels(str(depth)).inc(count)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _Engine(Collector):
-    """What the engine says of itself at the moment it is asked."""
+class _EngineMetrics(Collector):
+    """Reads the engine's counts when the metrics are collected."""
 
     def __init__(self, worker: Worker, lanes: int):
         self.worker, self.lanes = worker, lanes
 
     def collect(self) -> Iterator[Metric]:
         counts, worker = self.worker.counts, self.worker
-        gauges = {
-            "adaponder_lanes": ("Lanes of the engine.", self.lanes),
-            "adaponder_lanes_in_use": ("Sequences that have a lane.", counts.get("resident", 0)),
-            "adaponder_sequences": ("Completions under way, waiting ones included.", worker.sequences),
-            "adaponder_waiting": ("Completions that wait for a lane.", counts.get("waiting", 0)),
-            "adaponder_jobs": ("Texts that are scored or wait to be.", worker.jobs),
-            "adaponder_rows": ("Rows that the pools hold.", counts.get("pages", 0) * PAGE),
-            "adaponder_rows_in_use": (
-                "Rows on pages in use, kept prefixes included.",
-                counts.get("pages_held", 0) * PAGE,
-            ),
-            "adaponder_ready": ("Whether requests are taken.", int(worker.state == "ready")),
-        }
-        for name, (about, value) in gauges.items():
-            yield GaugeMetricFamily(name, about, value=value)
-        for name, about in (
+        for name, help_text, value in (
+            ("lanes", "Lanes of the engine.", self.lanes),
+            ("lanes_in_use", "Sequences that have a lane.", counts.get("resident", 0)),
+            ("sequences", "Unfinished completions, waiting ones included.", worker.sequences),
+            ("waiting", "Completions that wait for a lane.", counts.get("waiting", 0)),
+            ("jobs", "Texts that are scored or wait to be.", worker.jobs),
+            ("rows", "Rows that the pools hold.", counts.get("pages", 0) * PAGE),
+            ("rows_in_use", "Rows on pages in use, cached prefixes included.", counts.get("pages_held", 0) * PAGE),
+            ("ready", "Whether requests are accepted.", int(worker.state == "ready")),
+        ):
+            yield GaugeMetricFamily(f"adaponder_{name}", help_text, value=value)
+        for name, help_text in (
             ("ticks", "Passes of the backbone."),
             ("rows", "Rows computed."),
             ("tokens", "Tokens generated."),
-            ("preemptions", "Sequences that gave their rows back and began again."),
-            ("prefix_tokens_reused", "Prompt tokens whose rows were shared."),
+            ("preemptions", "Preempted sequences."),
+            ("prefix_tokens_reused", "Prompt tokens whose rows came from the prefix cache."),
         ):
-            yield CounterMetricFamily(f"adaponder_engine_{name}", about, value=counts.get(name, 0))
+            yield CounterMetricFamily(f"adaponder_engine_{name}", help_text, value=counts.get(name, 0))
+
+
+class RequestMetrics:
+    """An ASGI layer that counts answers by route and status, and measures how long they take."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]):
+        self.app, self.metrics, self.routes = app, metrics, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            path = route_path(scope)
+            route = path if path in self.routes else "other"
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.monotonic() - began)

@@ -1,104 +1,97 @@
-"""Bodies of requests, as OpenAI documents them, and under ``adaponder`` what only this server has.
+"""Bodies of requests as OpenAI documents them, with an ``adaponder`` extension, and errors in OpenAI's form.
 
-Fields of OpenAI's that are not supported are of type ``null``: their names are known, and refused with a sentence.
-Fields that change nothing are taken and left alone. Any other field is refused by its name.
+OpenAI's fields that are not supported have the type ``null``, so they are known by name and refused. Fields without
+effect are accepted and ignored. Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from starlette.responses import JSONResponse
 
-from adaponder.inference.request import MOST_BIASES, MOST_SAMPLES, MOST_TOP
-from adaponder.text.stops import LONGEST_STOP, MOST_STOPS
+from adaponder.errors import in_one_line
+from adaponder.fields import LARGEST_INT, body_field
+from adaponder.serving.served import Served
+from adaponder.serving.settings import Limits
 
-_LARGEST = 2**63 - 1
-_PROMPT = 1 << 20
-
-TokenId = Annotated[int, Field(ge=0, le=_LARGEST)]
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=_PROMPT)]
-Text = Annotated[str, Field(max_length=_PROMPT)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Seed = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Body = TypeVar("_Body", bound=BaseModel)
+Ignored = Annotated[str, Field(max_length=512, description="Has no effect.")]
+Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
 
 
 def _refuse_true(value: bool) -> bool:
     if value:
-        raise ValueError("this server does not support it; leave it out")
+        raise ValueError("not supported by this server; leave it out")
     return value
 
 
 Never = Annotated[bool, AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})]
-Unsupported = Annotated[None, Field(description="Not supported: only null is taken.")]
 
 
-class Body(BaseModel):
-    """A body or a part of one: types as they are written, no unknown field, no NaN, no infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+# --- bodies -------------------------------------------------------------------------------------------------------
 
 
-class DepthControl(Body):
-    """Who decides how often each token is read: at most one of policy, tau and budget; else the model's own rule."""
+class JsonBody(BaseModel):
+    """A JSON object: types are not converted; unknown fields, NaN and infinity are refused."""
 
-    policy: str | None = Field(None, max_length=400, description="A rule in one line, e.g. fixed:2 or entropy:2.5.")
-    tau: float | None = Field(None, ge=0, le=1, description="Another threshold of the learned gate.")
-    budget: Annotated[float, Field(ge=1, le=1000)] | Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        None, description="A calibrated profile by name, or a mean depth between calibrated profiles."
-    )
-    max_iterations: int | None = Field(None, ge=1, le=1000, description="Read no token more often than this.")
-    depths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,7}$")], Annotated[int, Field(ge=1, le=1000)]] | None = Field(
-        None, max_length=65536, description="Forced depth by slot: the place of a token in its sequence, from 0."
-    )
-    gates: bool = Field(
-        False, description="Return what the gates said: of each scored token, or of the one before each new token."
-    )
-    iteration_top: int = Field(0, ge=0, le=MOST_TOP, description="Return so many likeliest tokens of each iteration.")
-    seed: Seed | None = Field(None, description="Of sampling and of policies that draw, as OpenAI's seed; one of them.")
+    # With a limit pydantic also refuses lone surrogates, which are no text.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, str_max_length=1 << 20)
+
+
+class DepthControl(JsonBody):
+    """Decides how often each token is read: at most one of policy, tau and budget; without them the method's rule."""
+
+    policy: str | None = Field(None, max_length=400, description="A policy in one line, e.g. fixed:2 or entropy:2.5.")
+    tau: Annotated[float | None, body_field("tau")] = None
+    budget: float | str | None = None
+    max_iterations: int | None = None
+    depths: dict[str, int] | None = None
+    gates: bool = Field(False, description="Return gates of each scored token, or of the one before each new token.")
+    iteration_top: int = 0
+    seed: Annotated[int | None, body_field("seed")] = None
 
 
 class Generation(DepthControl):
-    """What a completion may be told and asked beside OpenAI's fields."""
+    """Options of a completion beside OpenAI's fields."""
 
     depth: bool = Field(False, description="Return depths: of each prompt token, and of the one before each new token.")
-    top_k: int = Field(0, ge=0, le=_LARGEST)
-    min_p: float = Field(0.0, ge=0, le=1)
-    # Logits are divided by it: beyond these they would leave the numbers that a float holds.
-    repetition_penalty: float = Field(1.0, ge=1e-3, le=1e3)
-    min_tokens: int = Field(0, ge=0, le=_LARGEST)
-    ignore_eos: bool = False
+    top_k: Annotated[int, body_field("top_k")] = 0
+    min_p: Annotated[float, body_field("min_p")] = 0.0
+    repetition_penalty: Annotated[float, body_field("repetition_penalty")] = 1.0
+    min_tokens: int = 0
+    ignore_eos: Annotated[bool, body_field("ignore_eos")] = False
 
     @property
     def of_tokens(self) -> bool:
-        """Whether an answer names its tokens."""
+        """Whether the answer lists its tokens."""
         return self.depth or self.gates or self.iteration_top > 0
 
 
-class StreamOptions(Body):
+class StreamOptions(JsonBody):
     include_usage: bool | None = None
     include_obfuscation: Never | None = None
 
 
-class _Common(Body):
-    """What completions and chats have in common."""
+class GenerationBody(JsonBody):
+    """Fields that completions and chats have in common."""
 
-    model: str = Field(max_length=512)
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[str, Field(max_length=20)], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MOST_BIASES
-    )
-    max_tokens: int | None = Field(None, ge=0, le=_LARGEST)
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES)
-    presence_penalty: Penalty | None = None
-    seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    model: str
+    frequency_penalty: Annotated[float | None, body_field("frequency_penalty")] = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: Annotated[float | None, body_field("presence_penalty")] = None
+    seed: Annotated[int | None, body_field("seed")] = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    user: str | None = Field(None, max_length=512, description="Changes nothing.")
+    temperature: Annotated[float | None, body_field("temperature", le=2)] = None  # OpenAI's range
+    top_p: Annotated[float | None, body_field("top_p")] = None
+    user: Ignored | None = None
     adaponder: Generation | None = None
 
     @property
@@ -106,7 +99,7 @@ class _Common(Body):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
-    def own(self) -> Generation:
+    def extension(self) -> Generation:
         return self.adaponder or Generation()  # pyright: ignore[reportCallIssue]
 
     @property
@@ -114,29 +107,24 @@ class _Common(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class CompletionBody(_Common):
+class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: (
-        Text
-        | Ids
-        | Annotated[list[Text], Field(min_length=1, max_length=1024)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=1024)]
-    )
-    best_of: int | None = Field(None, ge=1, le=MOST_SAMPLES)
+    prompt: str | list[int] | list[str] | list[list[int]]
+    best_of: int | None = None
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    logprobs: int | None = None
     suffix: Unsupported = None
 
 
-class TextPart(Body):
+class TextPart(JsonBody):
     type: Literal["text"]
-    text: Text
+    text: str
 
 
-class Message(Body):
+class ChatMessage(JsonBody):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=256)]
+    content: str | Annotated[list[TextPart], Field(max_length=256)]
     name: str | None = Field(None, max_length=64)
     refusal: None = None
     audio: Unsupported = None
@@ -144,29 +132,29 @@ class Message(Body):
     tool_calls: Unsupported = None
 
     def as_dict(self) -> dict[str, str]:
-        """The message as a chat template takes it."""
+        """Returns the message as a chat template takes it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
-class TextFormat(Body):
+class TextFormat(JsonBody):
     type: Literal["text"]
 
 
-class ChatBody(_Common):
+class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    max_completion_tokens: int | None = Field(None, ge=0, le=_LARGEST)
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
-        None, max_length=16, description="Changes nothing."
+        None, max_length=16, description="Has no effect."
     )
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    prompt_cache_key: str | None = Field(None, max_length=512, description="Changes nothing.")
+    prompt_cache_key: Ignored | None = None
     response_format: TextFormat | None = None
-    safety_identifier: str | None = Field(None, max_length=512, description="Changes nothing.")
+    safety_identifier: Ignored | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Never | None = None
     audio: Unsupported = None
@@ -181,27 +169,220 @@ class ChatBody(_Common):
     web_search_options: Unsupported = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(JsonBody):
     """``POST /tokenize``."""
 
-    prompt: Text
+    prompt: str
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(JsonBody):
     """``POST /detokenize``."""
 
-    tokens: Annotated[list[TokenId], Field(max_length=_PROMPT)]
+    tokens: list[int]
 
 
-class ScoreBody(Body):
+class ScoreBody(JsonBody):
     """``POST /score``."""
 
-    prompt: Text | Ids
-    model: str | None = Field(None, max_length=512)
+    prompt: str | list[int]
+    model: str | None = None
     adaponder: DepthControl | None = None
     full_depth: bool = False
 
     @property
-    def own(self) -> DepthControl:
+    def extension(self) -> DepthControl:
         return self.adaponder or DepthControl()  # pyright: ignore[reportCallIssue]
+
+
+class Bodies(NamedTuple):
+    """The body of each route with the limits of one server."""
+
+    completion: type[CompletionBody]
+    chat: type[ChatBody]
+    tokenize: type[TokenizeBody]
+    detokenize: type[DetokenizeBody]
+    score: type[ScoreBody]
+
+
+def bodies_for(served: Served, limits: Limits) -> Bodies:
+    """Returns the bodies with the limits of this server, and the name, vocabulary and iterations of its model.
+
+    ``maximum`` is a bound that ``/openapi.json`` states and the routes check, with errors that say more.
+    """
+    tokens = limits.max_tokens or served.tokens
+    last_token = served.vocabulary - 1
+    token: Any = Annotated[int, Field(ge=0, le=LARGEST_INT, json_schema_extra={"maximum": last_token})]
+    ids: Any = Annotated[list[token], Field(min_length=1, fail_fast=True)]
+    text: Any = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+    several = Field(min_length=1, max_length=limits.prompts, fail_fast=True)
+    stop: Any = Annotated[str, Field(min_length=1, max_length=limits.stop_characters)]
+    bias: Any = Annotated[float, Field(ge=-100, le=100)]
+    slot: Any = Annotated[str, Field(pattern=r"^[0-9]{1,7}$")]
+    depth: Any = Annotated[int, Field(ge=1, le=1000, json_schema_extra={"maximum": served.iterations})]
+    digits_only: Any = {"additionalProperties": False}
+    depths: Any = Annotated[dict[slot, depth], Field(max_length=65536, json_schema_extra=digits_only)]
+    mean_depth: Any = Annotated[float, Field(ge=1, le=1000, json_schema_extra={"maximum": served.iterations})]
+    profiles: Any = {"enum": [*served.profiles]} if served.profiles else None
+    profile: Any = Annotated[str, Field(min_length=1, max_length=64, json_schema_extra=profiles)]
+    model: Any = Annotated[str, Field(max_length=512, json_schema_extra={"enum": [served.name]})]
+    count: Any = Annotated[int, Field(ge=0, le=LARGEST_INT, json_schema_extra={"maximum": tokens})]
+    likely: Any = Annotated[int, body_field("log_probabilities", le=limits.logprobs)]
+    token_pattern: Any = {"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+    biases: Any = Annotated[dict[str, bias], Field(max_length=limits.logit_bias, json_schema_extra=token_pattern)]
+
+    depth_fields: dict[str, Any] = {
+        "budget": (
+            mean_depth | profile | None,
+            Field(None, description="A calibrated profile by name, or a mean depth between those of profiles."),
+        ),
+        "max_iterations": (Annotated[int | None, body_field("max_iterations", le=served.iterations)], None),
+        "depths": (
+            depths | None,
+            Field(None, description="Forced depth by slot: the index of a token in its sequence."),
+        ),
+        "iteration_top": (Annotated[int, body_field("iteration_top", le=limits.logprobs)], 0),
+    }
+    generation: Any = _limited(Generation, **depth_fields, min_tokens=(count, 0))
+    control: Any = _limited(DepthControl, **depth_fields)
+    common: dict[str, Any] = {
+        "model": (model, ...),
+        "logit_bias": (biases | None, None),
+        "max_tokens": (count | None, None),
+        "n": (Annotated[int | None, body_field("samples", le=limits.n)], None),
+        "stop": (stop | Annotated[list[stop], Field(max_length=limits.stops, fail_fast=True)] | None, None),
+        "adaponder": (generation | None, None),
+    }
+    return Bodies(
+        completion=_limited(
+            CompletionBody,
+            **common,
+            prompt=(text | ids | Annotated[list[text], several] | Annotated[list[ids], several], ...),
+            best_of=(Annotated[int | None, body_field("samples", le=limits.best_of)], None),
+            logprobs=(likely | None, None),
+        ),
+        chat=_limited(
+            ChatBody,
+            **common,
+            messages=(Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.messages)], ...),
+            top_logprobs=(likely | None, None),
+            max_completion_tokens=(count | None, None),
+        ),
+        tokenize=TokenizeBody,
+        detokenize=_limited(DetokenizeBody, tokens=(Annotated[list[token], Field(fail_fast=True)], ...)),
+        score=_limited(
+            ScoreBody, prompt=(text | ids, ...), model=(model | None, None), adaponder=(control | None, None)
+        ),
+    )
+
+
+def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
+    """Returns a body with these fields instead of its own of the same names."""
+    return create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Fields of the engine's request that have another name or place in a body.
+_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "log_probabilities": "logprobs",
+    "samples": "n",
+    "stop_ids": "stop",
+    "min_new_tokens": "adaponder.min_tokens",
+    "depths": "adaponder.depths",
+    "top_k": "adaponder.top_k",
+    "min_p": "adaponder.min_p",
+    "repetition_penalty": "adaponder.repetition_penalty",
+    "policy": "adaponder.policy",
+    "tau": "adaponder.tau",
+    "budget": "adaponder.budget",
+    "max_iterations": "adaponder.max_iterations",
+    "iteration_top": "adaponder.iteration_top",
+}
+_UNSHOWABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class ErrorText(BaseModel):
+    """What went wrong, the kind of error, and the field at fault."""
+
+    model_config = ConfigDict(title="Error")
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Body of every answer that is an error."""
+
+    error: ErrorText
+
+
+class ApiError(Exception):
+    """An error that is sent to the client.
+
+    Args:
+        status: HTTP status.
+        message: one line that names the field, the value and the cure.
+        param: name of the field in the body.
+        code: a word for programs.
+        headers: further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = _UNSHOWABLE.sub("\ufffd", str(self))
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(problem: Exception) -> ApiError:
+    """Returns the 400 of an :class:`adaponder.errors.AdaPonderError` about a request, with the names of the body."""
+    message = in_one_line(problem)
+    field = re.match(r"[a-z_.]+(?=[=:\[ ])", message)
+    param = None if field is None else _FIELDS.get(field[0], field[0])
+    if field is not None:
+        message = _body_name(field[0]) + message[field.end() :]
+    message = re.sub("[a-z_]+(?==)", lambda other: _body_name(other[0]), message)
+    # Type and range were checked before: what is left is a prompt or completion for which there is no room.
+    too_long = param in ("prompt", "max_tokens")
+    return ApiError(400, message, param=param, code="context_length_exceeded" if too_long else None)
+
+
+def _body_name(field: str) -> str:
+    return _FIELDS.get(field, field).removeprefix("adaponder.")
+
+
+def invalid(errors: Sequence[Any]) -> ApiError:
+    """Returns the 400 of a body that its model refuses.
+
+    Where a field may have several types there is an error for each: the one of a value of the right type is meant, and
+    among those the one deepest inside.
+    """
+    error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
+    if error["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {error['ctx']['error']}")
+    # A part of the place that is not a plain word names a type of a union.
+    place = [str(part) for part in error["loc"][1:] if re.fullmatch(r"(?!(str|int|float|bool|none)$)\w+", str(part))]
+    name = ".".join(place)[:200] or None
+    if error["type"] == "extra_forbidden":
+        return ApiError(400, f"{name}: unknown field; leave it out", param=name, code="unknown_field")
+    if error["type"] == "none_required":
+        return ApiError(400, f"{name}: not supported by this server; leave it out", param=name, code="unsupported")
+    return ApiError(400, f"{name or 'the body'}: {in_one_line(ValueError(error['msg']))}", param=name)

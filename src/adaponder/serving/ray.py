@@ -1,61 +1,64 @@
-"""The same app in several processes or on several machines, as a deployment of Ray Serve.
+"""Serves the same app in several processes or on several machines, as a deployment of Ray Serve.
 
 Each replica is a process with its own model, engine and app: keys, limits and drain are the app's and hold behind Ray
-as they do without. Ray's proxy listens, and sends each request to the replica with fewer under way, of two drawn at
-random.
+as they do without. Ray's proxy listens, and of two random replicas sends each request to the less busy one.
 
-Ray is imported when it is asked for and nowhere else.
+Ray is imported inside functions only. Ray's proxy imports this module for :func:`layers`, without torch.
 """
 
-# Ray is an extra of its own, which a checker may not find installed.
+# Ray is an extra of its own, which a type checker may not find installed.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaponder.errors import InputError
-from adaponder.serving.proxy import VARIABLE
-from adaponder.serving.settings import Limits, Settings
 
-Scope = MutableMapping[str, Any]
-ASGIApp = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from adaponder.serving.settings import Limits, Settings
 
 APPLICATION = "adaponder"
-# What Ray reads when it is imported, here and in the processes that it starts: no figures are sent anywhere, and the
-# proxy asks :func:`adaponder.serving.proxy.layers` what to put before every app.
+# Read by the proxy's process: longest headers in bytes, and seconds in which they must arrive, as in ``32768,10``.
+HEADER_LIMITS = "ADAPONDER_PROXY_HEADERS"
+# Read by Ray when it is imported, here and in the processes that it starts: no usage statistics are sent, and the proxy
+# puts :func:`layers` before every app.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "adaponder.serving.proxy:layers",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "adaponder.serving.ray:layers",
 }
+# Headers with which a client could make Ray go on after it has left, or set Ray's timeout.
+_RAY_HEADERS = frozenset({b"x-request-disconnect-disabled", b"x-request-timeout-seconds"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where replicas run and who hears them.
+    """Where replicas run, and the address of the proxy.
 
     Attributes:
-        host: the address that the proxy listens on.
+        host: address that the proxy listens on.
         port: its port; 0: a free one.
-        replicas: how many, or the fewest where ``most_replicas`` is given.
-        most_replicas: as many as this when requests pile up, and fewer again later; ``None``: always ``replicas``.
+        replicas: number of replicas, or the fewest if ``most_replicas`` is given.
+        most_replicas: replicas are added up to this number when requests pile up; ``None``: always ``replicas``.
         gpus: GPUs of each replica.
-        cpus: processor cores that Ray sets aside for each replica.
-        lanes: sequences that a replica runs at a time; with that many requests under way it is busy.
-        waiting: requests that may wait, in a replica and at the proxy; one more is answered 429.
-        address: a Ray cluster that runs already (``auto``: the one of this machine); ``None``: one is started here.
-        drain_seconds: how long a replica that is to go may finish what it has begun.
-        retry_seconds: what ``Retry-After`` says.
+        cpus: processor cores that Ray reserves for each replica.
+        lanes: sequences that a replica runs at a time.
+        waiting: requests that may wait, in a replica and at the proxy; further ones are answered 429.
+        address: a running Ray cluster (``auto``: the one of this machine); ``None``: start one here.
+        drain_seconds: time in which a stopping replica may finish its requests.
+        retry_seconds: value of ``Retry-After``.
     """
 
     host: str = "127.0.0.1"
@@ -72,49 +75,49 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
-            raise InputError(f"--replicas {self.replicas}: at least one is needed")
+            raise InputError(f"--replicas {self.replicas} must be at least 1")
         if self.most_replicas is not None and self.most_replicas < self.replicas:
-            raise InputError(f"--max-replicas {self.most_replicas}: fewer than --replicas {self.replicas}; raise it")
+            raise InputError(f"--max-replicas {self.most_replicas} must be at least --replicas {self.replicas}")
+
+
+class _StoppedError(Exception):
+    """SIGTERM or Ctrl-C came while replicas were starting."""
 
 
 def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> None:
-    """Deploys, says the address, and serves until SIGTERM or Ctrl-C.
+    """Deploys, prints the address, and serves until SIGTERM or Ctrl-C.
 
     Args:
         make: makes the app; called in each replica, so it must be picklable.
-        cluster: where.
-        settings: those of the app; what bounds headers, waiting requests and the drain holds at the proxy, too.
+        cluster: where to run.
+        settings: the app's settings; the limits of headers hold at the proxy, too.
     """
-    ended, serves = threading.Event(), False
-    handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+    stopped, serving = threading.Event(), False
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def end(*_: Any) -> None:
-        ended.set()
-        if not serves:
-            raise _EndedError
+    def on_signal(*_: Any) -> None:
+        stopped.set()
+        if not serving:
+            raise _StoppedError
 
-    def listen() -> None:
-        for kind in handlers:
-            signal.signal(kind, end)
+    def handle_signals() -> None:
+        for number in handlers:
+            signal.signal(number, on_signal)
 
     try:
-        listen()
-        url = deploy(make, cluster, limits=settings.limits, connected=listen)
-        listen()
-        serves = True
+        handle_signals()
+        url = deploy(make, cluster, limits=settings.limits, connected=handle_signals)
+        handle_signals()
+        serving = True
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
-        ended.wait()
-    except _EndedError:
-        print("ended before it served", flush=True)
+        stopped.wait()
+    except _StoppedError:
+        print("stopped before it served", flush=True)
     finally:
-        serves = True
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
+        serving = True
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         stop(started=cluster.address is None)
-
-
-class _EndedError(Exception):
-    """SIGTERM or Ctrl-C came while replicas were starting."""
 
 
 def deploy(
@@ -124,46 +127,32 @@ def deploy(
     limits: Limits | None = None,
     connected: Callable[[], None] = lambda: None,
 ) -> str:
-    """Starts Ray where none is named, deploys the app and returns its address once every replica is ready.
+    """Starts Ray where no cluster is named, deploys the app and returns its address once every replica is ready.
 
-    ``connected`` is called when Ray runs, which by then has put handlers of its own in place of those of signals: they
-    dump a stack and die.
+    ``connected`` is called when Ray runs, which has then replaced the signal handlers by its own.
     """
-    bounds = limits or Limits()
-    os.environ[VARIABLE] = f"{bounds.header_bytes},{bounds.header_seconds}"
+    if limits is not None:
+        os.environ[HEADER_LIMITS] = f"{limits.header_bytes},{limits.header_seconds}"
     if cluster.address is None:
-        _secure()
+        _require_token()
     ray, serve = _import_ray()
     _connect(ray, cluster)
     connected()
     port = cluster.port or _free_port(cluster.host)
-    http = {"host": cluster.host, "port": port}
-    location = "HeadOnly" if cluster.address is None else "EveryNode"
     quiet = {"enable_access_log": False, "log_level": "WARNING"}
-    serve.start(proxy_location=location, http_options=http, logging_config=quiet)
+    serve.start(
+        proxy_location="HeadOnly" if cluster.address is None else "EveryNode",
+        http_options={"host": cluster.host, "port": port},
+        logging_config=quiet,
+    )
     _refuse_other_address(cluster.host, port)
     serve.run(_application(make, cluster, quiet), name=APPLICATION, route_prefix="/")
     name = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
     return f"http://{name}:{port}"
 
 
-def _connect(ray: Any, cluster: Cluster) -> None:
-    """Starts Ray, or connects to the cluster that is named; says in one line what Ray says where that fails."""
-    how: dict[str, Any] = {"address": cluster.address}
-    failed = f"--ray-address {cluster.address}: no connection to Ray there"
-    if cluster.address is None:
-        how = {"include_dashboard": False, "num_cpus": _cores(cluster), "_node_ip_address": "127.0.0.1"}
-        failed = "Ray did not start"
-    try:
-        ray.init(**how, log_to_driver=False, logging_level="error")
-    except _EndedError:
-        raise
-    except Exception as error:  # Ray raises the bare class too
-        raise InputError(f"{failed}: {' '.join(str(error).split())}") from error
-
-
 def stop(*, started: bool) -> None:
-    """Takes the application away, after its requests are done; ends Ray where :func:`deploy` has started it."""
+    """Removes the application after its requests are done; ends Ray if :func:`deploy` has started it."""
     ray, serve = _import_ray()
     if ray.is_initialized():
         if started:
@@ -173,12 +162,53 @@ def stop(*, started: bool) -> None:
         ray.shutdown()
 
 
+def _import_ray() -> tuple[Any, Any]:
+    """Returns ``ray`` and ``ray.serve``; raises :class:`InputError` with the cure where they are not installed."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise InputError(f"--ray: {error.name or 'ray'} is not installed; pip install 'adaponder[scale]'") from None
+    return ray, serve
+
+
+def _require_token() -> None:
+    """Makes Ray's processes require a random token, since anyone who reaches their ports could run code.
+
+    Ray reads these variables once, when it is imported; if it has been imported already, its settings stay.
+    """
+    if "ray" not in sys.modules and os.environ.get("RAY_AUTH_MODE") is None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _connect(ray: Any, cluster: Cluster) -> None:
+    """Starts Ray, or connects to the named cluster; raises :class:`InputError` in one line where that fails."""
+    if cluster.address is None:
+        # Enough cores for every replica and the proxy, even if the machine has fewer.
+        cores = int((cluster.most_replicas or cluster.replicas) * cluster.cpus) + 1
+        options = {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
+        options["_node_ip_address"] = "127.0.0.1"
+        failure = "Ray did not start"
+    else:
+        options, failure = {"address": cluster.address}, f"--ray-address {cluster.address}: no connection to Ray"
+    try:
+        ray.init(**options, log_to_driver=False, logging_level="error")
+    except _StoppedError:
+        raise
+    except Exception as error:  # Ray raises the bare class, too
+        raise InputError(f"{failure}: {' '.join(str(error).split())}") from error
+
+
 def _application(make: Callable[[], ASGIApp], cluster: Cluster, logging: dict[str, Any]) -> Any:
-    """The deployment, bound."""
+    """Returns the bound deployment."""
     _, serve = _import_ray()
     from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
-    replica = serve.ingress(_as_function(make))(_replica_class())
+    replica = serve.ingress(lambda: make())(_replica_class())  # Ray calls plain functions only
     options: dict[str, Any] = {
         "name": APPLICATION,
         # A replica's own queue answers 429; Ray holds back only what no replica could take.
@@ -198,7 +228,7 @@ def _application(make: Callable[[], ASGIApp], cluster: Cluster, logging: dict[st
         options["autoscaling_config"] = AutoscalingConfig(
             min_replicas=cluster.replicas,
             max_replicas=cluster.most_replicas,
-            # Below the lanes: another replica is asked for before requests wait.
+            # Below the lanes, so that a replica is added before requests wait.
             target_ongoing_requests=max(1.0, 0.75 * cluster.lanes),
             upscale_delay_s=5.0,
             downscale_delay_s=120.0,
@@ -213,86 +243,78 @@ def _replica_class() -> type:
         app: Any
 
         async def check_health(self) -> None:
-            # Ray asks once before it sends requests: they come when there is an engine for them.
-            worker = getattr(self.app, "worker", None)
-            while worker is not None and worker.state == "starting":
+            # Ray checks once before it sends requests: they come when the engine is open.
+            worker = self.app.worker
+            while worker.state == "starting":
                 await asyncio.sleep(0.05)
-            if await _status_of(self.app, "/health") != 200:
+            if not worker.alive:
                 raise RuntimeError("the engine does not run")
 
     return Replica
 
 
-async def _status_of(app: ASGIApp, path: str) -> int:
-    """The status with which an app answers a path that is open to all."""
-    told: list[int] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            told.append(message["status"])
-
-    scope: Scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "path": path}
-    scope |= {"raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"", "client": None}
-    await app(scope | {"headers": [(b"host", b"localhost")], "server": None}, receive, send)
-    return told[0] if told else 0
-
-
-def _as_function(make: Callable[[], ASGIApp]) -> Callable[[], ASGIApp]:
-    """Ray calls plain functions alone."""
-
-    def build() -> ASGIApp:
-        return make()
-
-    return build
-
-
-def _import_ray() -> tuple[Any, Any]:
-    """``ray`` and ``ray.serve``; raises with the cure where they are not installed."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        import ray
-        from ray import serve
-    except ImportError as error:
-        raise InputError(f"--ray: {error.name or 'ray'} is not installed; pip install 'adaponder[scale]'") from None
-    return ray, serve
-
-
-def _secure() -> None:
-    """Whoever reaches the ports that Ray's own processes talk over must know a token; this cluster's is drawn here.
-
-    Ray reads these variables once, when it is imported; who has imported it before has its own settings.
-    """
-    if "ray" not in sys.modules and os.environ.get("RAY_AUTH_MODE") is None:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def _cores(cluster: Cluster) -> int:
-    """Enough for every replica, and one for the proxy; more than the machine has where it must be."""
-    most = cluster.most_replicas or cluster.replicas
-    return max(os.cpu_count() or 1, int(most * cluster.cpus) + 1)
-
-
 def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    from adaponder.serving.server import listen
+
+    with listen(host, 0) as probe:
         return probe.getsockname()[1]
 
 
 def _refuse_other_address(host: str, port: int) -> None:
-    """Raises where Ray Serve was running already and listens elsewhere, whatever it was told here."""
+    """Raises if Ray Serve was running already and listens elsewhere, in which case it ignores its options."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()
-    told = None if client is None else client.http_config
-    if told is not None and (told.host, told.port) != (host, port):
+    running = None if client is None else client.http_config
+    if running is not None and (running.host, running.port) != (host, port):
         raise InputError(
-            f"--host {host} --port {port}: Ray Serve runs on this cluster already, on {told.host}:{told.port}; "
-            "name that address, or end it with serve shutdown"
+            f"--host {host} --port {port}: Ray Serve runs on this cluster already, on {running.host}:{running.port}; "
+            "use that address, or end it with serve shutdown"
         )
+
+
+# --- in the proxy's process ---------------------------------------------------------------------------------------
+
+
+def layers() -> list[Any]:
+    """Returns the ASGI layers that Ray's proxy puts before every app, and bounds its connections.
+
+    Ray 2.x does not let one choose the protocol of its uvicorn server, which takes the one called ``auto``. This
+    function runs before the server is made.
+    """
+    import uvicorn.config
+    from starlette.middleware import Middleware
+
+    from adaponder.serving.server import BoundedConnection as Connection
+
+    limits = os.environ.get(HEADER_LIMITS, f"{Connection.header_bytes},{Connection.header_seconds}")
+    longest, _, seconds = limits.partition(",")
+    Connection.header_bytes, Connection.header_seconds = int(longest), float(seconds)
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "adaponder.serving.server:BoundedConnection"
+    return [Middleware(ProxyGuard, header_bytes=Connection.header_bytes)]
+
+
+class ProxyGuard:
+    """Refuses long headers, also where another kind of server has read them, and removes those that steer Ray."""
+
+    def __init__(self, app: ASGIApp, header_bytes: int) -> None:
+        self.app, self.header_bytes = app, header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            return  # no route takes one
+        if scope["type"] == "http":
+            size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+            if size + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > self.header_bytes:
+                await self._refuse(send)
+                return
+            scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() not in _RAY_HEADERS]
+        await self.app(scope, receive, send)
+
+    async def _refuse(self, send: Send) -> None:
+        message = f"the headers are longer than {self.header_bytes} bytes"
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "headers_too_large"}
+        body = json.dumps({"error": error}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 431, "headers": [*headers, (b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": body})

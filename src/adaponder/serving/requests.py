@@ -1,4 +1,4 @@
-"""From a body to requests of the engine: limits, defaults and prompts."""
+"""Turns the body of a request into requests of the engine: prompts, policy, sampling."""
 
 from __future__ import annotations
 
@@ -8,108 +8,142 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from adaponder.errors import AdaPonderError
+from adaponder.errors import AdaPonderError, in_one_line
 from adaponder.inference.request import Request
-from adaponder.serving.depths import depth_of
-from adaponder.serving.errors import ApiError, refused
-from adaponder.serving.protocol import ChatBody, CompletionBody
+from adaponder.policies import choose_policy
+from adaponder.serving.protocol import (
+    ApiError,
+    ChatMessage,
+    CompletionBody,
+    DepthControl,
+    GenerationBody,
+    refused,
+)
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
+from adaponder.text import render_chat
 
 _Result = TypeVar("_Result")
-# Characters or tokens that are worked on at once; more of them in another thread, so that nobody waits for it.
+# Characters or tokens that are converted in the event loop; more of them in another thread.
 _AT_ONCE = 1024
 
 
 def check_model(name: str | None, served: Served) -> None:
-    """Raises 404 unless this is the model that is served."""
+    """Raises 404 unless this is the served model."""
     if name is not None and name != served.name:
-        raise ApiError(
-            404,
-            f"model={name[:100]!r}: this server has {served.name!r}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"model={name[:100]!r}: this server has {served.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def check_limits(body: CompletionBody | ChatBody, limits: Limits) -> None:
-    """Raises 400 where a request asks for more than the server gives."""
-    wishes: list[tuple[str, int | None, int]] = [
-        ("n", body.n, limits.n),
-        ("stop", len(body.stops), limits.stops),
-        ("stop", max(map(len, body.stops), default=0), limits.stop_characters),
-        ("logit_bias", len(body.logit_bias or ()), limits.logit_bias),
-        ("adaponder.iteration_top", body.own.iteration_top, limits.logprobs),
-    ]
-    if isinstance(body, CompletionBody):
-        wishes += [("best_of", body.best_of, limits.best_of), ("logprobs", body.logprobs, limits.logprobs)]
-    else:
-        wishes += [
-            ("top_logprobs", body.top_logprobs, limits.logprobs),
-            ("messages", len(body.messages), limits.messages),
-        ]
-    for field, value, most in wishes:
-        if value is not None and value > most:
-            raise ApiError(400, f"{field}: {value} is more than this server gives, which is {most}", param=field)
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: it means nothing without stream", param="stream_options")
-
-
-async def prompts_of(prompt: Any, served: Served, limits: Limits) -> list[list[int]]:
-    """The token ids of each prompt of a completion."""
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    prompts = prompt if several else [prompt]
-    if len(prompts) > limits.prompts:
-        raise ApiError(
-            400,
-            f"prompt: {len(prompts)} prompts are more than this server takes, which is {limits.prompts}",
-            param="prompt",
-        )
-    return [await encoded(one, served, limits) for one in prompts]
-
-
-async def encoded(prompt: str | list[int], served: Served, limits: Limits, *, special: bool = True) -> list[int]:
-    """The token ids of one prompt; raises 400 where it is empty, too long, or names ids that are none."""
-    if isinstance(prompt, str):
-        if len(prompt) > limits.prompt_characters:
-            raise ApiError(
-                400,
-                f"prompt: it has {len(prompt):,} characters; at most {limits.prompt_characters:,} are read",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        ids = await beside(len(prompt), _encode, prompt, served, special)
-    else:
-        ids = prompt
-    if not ids:
-        raise ApiError(400, "prompt: it is empty; give at least one token", param="prompt")
-    if len(ids) > served.tokens:
-        raise ApiError(
-            400,
-            f"prompt: it has {len(ids)} tokens, and the model's positions end at {served.tokens}; shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if max(ids) >= served.vocabulary:
-        raise ApiError(
-            400, f"prompt: {max(ids)} is no token id; they go from 0 to {served.vocabulary - 1}", param="prompt"
-        )
-    return ids
-
-
-async def beside(size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """What a function returns, called in another thread where it has so many characters or tokens to go through."""
+async def in_thread_if_long(size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Calls a function on ``size`` characters or tokens; in another thread if it would block the event loop."""
     if size <= _AT_ONCE:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
 
 
-def _encode(prompt: str, served: Served, special: bool) -> list[int]:
-    return list(served.tokenizer(prompt, add_special_tokens=special, verbose=False).input_ids)
+def tokens_of(text: str, served: Served, special: bool) -> list[int]:
+    return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+
+
+async def prompts_of(body: CompletionBody, served: Served, limits: Limits) -> list[list[int]]:
+    """Returns the token ids of each prompt of a completion."""
+    prompt: Any = body.prompt
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    return [await encode_prompt(single, served, limits) for single in (prompt if several else [prompt])]
+
+
+async def encode_prompt(prompt: str | list[int], served: Served, limits: Limits, *, special: bool = True) -> list[int]:
+    """Returns the token ids of a prompt; raises 400 if it is empty, too long, or has ids beyond the vocabulary."""
+    if isinstance(prompt, str):
+        _check_characters("prompt", len(prompt), limits)
+        ids = await in_thread_if_long(len(prompt), tokens_of, prompt, served, special)
+    else:
+        ids = prompt
+    if not ids:
+        raise ApiError(400, "prompt is empty; give at least one token", param="prompt")
+    if len(ids) > served.tokens:
+        raise ApiError(
+            400,
+            f"prompt has {len(ids)} tokens, and the model's positions end at {served.tokens}; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    check_ids("prompt", ids, served)
+    return ids
+
+
+def check_ids(field: str, ids: Sequence[int], served: Served) -> None:
+    """Raises 400 if an id is not in the vocabulary."""
+    if ids and max(ids) >= served.vocabulary:
+        message = f"{field}: unknown token id {max(ids)}; ids are between 0 and {served.vocabulary - 1}"
+        raise ApiError(400, message, param=field)
+
+
+def _check_characters(field: str, characters: int, limits: Limits) -> None:
+    if characters > limits.prompt_characters:
+        raise ApiError(
+            400,
+            f"{field}: {characters:,} characters; at most {limits.prompt_characters:,} are accepted",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: Limits) -> list[int]:
+    """Returns the token ids of a conversation, with the tokenizer's chat template; a request cannot bring its own."""
+    if not served.template:
+        raise ApiError(
+            400,
+            f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    conversation = [message.as_dict() for message in messages]
+    _check_characters("messages", sum(len(message["content"]) for message in conversation), limits)
+    try:
+        text = await asyncio.to_thread(render_chat, served.tokenizer, conversation)
+    except Exception as problem:  # the template is a program of the checkpoint: it may raise anything
+        message = f"messages: the tokenizer's chat template refuses them: {in_one_line(problem)}"
+        raise ApiError(400, message, param="messages") from None
+    return await encode_prompt(text, served, limits, special=False)  # the template writes special tokens itself
+
+
+def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
+    """Returns ``policy``, ``max_iterations`` and ``depths`` of a request; raises 400 if the model cannot have them.
+
+    A policy comes from a line, a threshold or a profile, never from code or a path.
+    """
+    method = served.model.method
+    try:
+        policy = choose_policy(
+            method.default_policy(training=False),
+            served.iterations,
+            policy=control.policy,
+            tau=control.tau,
+            budget=control.budget,
+            profiles=served.profiles,
+        )
+        served.model.check_policy(policy)
+    except AdaPonderError as problem:
+        message = in_one_line(problem).replace("--policy ", "policy=")
+        field = next((name for name in ("tau", "budget") if re.match(rf"{name}\b", message)), "policy")
+        raise ApiError(400, message, param=f"adaponder.{field}") from None
+    if policy is not None and not (policy.causal and policy.row_by_row):
+        raise ApiError(
+            400,
+            f"policy={policy.spelling} looks at other tokens of the sequence; use one that does not",
+            param="adaponder.policy",
+        )
+    if control.depths and not method.halts:
+        message = "depths: this model reads every token equally often; use max_iterations"
+        raise ApiError(400, message, param="adaponder.depths")
+    depths = {int(slot): depth for slot, depth in (control.depths or {}).items()} or None
+    return {"policy": policy, "max_iterations": control.max_iterations, "depths": depths}
 
 
 def engine_requests(
-    body: CompletionBody | ChatBody,
+    body: GenerationBody,
     prompts: Sequence[list[int]],
     served: Served,
     limits: Limits,
@@ -117,62 +151,55 @@ def engine_requests(
     max_tokens: int,
     samples: int,
     log_probabilities: int | None,
-    echoes: bool,
+    prompt_log_probabilities: int | None = None,
     salt: str,
 ) -> list[Request]:
-    """One request of the engine for each prompt, checked as the engine checks it.
+    """Returns one request of the engine for each prompt; raises 400 if the engine would refuse it.
 
     Args:
-        body: of the HTTP request.
-        prompts: token ids of each prompt.
-        served: the model.
-        limits: of the server.
-        max_tokens: of each completion.
+        max_tokens: of each completion; 0 generates one token, which the answer leaves out.
         samples: completions of each prompt.
-        log_probabilities: so many likeliest tokens beside each; ``None``: none.
-        echoes: whether the prompt's tokens get log-probabilities too.
-        salt: of the client's key.
+        log_probabilities, prompt_log_probabilities: see :class:`Request`.
+        salt: prefix-cache namespace of the client's key.
     """
-    own, depth = body.own, depth_of(body.own, served)
-    if body.seed is not None and own.seed is not None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    if limits.max_tokens is not None and max_tokens > limits.max_tokens:
+        message = f"max_tokens={max_tokens} must be at most {limits.max_tokens} on this server"
+        raise ApiError(400, message, param="max_tokens")
+    extension = body.extension
+    if body.seed is not None and extension.seed is not None:
         raise ApiError(400, "seed and adaponder.seed: give one of them", param="adaponder.seed")
-    seed = own.seed if body.seed is None else body.seed
-    settings: dict[str, Any] = depth.settings() | {
+    seed = extension.seed if body.seed is None else body.seed
+    options: dict[str, Any] = depth_options(extension, served) | {
+        "max_new_tokens": max(1, max_tokens),
+        "min_new_tokens": extension.min_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "top_k": own.top_k,
-        "min_p": own.min_p,
-        "repetition_penalty": own.repetition_penalty,
         "presence_penalty": body.presence_penalty or 0.0,
         "frequency_penalty": body.frequency_penalty or 0.0,
-        "logit_bias": _bias(body),
+        "logit_bias": _token_bias(body),
         "seed": secrets.randbits(62) if seed is None else seed,
         "samples": samples,
-        "ignore_eos": own.ignore_eos,
         "log_probabilities": log_probabilities,
-        "prompt_log_probabilities": log_probabilities if echoes else None,
-        "gates": own.gates,
-        "iteration_top": own.iteration_top,
+        "prompt_log_probabilities": prompt_log_probabilities,
         "salt": salt,
     }
-    if limits.max_tokens is not None and max_tokens > limits.max_tokens:
-        said = f"max_tokens={max_tokens}: this server gives at most {limits.max_tokens}"
-        raise ApiError(400, said, param="max_tokens")
-    made = []
-    for prompt in prompts:
-        request = Request(prompt, max_new_tokens=max(1, max_tokens), min_new_tokens=own.min_tokens, **settings)
-        try:
+    for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos", "gates", "iteration_top"):
+        options[name] = getattr(extension, name)
+    requests = [Request(prompt, **options) for prompt in prompts]
+    try:
+        for request in requests:
             served.check(request)
-        except AdaPonderError as problem:
-            raise refused(problem) from None
-        made.append(request)
-    return made
+    except AdaPonderError as problem:
+        raise refused(problem) from None
+    return requests
 
 
-def _bias(body: CompletionBody | ChatBody) -> dict[int, float]:
+def _token_bias(body: GenerationBody) -> dict[int, float]:
     biases = {}
     for key, value in (body.logit_bias or {}).items():
         if not re.fullmatch(r"[0-9]{1,10}", key):
-            raise ApiError(400, f"logit_bias: {key!r} is no token id; a whole number is needed", param="logit_bias")
+            raise ApiError(400, f"logit_bias: {key!r} is not a token id; use whole numbers", param="logit_bias")
         biases[int(key)] = value
     return biases

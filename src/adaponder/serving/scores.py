@@ -1,4 +1,4 @@
-"""``/score``: what the model says of a given text."""
+"""``/score``: loss, depth and gates of each token of a given text."""
 
 from __future__ import annotations
 
@@ -10,89 +10,90 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from adaponder.errors import AdaPonderError
-from adaponder.evaluation.token_scores import Reading, TokenScore, TokenScorer, TokenScores
-from adaponder.serving.answers import finite, top_tokens
-from adaponder.serving.depths import Depth
+from adaponder.evaluation.token_scores import Reading, TokenScore, TokenScorer
+from adaponder.serving.answers import finite, text_cost, top_tokens
 from adaponder.serving.served import Served
-from adaponder.serving.usage import text_cost
 from adaponder.text import pieces
 
-# Tokens that are read before others may go first.
+# Tokens that are read before other work may run.
 _PART = 512
 
 
-class Scores:
-    """Scored texts of one model; the worker's thread alone calls it."""
+class ScoreWriter:
+    """Scores texts of one model and writes the answers; used by the worker's thread only."""
 
     def __init__(self, served: Served):
         self.served = served
         self.scorer = TokenScorer(served.model)
 
     def __call__(
-        self, ids: Sequence[int], depth: Depth, *, gates: bool, top: int, full_depth: bool, seed: int, salt: str
+        self, ids: Sequence[int], reading: Reading, *, gates: bool, full_depth: bool
     ) -> Generator[None, None, bytes]:
-        """Returns the answer of ``/score`` as JSON, and yields where other work may go first."""
+        """Returns the answer of ``/score`` as JSON; yields where other work may run.
+
+        With ``gates`` each token has its gates, with ``full_depth`` also its loss at full depth.
+        """
         began = time.perf_counter()
-        how = Reading(depth.policy, depth.max_iterations, depth.depths, top, seed, salt)
-        scores = yield from self.scorer.in_parts(ids, how, _PART)
+        scores = yield from self.scorer.in_parts(ids, reading, _PART)
         full = None
         if full_depth:
             yield
-            full = yield from self.scorer.in_parts(ids, how.at_full_depth(self.served.model), _PART)
-        answer = {
+            full = yield from self.scorer.in_parts(ids, reading.at_full_depth(self.served.model), _PART)
+        loss = _mean(scores.nll)
+        answer: dict[str, Any] = {
             "object": "score",
             "model": self.served.name,
-            "policy": _line(depth, self.served),
-            **_means("loss", scores.nll),
+            "policy": self._policy_line(reading),
+            "loss": loss,
+            "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
             "mean_depth": sum(scores.depths) / len(ids),
         }
         if full is not None:
-            answer["full_loss"] = _means("loss", full.nll)["loss"]
-        answer["usage"] = self._usage(scores, depth)
-        tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, gates=gates, top=top)
+            answer["full_loss"] = _mean(full.nll)
+        answer["usage"] = self._usage(scores.depths, scores.cached, reading)
+        tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, top=reading.top, gates=gates)
         answer["seconds"] = time.perf_counter() - began
         return f'{_json(answer)[:-1]},"tokens":[{tokens}]}}'.encode()
 
     def _tokens(
-        self, ids: Sequence[int], scores: list[TokenScore], full: list[TokenScore] | None, *, gates: bool, top: int
+        self, ids: Sequence[int], scores: list[TokenScore], full: list[TokenScore] | None, *, top: int, gates: bool
     ) -> str:
-        """The tokens of an answer. A score is written once: after an edit only those that it changed are."""
+        """Returns the tokens of an answer as JSON; each score is written once, also if a text is edited and resent."""
         before: list[TokenScore | None] = [None, *scores[:-1]]
-        fuller: list[TokenScore | None] = [None] * len(scores) if full is None else [None, *full[:-1]]
-        told = []
-        for token, text, score, earlier, deeper in zip(
-            ids, pieces(self.served.tokenizer, ids), scores, before, fuller, strict=True
-        ):
-            parts = [f'{{"id":{token},"text":{encode_basestring(text)}', _loss(earlier), self._depth(score, gates, top)]
+        full_before: list[TokenScore | None] = [None] * len(scores) if full is None else [None, *full[:-1]]
+        texts = pieces(self.served.tokenizer, ids)
+        tokens = []
+        for token, text, score, previous, full_previous in zip(ids, texts, scores, before, full_before, strict=True):
+            fields = [f'"id":{token},"text":{encode_basestring(text)}', _loss(previous)]
+            fields.append(self._depth(score, top=top, gates=gates))
             if full is not None:
-                parts.append(_full_loss(deeper))
-            told.append(",".join(parts) + "}")
-        return ",".join(told)
+                fields.append(f'"full_nll":{"null" if full_previous is None else _json(full_previous.nll[-1])}')
+            tokens.append("{" + ",".join(fields) + "}")
+        return ",".join(tokens)
 
-    def _depth(self, score: TokenScore, gates: bool, top: int) -> str:
-        """What reading a token said of it and of what comes next."""
+    def _depth(self, score: TokenScore, *, top: int, gates: bool) -> str:
+        """Returns the depth of a token, and its gates and most likely next tokens, as JSON."""
         name = ("depth", gates, top)
         if name not in score.notes:
-            told: dict[str, Any] = {"depth": score.depth}
+            fields: dict[str, Any] = {"depth": score.depth}
             if gates:
-                told["gates"] = [finite(gate) for gate in score.gates]
+                fields["gates"] = [finite(gate) for gate in score.gates]
             if top:
-                told["iteration_top"] = [top_tokens(self.served, tuple(one)) for one in score.top]
-            score.notes[name] = _json(told)[1:-1]
+                fields["iteration_top"] = [top_tokens(self.served, tuple(tokens)) for tokens in score.top]
+            score.notes[name] = _json(fields)[1:-1]
         return score.notes[name]
 
-    def _usage(self, scores: TokenScores, depth: Depth) -> dict[str, Any]:
-        deepest, depths = depth.max_iterations or self.served.iterations, scores.depths
-        arguments: dict[str, Any] = {
-            "logits": len(depths),
-            "policy": depth.policy,
-            "max_iterations": depth.max_iterations,
-        }
-        spent = text_cost(self.served, depths, **arguments)
-        full = text_cost(self.served, [deepest] * len(depths), **arguments)
+    def _usage(self, depths: Sequence[int], cached: int, reading: Reading) -> dict[str, Any]:
+        deepest = reading.max_iterations or self.served.iterations
+        spent, full = (
+            text_cost(
+                self.served, read, logits=len(depths), policy=reading.policy, max_iterations=reading.max_iterations
+            )
+            for read in (depths, [deepest] * len(depths))
+        )
         return {
             "tokens": len(depths),
-            "cached_tokens": scores.cached,
+            "cached_tokens": cached,
             "iterations": sum(depths),
             "flops": spent.flops,
             "flops_full_depth": full.flops,
@@ -100,34 +101,26 @@ class Scores:
             "kv_bytes_full_depth": full.kv_bytes,
         }
 
+    def _policy_line(self, reading: Reading) -> str | None:
+        """Returns the policy as one line; ``None`` if it cannot be written as one."""
+        try:
+            return (reading.policy or self.served.model.method.default_policy(training=False)).as_line()
+        except AdaPonderError:
+            return None
 
-def _loss(earlier: TokenScore | None) -> str:
-    """How well a token was foreseen, by the score of the one before it."""
-    if earlier is None:
+
+def _loss(previous: TokenScore | None) -> str:
+    """Returns the loss of a token as JSON, from the score of the token before it."""
+    if previous is None:
         return '"nll":null,"nll_by_iteration":[]'
-    if "loss" not in earlier.notes:
-        earlier.notes["loss"] = _json({"nll": earlier.nll[-1], "nll_by_iteration": earlier.nll})[1:-1]
-    return earlier.notes["loss"]
-
-
-def _full_loss(earlier: TokenScore | None) -> str:
-    return f'"full_nll":{"null" if earlier is None else _json(earlier.nll[-1])}'
+    if "loss" not in previous.notes:
+        previous.notes["loss"] = _json({"nll": previous.nll[-1], "nll_by_iteration": previous.nll})[1:-1]
+    return previous.notes["loss"]
 
 
 def _json(value: Any) -> str:
     return dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-def _means(name: str, nll: Sequence[float]) -> dict[str, float | None]:
-    if not nll:
-        return {name: None, "perplexity": None}
-    mean = sum(nll) / len(nll)
-    return {name: mean, "perplexity": math.exp(min(mean, 700.0))}
-
-
-def _line(depth: Depth, served: Served) -> str | None:
-    """The rule that decided, as one line; ``None`` where it has no such form."""
-    try:
-        return (depth.policy or served.model.method.default_policy(training=False)).as_line()
-    except AdaPonderError:
-        return None
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

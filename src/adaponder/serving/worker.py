@@ -1,6 +1,6 @@
-"""One thread owns engine and model: requests go in by a queue, and each step's events come out in one call.
+"""Runs the engine in one thread: requests go in through a queue, and each step's events come out in one call.
 
-The event loop never waits for the model, and the model's thread never makes text. Between two steps the thread runs at
+The event loop never waits for the model, and the engine's thread never makes text. Between two steps the thread runs at
 most one part of one job (a text to be scored), so neither starves the other.
 """
 
@@ -24,16 +24,16 @@ from adaponder.serving.served import Served
 
 _log = logging.getLogger("adaponder.serving")
 _Result = TypeVar("_Result")
-# Steps whose events the event loop has not taken yet: then the model waits for it.
+# Steps whose events the event loop has not handled yet; with more of them the engine waits.
 _STEPS_AHEAD = 4
 # Jobs that take turns; the others wait until one of them is done.
 _JOBS_AT_ONCE = 4
-# Steps in a row that may break off before the engine is given up.
+# Steps in a row that may fail before the engine is given up.
 _MOST_BROKEN = 3
 
 
-class Steps(Protocol):
-    """What a worker uses of an engine."""
+class StepEngine(Protocol):
+    """The methods of an engine that a worker uses."""
 
     @property
     def busy(self) -> bool: ...
@@ -52,26 +52,26 @@ class Steps(Protocol):
 
 
 class UnavailableError(EvaluationError):
-    """There is no engine to do it, or not for long enough."""
+    """The engine is not running, or the server stopped before the work was done."""
 
 
-# Called in the event loop's thread with what one step says of a request, or with why there will be nothing more.
+# Called in the event loop's thread with the events of one step, or with the exception that ends the request.
 Sink = Callable[[list[Event] | Exception], None]
+# Run in the engine's thread; the engine is None once it has failed for good.
+_Command = Callable[[StepEngine | None], None]
 
 
 @dataclass
 class _Ticket:
-    """A request as the event loop knows it."""
+    """A submitted request: its sink, and how many of its samples have not ended."""
 
-    number: int
-    request: Request
     sink: Sink
     left: int
 
 
 @dataclass
 class _Job:
-    """Something to be done between two steps, part by part."""
+    """Work that runs part by part between the engine's steps."""
 
     parts: Generator[None, None, Any]
     done: asyncio.Future[Any]
@@ -81,44 +81,46 @@ class _Job:
 class Worker:
     """Runs an engine in a thread of its own.
 
-    All methods but those with a leading underscore that say otherwise belong to the event loop's thread.
+    Public methods belong to the event loop's thread.
 
     Args:
         engine: the engine, or a function that makes it, which is called in the worker's thread.
-        served: the model and its words.
+        served: the model and its tokenizer.
 
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
-        sequences: completions that are under way, those that wait for a lane included.
+        problem: why the engine is broken.
+        sequences: unfinished completions, those that wait for a lane included.
         jobs: jobs that wait or run.
-        longest_request: tokens of a prompt and its completion together, at most; what the engine says once it is open.
+        longest_request: most tokens of prompt and completion together; the engine's own limit once it is open.
+        counts: the engine's statistics after the last step.
     """
 
-    def __init__(self, engine: Steps | Callable[[], Steps], served: Served):
+    def __init__(self, engine: StepEngine | Callable[[], StepEngine], served: Served):
         self.served = served
         self.state = "starting"
         self.problem: str | None = None
         self.sequences = self.jobs = 0
-        self.longest_request = served.tokens + 1  # as far as positions reach
+        self.longest_request = served.tokens + 1  # until the engine is open: as far as positions reach
         self.counts: Mapping[str, int] = {}
-        self._make: Callable[[], Steps] = engine if callable(engine) else lambda: engine
-        self._commands: queue.SimpleQueue[Callable[[Steps], None] | None] = queue.SimpleQueue()
-        self._waiting_jobs: deque[_Job] = deque()
+        self._make: Callable[[], StepEngine] = engine if callable(engine) else lambda: engine
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count(1)
         self._room = threading.Semaphore(_STEPS_AHEAD)
         self._idle = asyncio.Event()
         self._idle.set()
-        # Of the worker's thread alone: the engine's number of each ticket, and by it the ticket and its samples left.
+        # Used by the engine's thread only: the engine's number of each ticket, and by it the ticket and samples left.
+        self._waiting_jobs: deque[_Job] = deque()
         self._numbers_of: dict[int, int] = {}
         self._running: dict[int, list[int]] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # --- the event loop's side ------------------------------------------------------------------------------------
+    # --- the event loop's thread ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins; to be called in the event loop that will be told everything."""
+        """Starts the thread; must be called in the event loop that will get the events."""
         if self._thread is not None:
             raise RuntimeError("a worker is started once")
         self._loop = asyncio.get_running_loop()
@@ -131,48 +133,46 @@ class Worker:
         return self._thread is not None and self._thread.is_alive() and self.state != "broken"
 
     def submit(self, request: Request, sink: Sink) -> int:
-        """Gives a request to the engine; ``sink`` gets its events, or one exception and then nothing more."""
-        if self.state in ("broken", "stopped"):
-            raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
-        number = next(self._numbers)
-        self._tickets[number] = _Ticket(number, request, sink, request.samples)
+        """Submits a request and returns its ticket; ``sink`` gets its events, or one exception and nothing more."""
+        self._refuse_if_gone()
+        ticket = next(self._numbers)
+        self._tickets[ticket] = _Ticket(sink, request.samples)
         self.sequences += request.samples
         self._idle.clear()
-        self._commands.put(lambda engine: self._begin(engine, number, request))
-        return number
+        self._commands.put(lambda engine: self._begin(engine, ticket, request))
+        return ticket
 
-    def cancel(self, number: int) -> None:
-        """Ends a request: what it holds is freed at the next step, and its sink is told no more."""
-        ticket = self._tickets.get(number)
-        if ticket is not None:
-            ticket.sink = _ignore
-            self._commands.put(lambda engine: self._end(engine, number))
+    def cancel(self, ticket: int) -> None:
+        """Cancels a request: its rows are freed at the next step, and its sink gets nothing more."""
+        if ticket in self._tickets:
+            self._tickets[ticket].sink = lambda events: None
+            self._commands.put(lambda engine: self._end(engine, ticket))
 
-    def finish(self, number: int, sample: int) -> None:
-        """Ends a sample whose text is complete; its sink is told the end."""
-        self._commands.put(lambda engine: self._end(engine, number, sample))
+    def finish(self, ticket: int, sample: int) -> None:
+        """Ends a sample whose text is complete; its sink still gets the end."""
+        self._commands.put(lambda engine: self._end(engine, ticket, sample))
 
     def job(self, parts: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
-        """What a generator will return that the model's thread runs; others go first where it yields.
+        """Schedules a generator on the engine's thread and returns a future for its result.
 
-        Once the future is cancelled, the part that runs is its last.
+        Each ``yield`` lets other work run. Cancelling the future ends the job after its current part.
         """
-        if self.state in ("broken", "stopped"):
-            raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
+        self._refuse_if_gone()
         job = _Job(parts, asyncio.get_running_loop().create_future())
-        job.done.add_done_callback(lambda _: self._end_job(job))
+
+        def end(_: object) -> None:
+            job.cancelled.set()
+            self.jobs -= 1
+            self._note_idle()
+
+        job.done.add_done_callback(end)
         self.jobs += 1
         self._idle.clear()
         self._commands.put(lambda _: self._waiting_jobs.append(job))
         return job.done
 
-    def _end_job(self, job: _Job) -> None:
-        job.cancelled.set()
-        self.jobs -= 1
-        self._note_idle()
-
     async def drained(self, seconds: float) -> bool:
-        """Waits until nothing is under way, so long at most; whether that is so."""
+        """Waits at most ``seconds`` until all work is done, and returns whether it is."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
         try:
@@ -182,29 +182,32 @@ class Worker:
         return True
 
     async def stop(self) -> None:
-        """Ends what is under way and the thread."""
-        for number in list(self._tickets):
-            self._tell(number, UnavailableError("engine: the server is stopping"))
-            self._commands.put(lambda engine, number=number: self._end(engine, number))
+        """Ends unfinished requests with an error, and the thread."""
+        for ticket in list(self._tickets):
+            self._deliver(ticket, UnavailableError("engine: the server is stopping"))
+            self._commands.put(lambda engine, ticket=ticket: self._end(engine, ticket))
         self._commands.put(None)
         self._room.release(1000)
         self.state = "stopped"
-        thread = self._thread
-        if thread is not None:
-            await asyncio.to_thread(thread.join, 10.0)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 10.0)
+
+    def _refuse_if_gone(self) -> None:
+        if self.state in ("broken", "stopped"):
+            raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
 
     def _note_idle(self) -> None:
         if not self._tickets and not self.jobs:
             self._idle.set()
 
-    def _take(self, told: dict[int, list[Event]], counts: Mapping[str, int]) -> None:
-        """One step's events arrive."""
+    def _take(self, step: dict[int, list[Event]], counts: Mapping[str, int]) -> None:
+        """Delivers the events of one step."""
         self._room.release()
         self.counts = counts
-        for number, events in told.items():
-            self._tell(number, events)
+        for ticket, events in step.items():
+            self._deliver(ticket, events)
 
-    def _tell(self, number: int, events: list[Event] | Exception) -> None:
+    def _deliver(self, number: int, events: list[Event] | Exception) -> None:
         ticket = self._tickets.get(number)
         if ticket is None:
             return
@@ -216,29 +219,29 @@ class Worker:
         if not ticket.left:
             del self._tickets[number]
             self._note_idle()
+        sink = ticket.sink
         try:
-            ticket.sink(events)
-        except Exception as problem:  # it is this request's fault and no other's
-            _log.exception("a request's events could not be passed on")
-            sink = ticket.sink
+            sink(events)
+        except Exception as problem:  # fails this request only
+            _log.exception("the events of a request could not be handled")
             self.cancel(number)
             try:
                 sink(problem)
-            except Exception:  # its client is gone or broken; the others must go on
-                _log.exception("a request could not be told of its failure")
+            except Exception:  # the other requests must go on
+                _log.exception("a request could not be failed")
 
     def _set_ready(self, longest_request: int) -> None:
         self.longest_request = longest_request
-        self._set_state("ready")
+        if self.state == "starting":
+            self.state = "ready"
 
-    def _set_state(self, state: str, problem: str | None = None) -> None:
-        if self.state != "stopped" and not (state == "ready" and self.state != "starting"):
-            self.state, self.problem = state, problem
-        if state == "broken":
-            for number in list(self._tickets):
-                self._tell(number, UnavailableError(f"engine: {problem}"))
+    def _set_broken(self, problem: str) -> None:
+        if self.state != "stopped":
+            self.state, self.problem = "broken", problem
+        for ticket in list(self._tickets):
+            self._deliver(ticket, UnavailableError(f"engine: {problem}"))
 
-    # --- the worker's thread --------------------------------------------------------------------------------------
+    # --- the engine's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -246,12 +249,11 @@ class Worker:
             self._post(self._set_ready, engine.longest_request)
         except Exception as problem:
             _log.exception("the engine could not be opened")
-            self._post(self._set_state, "broken", f"it could not be opened: {in_one_line(problem)}")
-            self._refuse_all()
+            self._give_up(f"it could not be opened: {in_one_line(problem)}")
             return
         broken = 0
-        while self._obey(engine):
-            self._do_a_part()
+        while self._run_commands(engine):
+            self._run_job_part()
             if not engine.busy:
                 continue
             self._room.acquire()
@@ -259,17 +261,16 @@ class Worker:
                 self._pass_on(engine.step(), engine)
                 broken = 0
             except Exception as problem:
-                _log.exception("a step of the engine was broken off")
+                _log.exception("a step of the engine failed")
                 self._room.release()
                 broken += 1
                 if broken == _MOST_BROKEN:
-                    self._post(self._set_state, "broken", f"step after step breaks off: {in_one_line(problem)}")
-                    self._refuse_all()
+                    self._give_up(f"{broken} steps in a row failed: {in_one_line(problem)}")
                     return
-        self._refuse_jobs("the server is stopping")
+        self._fail_jobs("the server is stopping")
 
-    def _obey(self, engine: Steps) -> bool:
-        """Does what the queue says, waiting for something to do; false at the end."""
+    def _run_commands(self, engine: StepEngine) -> bool:
+        """Runs the commands in the queue, waiting for one if there is nothing else to do; returns false at the end."""
         while True:
             try:
                 command = self._commands.get(block=not engine.busy and not self._waiting_jobs)
@@ -279,40 +280,43 @@ class Worker:
                 return False
             command(engine)
 
-    def _begin(self, engine: Steps, ticket: int, request: Request) -> None:
+    def _begin(self, engine: StepEngine | None, ticket: int, request: Request) -> None:
         try:
+            if engine is None:
+                raise UnavailableError("engine: it is not running")
             number = engine.submit(request)
         except Exception as problem:
             if not isinstance(problem, AdaPonderError):
-                _log.exception("the engine failed to take a request in")
-            self._post(self._tell, ticket, problem)
+                _log.exception("the engine failed on a new request")
+            self._post(self._deliver, ticket, problem)
             return
         self._numbers_of[ticket] = number
         self._running[number] = [ticket, request.samples]
 
-    def _end(self, engine: Steps, ticket: int, sample: int | None = None) -> None:
+    def _end(self, engine: StepEngine | None, ticket: int, sample: int | None = None) -> None:
         number = self._numbers_of.get(ticket)
-        if number is not None:
+        if engine is not None and number is not None:
             engine.cancel(number, sample)
 
-    def _pass_on(self, events: Iterable[Event], engine: Steps) -> None:
-        told: dict[int, list[Event]] = {}
+    def _pass_on(self, events: Iterable[Event], engine: StepEngine) -> None:
+        """Posts the events of a step by ticket."""
+        step: dict[int, list[Event]] = {}
         for event in events:
             running = self._running.get(event.request)
             if running is None:
                 continue
             ticket = running[0]
-            told.setdefault(ticket, []).append(event)
+            step.setdefault(ticket, []).append(event)
             if event.completion is not None:
                 running[1] -= 1
                 if not running[1]:
                     del self._running[event.request], self._numbers_of[ticket]
-        if told:
-            self._post(self._take, told, dict(engine.statistics))
+        if step:
+            self._post(self._take, step, dict(engine.statistics))
         else:
             self._room.release()
 
-    def _do_a_part(self) -> None:
+    def _run_job_part(self) -> None:
         if not self._waiting_jobs:
             return
         job = self._waiting_jobs.popleft()
@@ -322,59 +326,36 @@ class Worker:
         try:
             next(job.parts)
         except StopIteration as end:
-            self._post(_finish, job.done, end.value)
+            self._post(_resolve, job.done, end.value)
         except Exception as problem:
             self._post(_fail, job.done, problem)
         else:
             self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, job)
 
-    def _refuse_all(self) -> None:
-        """Nobody is left waiting for a thread that is gone."""
+    def _give_up(self, problem: str) -> None:
+        """Fails everything submitted before and after the engine failed for good, until the worker is stopped."""
+        self._post(self._set_broken, problem)
         while True:
-            self._refuse_jobs("it is not running")  # first of all those that waited for the engine that is gone
+            self._fail_jobs("it is not running")  # jobs that waited for the engine come first
             command = self._commands.get()
             if command is None:
                 return
-            command(_Gone())
+            command(None)
 
-    def _refuse_jobs(self, why: str) -> None:
+    def _fail_jobs(self, reason: str) -> None:
         while self._waiting_jobs:
             job = self._waiting_jobs.popleft()
             job.parts.close()
-            self._post(_fail, job.done, UnavailableError(f"engine: {why}"))
+            self._post(_fail, job.done, UnavailableError(f"engine: {reason}"))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the event loop's thread."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-class _Gone:
-    """Stands for an engine that failed: takes nothing in."""
-
-    busy = False
-    longest_request = 0
-
-    @property
-    def statistics(self) -> Mapping[str, int]:
-        return {}
-
-    def submit(self, request: Request) -> int:
-        raise UnavailableError("engine: it is not running")
-
-    def cancel(self, number: int, sample: int | None = None) -> None:
-        """There is nothing left to cancel."""
-
-    def step(self) -> Iterable[Event]:
-        return ()
-
-
-def _ignore(events: list[Event] | Exception) -> None:
-    """The sink of a request that nobody waits for."""
-
-
-def _finish(future: asyncio.Future[Any], result: Any) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
     if not future.done():
         future.set_result(result)
 

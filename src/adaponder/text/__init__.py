@@ -1,18 +1,21 @@
-"""From token ids to text as they come: whole characters only, and nothing beyond a stop string."""
+"""Turns token ids into text as they are generated: whole characters, up to a stop string."""
 
-from adaponder.text.chat import chat_ids, chat_text, has_template, written
+from adaponder.text.chat import chat_ids, chat_text, has_template, render_chat
 from adaponder.text.detokenizer import Detokenizer, pieces
 from adaponder.text.engine import TextEngine, TextEvent, Writing, Writings, encode
+from adaponder.text.spelling import Spelled, TokenSpeller, token_texts
 from adaponder.text.stops import StopStrings
 from adaponder.text.stream import Piece, TextStream
 
 __all__ = [
     "Detokenizer",
     "Piece",
+    "Spelled",
     "StopStrings",
     "TextEngine",
     "TextEvent",
     "TextStream",
+    "TokenSpeller",
     "Writing",
     "Writings",
     "chat_ids",
@@ -20,5 +23,6 @@ __all__ = [
     "encode",
     "has_template",
     "pieces",
-    "written",
+    "render_chat",
+    "token_texts",
 ]

@@ -1,4 +1,4 @@
-"""A conversation as a prompt, by the tokenizer's own template, which transformers runs in a sandbox."""
+"""Renders conversations as prompts with the tokenizer's chat template, which transformers runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Message = dict[str, str]
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer says how conversations are written."""
+    """Returns whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answers: bool = True) -> str:
-    """The conversation as text that the model goes on with; the template may raise anything.
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answers: bool = True) -> str:
+    """Returns the prompt for the assistant's next turn, or without ``answers`` for the rest of the last message.
 
-    It goes on as the assistant, with the next turn; without ``answers`` within the last one.
+    The template is a program of the checkpoint: it may raise any exception.
     """
     return str(
         tokenizer.apply_chat_template(
@@ -32,19 +32,19 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, 
 def chat_text(
     option: str, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answers: bool = True
 ) -> str:
-    """As :func:`written`; raises :class:`InputError`, by the ``option`` that asked for it, where that cannot be."""
+    """As :func:`render_chat`; raises :class:`InputError` naming ``option`` where there is no template or it fails."""
     if not has_template(tokenizer):
         raise InputError(
             f"{option}: the tokenizer has no chat template; leave {option} out, or train on conversations that "
             "adaponder prepare --chat wrote"
         )
     try:
-        return written(tokenizer, messages, answers=answers)
-    except Exception as problem:  # a template is a program of the checkpoint's
+        return render_chat(tokenizer, messages, answers=answers)
+    except Exception as problem:
         raise InputError(f"{option}: the tokenizer's chat template refuses this: {in_one_line(problem)}") from None
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The token ids of :func:`chat_text` for ``--chat``."""
+    """Returns the token ids of :func:`chat_text` for ``--chat``."""
     # The template writes the special tokens itself.
     return encode(tokenizer, chat_text("--chat", tokenizer, messages), special=False)

@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Writing:
-    """One sample of a request as text, as far as it has come.
+    """One sample of a request as text, as far as it has been generated.
 
     Attributes:
-        request: what was asked of the engine.
-        number: of the request.
-        sample: which of the request's samples, from 0.
-        stream: turns the tokens into text.
-        tokens: the tokens of the text; the last one completed the stop string, where there is one.
+        number: the engine's number of the request.
+        sample: index of the sample within the request.
+        tokens: the generated tokens; the last one completed the stop string, where there is one.
         pieces: the text of each token.
-        prompt_depths: depths of the prompt's tokens; empty before they are known.
-        prompt_log_probabilities: of the prompt's tokens, where they were asked for; known at the end.
+        prompt_depths: depths of the prompt's tokens; empty until the sample has ended.
+        prompt_log_probabilities: of the prompt's tokens, where requested; ``None`` until the sample has ended.
         finish_reason: ``stop`` at a stop string or id; ``None`` while it goes on.
-        error: what went wrong, in one line.
+        error: why the sample failed, in one line.
         dropped_rows, cached_tokens: see :class:`Completion`.
     """
 
@@ -55,26 +53,37 @@ class Writing:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each token of prompt and text; 0 for the last, of which no row is known."""
-        # A token's row predicted the next one, which says its depth; the prompt's last row predicted the first.
+        """Depth of each token of prompt and text; 0 for the last, which has not been read."""
+        # Token.depth is the depth of the token before it, whose row predicted it.
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after
 
     def add(self, token: Token) -> list[Piece]:
-        """Takes a token in; returns the text that can be shown now."""
+        """Adds a token and returns the text that can be shown now."""
         self.tokens.append(token)
         self.pieces.append("")
-        return self.keep(self.stream.add(token.id))
+        return self._keep(self.stream.add(token.id))
 
-    def keep(self, pieces: list[Piece]) -> list[Piece]:
-        """The same pieces, written down."""
+    def end(self, completion: Completion) -> list[Piece]:
+        """Ends the sample with the engine's result and returns the rest of the text."""
+        rest = self._keep(self.stream.finish())
+        stopped = self.stream.stop is not None
+        self.finish_reason = "stop" if stopped else completion.finish_reason or "error"
+        self.error = None if stopped else completion.error
+        self.prompt_depths = list(completion.prompt_depths)
+        self.prompt_log_probabilities = completion.prompt_log_probabilities
+        self.dropped_rows = completion.dropped_rows
+        self.cached_tokens = completion.cached_tokens
+        return rest
+
+    def _keep(self, pieces: list[Piece]) -> list[Piece]:
         for piece in pieces:
             self.pieces[piece.token] += piece.text
         return pieces
 
 
 class TextEvent(NamedTuple):
-    """Text that a sample has grown by, possibly empty; or its end."""
+    """New text of a sample, possibly empty, and whether the sample has ended."""
 
     writing: Writing
     pieces: list[Piece]
@@ -82,14 +91,14 @@ class TextEvent(NamedTuple):
 
 
 class Writings:
-    """The samples of one request as text; it is told the engine's events, and knows no engine.
+    """The samples of one request as text, built from the engine's events.
 
     Args:
         tokenizer: any tokenizer of transformers.
-        request: what was asked of the engine.
-        number: of the request.
+        request: the engine's request.
+        number: the engine's number of the request.
         stops: strings that end a sample.
-        include_stop: whether the stop string is a part of the text.
+        include_stop: whether the text includes the stop string.
         eos_ids: the model's end-of-text ids, which have no text where they end a sample.
     """
 
@@ -104,48 +113,31 @@ class Writings:
         eos_ids: Collection[int] = (),
     ):
         silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
-        ids = list(request.prompt)
+        options: dict[str, Any] = {"stops": stops, "include_stop": include_stop, "silent": silent}
         self.samples = [
-            Writing(
-                request,
-                number,
-                sample,
-                TextStream(tokenizer, ids, stops=stops, include_stop=include_stop, silent=silent),
-            )
+            Writing(request, number, sample, TextStream(tokenizer, request.prompt, **options))
             for sample in range(request.samples)
         ]
 
     @property
     def over(self) -> bool:
         """Whether every sample has ended."""
-        return all(one.finish_reason is not None for one in self.samples)
+        return all(writing.finish_reason is not None for writing in self.samples)
 
     def add(self, event: Event) -> TextEvent | None:
-        """The event as text; ``None`` for tokens after a stop string."""
+        """Returns the event as text; ``None`` for tokens after a stop string."""
         writing = self.samples[event.sample]
         if event.completion is not None:
-            return _end(writing, event.completion)
+            return TextEvent(writing, writing.end(event.completion), done=True)
         if event.token is None or writing.stream.stop is not None:
             return None
         return TextEvent(writing, writing.add(event.token))
 
 
-def _end(writing: Writing, completion: Completion) -> TextEvent:
-    pieces = writing.keep(writing.stream.finish())
-    stopped = writing.stream.stop is not None
-    writing.finish_reason = "stop" if stopped else completion.finish_reason or "error"
-    writing.error = None if stopped else completion.error
-    writing.prompt_depths = list(completion.prompt_depths)
-    writing.prompt_log_probabilities = completion.prompt_log_probabilities
-    writing.dropped_rows = completion.dropped_rows
-    writing.cached_tokens = completion.cached_tokens
-    return TextEvent(writing, pieces, done=True)
-
-
 class TextEngine:
-    """Generates text for many prompts at once; see :class:`adaponder.inference.engine.Engine`, which it drives.
+    """Generates text for many prompts at once with an :class:`adaponder.inference.engine.Engine`.
 
-    A sample that has met its stop string is cancelled; tokens that came beyond it are left out of its text.
+    A sample that reaches a stop string is cancelled; tokens generated beyond it are left out of its text.
     """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase):
@@ -154,15 +146,15 @@ class TextEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether any text is not finished."""
+        """Whether any text is unfinished."""
         return bool(self._writings)
 
     def submit(
         self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), include_stop: bool = False, **settings: Any
     ) -> list[Writing]:
-        """Takes a prompt in and returns its samples; ``settings`` are fields of :class:`Request`.
+        """Submits a prompt and returns its samples; ``settings`` are fields of :class:`Request`.
 
-        Raises :class:`InputError` if it cannot be honoured.
+        Raises :class:`InputError` if the engine refuses the request.
         """
         stops = check_stops(stops)
         request = Request(prompt=encode(self.tokenizer, prompt), **settings)
@@ -172,50 +164,46 @@ class TextEngine:
         )
         return list(writings.samples)
 
-    def cancel(self, number: int) -> None:
-        """Ends a request; the ends of its samples are among the next step's events."""
-        self.engine.cancel(number)
-
     def cancel_all(self) -> None:
-        """Ends every request that is not finished."""
+        """Cancels every unfinished request; their last events come with the next step."""
         for number in self._writings:
-            self.cancel(number)
+            self.engine.cancel(number)
 
     def step(self) -> list[TextEvent]:
-        """One step of the engine, as text."""
+        """Runs one step of the engine and returns its events as text."""
         events = []
         for event in self.engine.step():
             writings = self._writings.get(event.request)
-            told = None if writings is None else writings.add(event)
-            if writings is None or told is None:
+            text_event = None if writings is None else writings.add(event)
+            if writings is None or text_event is None:
                 continue
-            events.append(told)
+            events.append(text_event)
             if writings.over:
                 del self._writings[event.request]
-            elif not told.done and told.writing.stream.stop is not None:
+            elif not text_event.done and text_event.writing.stream.stop is not None:
                 self.engine.cancel(event.request, event.sample)
         return events
 
-    def finish(self, each: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
-        """Steps until nothing is left to do, or ``until`` says so and the rest is cancelled; events go to ``each``.
+    def finish(self, on_event: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
+        """Steps until every text is finished; cancels the rest once ``until`` returns true or a request fails.
 
         Raises the first error of a request.
         """
-        wrong: list[str] = []
+        errors: list[str] = []
         while self.busy:
-            if until() or wrong:
+            if until() or errors:
                 self.cancel_all()
             for event in self.step():
-                each(event)
+                on_event(event)
                 if event.done and event.writing.error is not None:
-                    wrong.append(event.writing.error)
-        if wrong:
-            raise EvaluationError(wrong[0])
+                    errors.append(event.writing.error)
+        if errors:
+            raise EvaluationError(errors[0])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-    """The prompt's token ids, of a text with the tokenizer's ``special`` tokens; raises if there are none."""
+    """Returns the prompt's token ids, of a text with the tokenizer's ``special`` tokens; raises if there are none."""
     ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:
-        raise InputError("prompt: it is empty; give at least one token")
+        raise InputError("prompt is empty; give at least one token")
     return ids

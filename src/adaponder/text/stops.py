@@ -1,4 +1,4 @@
-"""Text up to a stop string, however it is cut into pieces: what may be the beginning of one is held back."""
+"""Cuts streamed text at stop strings; text that may be the beginning of one is held back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MOST_STOPS = 64
 LONGEST_STOP = 1000
 
 
-class Checked(NamedTuple):
-    """Text that no stop string can begin in, and the stop string that followed it, if one did."""
+class CheckedText(NamedTuple):
+    """Text that can be shown, and the stop string that followed it, if any."""
 
     text: str
     stop: str | None = None
@@ -22,42 +22,40 @@ class StopStrings:
     """Passes text on up to the stop string that ends first; of several that end there, the longest.
 
     Args:
-        strings: none of them empty.
-        include: whether the stop string itself is passed on too.
+        strings: stop strings, none of them empty.
+        include: whether the text includes the stop string.
     """
 
     def __init__(self, strings: Sequence[str] = (), *, include: bool = False):
         self.strings, self.include = check_stops(strings), include
-        # Every beginning of a stop string, the whole of it left out.
-        self._beginnings = {string[:length] for string in self.strings for length in range(1, len(string))}
+        self._prefixes = {string[:length] for string in self.strings for length in range(1, len(string))}
         self._longest = max((len(string) for string in self.strings), default=1) - 1
         self._held = ""
 
-    def add(self, piece: str) -> Checked:
-        """What can be shown of the text so far, and was not before; nothing may be added after a ``stop``."""
+    def add(self, piece: str) -> CheckedText:
+        """Returns the new text that can be shown. Nothing may be added after a stop string."""
         text = self._held + piece
         ends = [(start + len(string), start, string) for string in self.strings if (start := text.find(string)) >= 0]
         if ends:
             end, start, string = min(ends)
             self._held = ""
-            return Checked(text[: end if self.include else start], string)
-        keep = next(
-            (length for length in range(min(self._longest, len(text)), 0, -1) if text[-length:] in self._beginnings), 0
-        )
+            return CheckedText(text[: end if self.include else start], string)
+        longest = min(self._longest, len(text))
+        keep = next((length for length in range(longest, 0, -1) if text[-length:] in self._prefixes), 0)
         self._held = text[len(text) - keep :]
-        return Checked(text[: len(text) - keep])
+        return CheckedText(text[: len(text) - keep])
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns the text that was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 def check_stops(strings: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings, each once; raises where one of them is none."""
+    """Returns the distinct stop strings; raises :class:`InputError` on too many, empty or too long ones."""
     if isinstance(strings, str) or len(strings) > MOST_STOPS:
-        raise InputError(f"stop={shown(strings)}: a list of at most {MOST_STOPS} strings is needed")
+        raise InputError(f"stop={shown(strings)} must be a list of at most {MOST_STOPS} strings")
     for string in strings:
         if not isinstance(string, str) or not 0 < len(string) <= LONGEST_STOP:
-            raise InputError(f"stop={shown(string)}: a string of 1 to {LONGEST_STOP} characters is needed")
+            raise InputError(f"stop={shown(string)} must be a string of 1 to {LONGEST_STOP} characters")
     return tuple(dict.fromkeys(strings))

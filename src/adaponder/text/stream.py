@@ -1,4 +1,4 @@
-"""The text of one sequence as it is generated: whole characters, up to a stop string, token by token."""
+"""Turns the tokens of one sequence into text as they are generated: whole characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaponder.text.stops import StopStrings
 
 
 class Piece(NamedTuple):
-    """A part of the text and the token that completed it, counted from 0 after the prompt."""
+    """Text, and the index of the token that completed it, counted from 0 after the prompt."""
 
     token: int
     text: str
@@ -24,14 +24,13 @@ class TextStream:
 
     Args:
         tokenizer: any tokenizer of transformers.
-        prompt: ids of the prompt: context, of which no text is returned.
-        stops: strings to end before.
-        include_stop: whether the stop string is a part of the text.
-        silent: ids that have no text, as the one that ended the sequence.
+        prompt: token ids of the prompt; they are context and produce no text.
+        stops: strings that end the text.
+        include_stop: whether the text includes the stop string.
+        silent: ids without text, such as end-of-text ids.
 
     Attributes:
-        stop: the stop string that ended the text; ``None`` before there is one.
-        text: all text returned so far.
+        stop: the stop string that ended the text, or ``None``.
     """
 
     def __init__(
@@ -48,37 +47,31 @@ class TextStream:
         self._stops = StopStrings(stops, include=include_stop)
         self._silent = frozenset(silent)
         self._tokens = 0
-        self._returned: list[str] = []
-        # Text of tokens that is held back, as it may be the beginning of a stop string.
-        self._held: deque[Piece] = deque()
-
-    @property
-    def text(self) -> str:
-        return "".join(self._returned)
+        self._held: deque[Piece] = deque()  # text that may be the beginning of a stop string
 
     @property
     def settled(self) -> int:
-        """So many tokens, from the first on, have all the text that they will ever have."""
+        """Number of leading tokens whose text is final."""
         if self.stop is not None:
             return self._tokens
-        waiting = self._tokens - self._decoder.waiting
-        return min(self._held[0].token, waiting) if self._held else waiting
+        complete = self._tokens - self._decoder.waiting
+        return min(self._held[0].token, complete) if self._held else complete
 
     def add(self, token: int) -> list[Piece]:
-        """The pieces that can be shown now; none after a stop string."""
+        """Returns the pieces that can be shown now; none after a stop string."""
         self._tokens += 1
         if token in self._silent or self.stop is not None:
             return []
-        return self._pass_on(self._decoder.add(token))
+        return self._check(self._decoder.add(token))
 
     def finish(self) -> list[Piece]:
-        """The rest of the text, at the end of the sequence."""
+        """Returns the rest of the text, at the end of the sequence."""
         if self.stop is not None:
             return []
-        pieces = self._pass_on(self._decoder.flush())
+        pieces = self._check(self._decoder.flush())
         return pieces if self.stop is not None else pieces + self._release(self._stops.flush())
 
-    def _pass_on(self, text: str) -> list[Piece]:
+    def _check(self, text: str) -> list[Piece]:
         if not text:
             return []
         self._held.append(Piece(self._tokens - 1, text))
@@ -87,7 +80,7 @@ class TextStream:
         return self._release(checked.text)
 
     def _release(self, text: str) -> list[Piece]:
-        """``text``, which is what the held pieces begin with, as pieces."""
+        """Returns ``text``, with which the held pieces begin, as pieces."""
         pieces, left = [], len(text)
         while left:
             piece = self._held.popleft()
@@ -96,5 +89,4 @@ class TextStream:
                 piece = Piece(piece.token, piece.text[:left])
             pieces.append(piece)
             left -= len(piece.text)
-        self._returned += [piece.text for piece in pieces]
         return pieces

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from adaponder.analysis.spelling import token_texts
 from adaponder.analysis.trace import Trace, check, columns_of, make_trace, planned_scorings, read_trace, write_trace
 from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import EvaluationError, InputError
@@ -17,6 +16,7 @@ from adaponder.evaluation import scoring
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text, Vocabulary, Windows
 from adaponder.policies import FixedDepth, LearnedGate
+from adaponder.text.spelling import token_texts
 from support import METHODS, VOCABULARY, tiny
 from trace_support import made_up
 

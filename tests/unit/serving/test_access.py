@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from adaponder.errors import InputError
-from adaponder.serving.access import COOKIE, POLICY
+from adaponder.serving.access import CONTENT_POLICY, COOKIE
 from adaponder.serving.settings import Access, Key, Settings
 from serving_support import serving
 
@@ -73,7 +73,7 @@ def test_every_route_is_closed_without_a_key(server, method, path):
 def test_health_is_open_and_says_little(server):
     status, headers, body = raw(server, "GET", "/health", [("Host", "localhost")])
     assert (status, json.loads(body)) == (200, {"status": "alive"})
-    assert headers["content-security-policy"] == POLICY
+    assert headers["content-security-policy"] == CONTENT_POLICY
 
 
 @pytest.mark.parametrize("host", ["localhost/health", "localhost/health?", "x@localhost", "localhost:80/#", "a b"])
@@ -177,10 +177,10 @@ def test_request_ids_come_back_if_they_are_plain(open_server):
 def test_answers_carry_headers_that_keep_browsers_careful(open_server):
     for path in ("/health", "/v1/models", "/nowhere", "/"):
         headers = open_server.get(path).headers
-        assert headers["content-security-policy"] == POLICY
+        assert headers["content-security-policy"] == CONTENT_POLICY
         assert headers["x-content-type-options"] == "nosniff"
         assert "server" not in headers or "uvicorn" in headers["server"]
-    assert "unsafe" not in POLICY
+    assert "unsafe" not in CONTENT_POLICY
 
 
 def test_keys_are_compared_without_a_hint(monkeypatch):

@@ -17,7 +17,6 @@ import pytest
 
 from adaponder.errors import InputError
 from adaponder.serving import ray as ours
-from adaponder.serving.proxy import Guard
 from adaponder.serving.settings import Settings
 
 
@@ -50,33 +49,33 @@ class Seen:
 def test_headers_that_would_steer_ray_do_not_reach_it():
     app = Seen()
     given = [(b"X-Request-Disconnect-Disabled", b"?1"), (b"x-request-timeout-seconds", b"9"), (b"x-session-id", b"a")]
-    assert answered(Guard(app, 1000), headers=given)[0] == 200
+    assert answered(ours.ProxyGuard(app, 1000), headers=given)[0] == 200
     assert app.scopes[0]["headers"] == [(b"x-session-id", b"a")]
 
 
 def test_headers_and_addresses_that_are_too_long_are_refused_before_ray_sees_them():
     app = Seen()
     for scope in ({"headers": [(b"x", b"y" * 1000)]}, {"raw_path": b"/" * 1001}, {"query_string": b"q" * 1001}):
-        status, _, body = answered(Guard(app, 1000), **scope)
+        status, _, body = answered(ours.ProxyGuard(app, 1000), **scope)
         assert status == 431
         assert b'"error"' in body
     assert not app.scopes
-    assert answered(Guard(app, 1000), headers=[(b"x", b"y" * 900)])[0] == 200
+    assert answered(ours.ProxyGuard(app, 1000), headers=[(b"x", b"y" * 900)])[0] == 200
 
 
 def test_nothing_but_http_gets_through():
     app = Seen()
-    assert answered(Guard(app, 1000), type="websocket")[0] == 0
+    assert answered(ours.ProxyGuard(app, 1000), type="websocket")[0] == 0
     assert not app.scopes
 
 
 def test_the_proxy_s_process_needs_no_torch_and_reads_bounded_headers():
     code = """
 import sys
-from adaponder.serving.proxy import layers
+from adaponder.serving.ray import layers
 layer, = layers()
 import uvicorn
-from adaponder.serving.connections import Bounded
+from adaponder.serving.server import BoundedConnection as Bounded
 config = uvicorn.Config(lambda: None, factory=True, log_config=None)
 config.load()
 assert config.http_protocol_class is Bounded, config.http_protocol_class
@@ -110,7 +109,7 @@ def test_without_ray_the_cure_is_said(monkeypatch):
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    monkeypatch.setattr(ours, "_secure", lambda: None)
+    monkeypatch.setattr(ours, "_require_token", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(InputError, match=r"pip install 'adaponder\[scale\]'"):
         ours.deploy(Seen, ours.Cluster())
@@ -122,29 +121,27 @@ def test_a_cluster_of_our_own_wants_a_token(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     environment = dict(os.environ)
     monkeypatch.setattr(os, "environ", environment)
-    ours._secure()
+    ours._require_token()
     assert environment["RAY_AUTH_MODE"] == "token"
     assert len(environment["RAY_AUTH_TOKEN"]) == 64
-    ours._secure()
+    ours._require_token()
     environment.update(RAY_AUTH_MODE="disabled")
-    ours._secure()
+    ours._require_token()
     assert environment["RAY_AUTH_MODE"] == "disabled"
 
 
 def test_a_replica_is_well_as_long_as_its_app_says_so():
     replica = ours._replica_class()()
-    replica.app = Seen(200)
+    replica.app = SimpleNamespace(worker=SimpleNamespace(state="ready", alive=True))
     asyncio.run(replica.check_health())
-    assert replica.app.scopes[0]["path"] == "/health"
-    replica.app = Seen(503)
+    replica.app.worker.alive = False
     with pytest.raises(RuntimeError, match="engine"):
         asyncio.run(replica.check_health())
 
 
 def test_a_replica_is_ready_when_its_engine_is():
-    replica, worker = ours._replica_class()(), SimpleNamespace(state="starting")
-    replica.app = Seen(200)
-    replica.app.worker = worker
+    replica, worker = ours._replica_class()(), SimpleNamespace(state="starting", alive=True)
+    replica.app = SimpleNamespace(worker=worker)
 
     async def main() -> None:
         asked = asyncio.create_task(replica.check_health())
@@ -171,7 +168,7 @@ def test_a_signal_while_replicas_start_ends_it_in_order(monkeypatch, capsys, kin
     monkeypatch.setattr(ours, "stop", lambda *, started: ended.append(started))
     ours.run(Seen, ours.Cluster(), Settings())
     assert ended == [True]
-    assert "ended before it served" in capsys.readouterr().out
+    assert "stopped before it served" in capsys.readouterr().out
     assert signal.getsignal(kind) is before
 
 
@@ -193,7 +190,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> str:
     ("address", "error", "said"),
     [
         (None, Exception("timed out\nduring startup"), "^Ray did not start: timed out during startup$"),
-        ("nonsense", ValueError("Invalid address"), "^--ray-address nonsense: no connection to Ray there: Invalid"),
+        ("nonsense", ValueError("Invalid address"), "^--ray-address nonsense: no connection to Ray: Invalid"),
     ],
 )
 def test_where_ray_does_not_run_one_line_says_so(monkeypatch, address, error, said):
@@ -202,14 +199,14 @@ def test_where_ray_does_not_run_one_line_says_so(monkeypatch, address, error, sa
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(ours, "_import_ray", lambda: (SimpleNamespace(init=init), None))
-    monkeypatch.setattr(ours, "_secure", lambda: None)
+    monkeypatch.setattr(ours, "_require_token", lambda: None)
     with pytest.raises(InputError, match=said):
         ours.deploy(lambda: Seen(), ours.Cluster(port=1, address=address, lanes=1))
 
 
 def test_an_end_while_ray_starts_stays_one():
     def init(**how: Any) -> None:
-        raise ours._EndedError
+        raise ours._StoppedError
 
-    with pytest.raises(ours._EndedError):
+    with pytest.raises(ours._StoppedError):
         ours._connect(SimpleNamespace(init=init), ours.Cluster(port=1, lanes=1))

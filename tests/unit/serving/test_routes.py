@@ -13,15 +13,13 @@ import starlette
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from adaponder.errors import InputError
 from adaponder.evaluation.token_scores import Reading, TokenScorer
 from adaponder.methods.cost import cost_of
-from adaponder.policies import LearnedGate, parse_policy
-from adaponder.serving import words
-from adaponder.serving.depths import budget_policy
-from adaponder.serving.errors import ApiError
+from adaponder.policies import LearnedGate, choose_policy
+from adaponder.serving import routes
 from adaponder.serving.settings import Settings
-from adaponder.serving.spelling import Spelling
-from adaponder.text import pieces
+from adaponder.text import TokenSpeller, pieces
 from serving_support import serving, tiny_served
 from support import METHODS, tiny
 from word_support import small_tokenizer
@@ -34,8 +32,7 @@ PROFILES = {
 
 
 def with_profiles(served):
-    policies = {name: parse_policy(one["policy"]) for name, one in PROFILES.items()}
-    return replace(served, profiles=PROFILES, policies=policies)
+    return replace(served, profiles=PROFILES)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +82,7 @@ def test_who_sends_much_text_keeps_nobody_waiting(server, monkeypatch, path, bod
     async def of_the_event_loop():
         return threading.get_ident()
 
-    monkeypatch.setattr(words, "pieces", noting)
+    monkeypatch.setattr(routes, "pieces", noting)
     ((name, few),) = body.items()
     for times in (1, 2000):
         told = server.post(path, {name: few * times}).json()
@@ -139,15 +136,14 @@ def test_budgets_are_profiles_or_depths_between_them(server):
     assert depth(3) == 3.0
     depths = [depth(budget) for budget in (1.2, 1.5, 1.8, 2.1, 2.6)]
     assert depths == sorted(depths)
-    served = server.worker.served
-    assert budget_policy(served, 2.1) == LearnedGate((0.5, 0.5))
-    assert budget_policy(served, 1.8).tau == pytest.approx((0.6, 0.65))
+    assert choose_policy(LearnedGate(0.5), 3, budget=2.1, profiles=PROFILES) == LearnedGate((0.5, 0.5))
+    assert choose_policy(LearnedGate(0.5), 3, budget=1.8, profiles=PROFILES).tau == pytest.approx((0.6, 0.65))
     for budget, word in ((0.5, "budget"), (3.5, "mean depth"), ("nobody", "budget-2")):
         response = server.post("/score", {"prompt": "ab", "adaponder": {"budget": budget}})
         assert response.status_code == 400
         assert word in response.json()["error"]["message"]
-    with pytest.raises(ApiError, match="calibrate"):
-        budget_policy(tiny_served(), 2.0)
+    with pytest.raises(InputError, match="calibrate"):
+        choose_policy(LearnedGate(0.5), 3, budget=2.0)
 
 
 @pytest.mark.one_of(2)
@@ -250,7 +246,7 @@ def test_ready_says_what_is_under_way(server):
 
 
 def test_tokens_are_spelled_as_text_or_as_bytes():
-    spelling = Spelling(small_tokenizer())
+    spelling = TokenSpeller(small_tokenizer())
     assert spelling(1) == ("a", [97])
     assert spelling(27) == (" ", [32])
     assert spelling(0).text == "<|endoftext|>"

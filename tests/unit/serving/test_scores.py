@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from adaponder.evaluation.token_scores import Reading
 from adaponder.policies import LearnedGate
 from adaponder.serving import scores
-from adaponder.serving.depths import Depth
-from adaponder.serving.scores import Scores
+from adaponder.serving.scores import ScoreWriter
 from serving_support import tiny_served
 
 WAYS = (
@@ -20,8 +20,8 @@ WAYS = (
 )
 
 
-def answer(of: Scores, ids: list[int], **how) -> dict:
-    parts = of(ids, Depth(LearnedGate(0.4)), seed=0, salt="", **how)
+def answer(writer: ScoreWriter, ids: list[int], *, top: int, **how) -> dict:
+    parts = writer(ids, Reading(LearnedGate(0.4), top=top), **how)
     while True:
         try:
             next(parts)
@@ -50,17 +50,17 @@ def flat(value) -> dict:
 def test_answers_after_edits_are_those_of_a_text_never_seen(monkeypatch):
     monkeypatch.setattr(scores, "_PART", 5)
     served = tiny_served()
-    edited, text = Scores(served), [7, 3, 9, 4, 4, 8, 2, 6, 5, 1, 7, 7]
+    edited, text = ScoreWriter(served), [7, 3, 9, 4, 4, 8, 2, 6, 5, 1, 7, 7]
     for end in ([], [3], [3, 5], [5], [5, 1, 2], [], [1]):
         for way in WAYS:
-            same(answer(edited, text + end, **way), answer(Scores(served), text + end, **way))
+            same(answer(edited, text + end, **way), answer(ScoreWriter(served), text + end, **way))
 
 
 def test_what_a_row_said_is_written_once(monkeypatch):
     written = []
     plain = scores._json
     monkeypatch.setattr(scores, "_json", lambda value: written.append(value) or plain(value))
-    edited, text, way = Scores(tiny_served()), [7, 3, 9, 4, 4, 8, 2, 6, 5, 1, 7, 7], WAYS[1]
+    edited, text, way = ScoreWriter(tiny_served()), [7, 3, 9, 4, 4, 8, 2, 6, 5, 1, 7, 7], WAYS[1]
     answer(edited, text, **way)
     first = len(written)
     answer(edited, [*text, 5], **way)

@@ -66,8 +66,15 @@ class ScriptedEngine:
         return events
 
 
+class Dead(ScriptedEngine):
+    """Fails in every step."""
+
+    def step(self):
+        raise RuntimeError("the device is gone")
+
+
 class Told:
-    """A sink that keeps what it is told, and says when the end has come."""
+    """A sink that keeps the events, and resolves ``end`` with the completion."""
 
     def __init__(self):
         self.events: list[Event] = []
@@ -179,10 +186,6 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on():
 
 
 def test_an_engine_that_breaks_for_good_is_given_up_and_nobody_waits():
-    class Dead(ScriptedEngine):
-        def step(self):
-            raise RuntimeError("the device is gone")
-
     async def main(worker):
         told = Told()
         worker.submit(Request([1], max_new_tokens=3), told)
@@ -199,10 +202,6 @@ def test_an_engine_that_breaks_for_good_is_given_up_and_nobody_waits():
 
 
 def test_a_job_under_way_when_the_engine_breaks_for_good_is_told_so():
-    class Dead(ScriptedEngine):
-        def step(self):
-            raise RuntimeError("the device is gone")
-
     done = []
 
     async def main(worker):
@@ -299,34 +298,24 @@ def test_a_job_whose_caller_left_ends_at_its_next_part():
     run(main)
 
 
-def test_a_job_under_way_when_the_server_stops_is_told_so():
-    done = []
-
-    async def main():
-        worker = Worker(ScriptedEngine, tiny_served())
-        worker.start()
-        task = worker.job(counted("long", 10**9, done))
-        while len(done) < 3:
-            await asyncio.sleep(0.001)
-        await worker.stop()
-        with pytest.raises(UnavailableError, match="stopping"):
-            await asyncio.wait_for(task, 5)
-
-    asyncio.run(main())
-    assert done[-1] == "long ends"
-
-
-def test_what_is_under_way_at_the_end_is_told_so():
-    told = []
+def test_requests_and_jobs_that_outlast_the_server_are_told_so():
+    running, done = [], []
 
     async def main(worker):
-        told.append(Told())
-        worker.submit(Request([1], max_new_tokens=10**9), told[0])
+        running.append(Told())
+        worker.submit(Request([1], max_new_tokens=10**9), running[0])
+        job = worker.job(counted("long", 10**9, done))
+        while len(done) < 3:
+            await asyncio.sleep(0.001)
         assert not await worker.drained(0.05)
+        await worker.stop()
+        with pytest.raises(UnavailableError, match="stopping"):
+            await asyncio.wait_for(job, 5)
 
     run(main)
     with pytest.raises(UnavailableError, match="stopping"):
-        told[0].end.result()
+        running[0].end.result()
+    assert done[-1] == "long ends"
 
 
 def test_the_model_waits_for_an_event_loop_that_falls_behind():
@@ -359,19 +348,3 @@ def test_one_sample_may_be_finished_before_the_others():
         assert len(ends[1].tokens) < 40 == len(ends[0].tokens) == len(ends[2].tokens)
 
     run(main, Engine(tiny(), lanes=4))
-
-
-def test_a_real_engine_gives_its_pages_back_when_requests_are_cancelled():
-    engine = Engine(tiny(), lanes=2, share_prefixes=False)
-
-    async def main(worker):
-        told = [Told() for _ in range(5)]
-        numbers = [worker.submit(Request([1, 2, 3], max_new_tokens=50, seed=n), one) for n, one in enumerate(told)]
-        while not told[0].events:
-            await asyncio.sleep(0.001)
-        for number in numbers:
-            worker.cancel(number)
-        assert await worker.drained(10)
-
-    run(main, engine)
-    assert engine.statistics["pages_held"] == engine.statistics["resident"] == engine.statistics["waiting"] == 0

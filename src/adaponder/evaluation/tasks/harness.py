@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Meter
 from adaponder.evaluation.scoring import ScoringOptions
-from adaponder.evaluation.stopping import GenerationSettings, Until, generation_settings
+from adaponder.evaluation.stopping import GenerationSettings, StopAtStrings, generation_settings
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import wide_dtype
 from adaponder.text import chat_text
@@ -239,7 +239,7 @@ class HarnessLM(TemplateLM):
     def _generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[str]:
         ids, mask = self._padded(prompts)
         width = ids.shape[1]
-        stop = Until(self.tokenizer, settings.until, width=width, rows=len(prompts))
+        stop = StopAtStrings(self.tokenizer, settings.until, rows=len(prompts))
         with self._meter:
             result = self.model.generate(
                 ids,

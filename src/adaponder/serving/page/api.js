@@ -64,7 +64,7 @@ export async function* complete(body, signal) {
       part = await reader.read();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Failure("The server went away while it was writing.", { gone: true });
+      throw new Failure("The connection to the server was lost.", { gone: true });
     }
     if (part.done) return;
     rest += part.value.replace(/\r\n?/g, "\n");

@@ -1,4 +1,4 @@
-// Two small charts of one token: what its gates said against the threshold, and the loss after each iteration.
+// Two small charts of one token: its gates against the threshold, and the loss after each iteration.
 
 import { s } from "./dom.js";
 import { figure, short } from "./spelling.js";
@@ -47,7 +47,7 @@ export function gateChart(gates, thresholds, deepest) {
   const said = gates.map((gate, index) => `after read ${index + 1}: ${short(gate)}`).join(", ");
   return frame(
     height,
-    `Gates, ${said || "none was asked"}${thresholds.length ? `; threshold ${thresholds.map(short).join(", ")}` : ""}`,
+    `Gates, ${said || "none was computed"}${thresholds.length ? `; threshold ${thresholds.map(short).join(", ")}` : ""}`,
     ...ticks(drawn, y, (value) => (value >= 0.01 ? String(value) : `1e−${Math.round(-Math.log10(value))}`)),
     ...thresholds.map((value, index) =>
       s("line", { class: "tau", x1: Math.max(LEFT, across(index, count) - 22), x2: across(index, count) + 22, y1: y(value), y2: y(value) }),

@@ -76,7 +76,7 @@ export class Desk {
     const { temperature, seed, most, a } = state;
     const room = this.model.positions ? this.model.positions - prompt.length : most;
     if (room < 1) {
-      this.notice(new Error(`The text fills all ${this.model.positions} positions of the model: shorten it to write on.`));
+      this.notice(new Error(`The text fills all ${this.model.positions} positions of the model; shorten it to continue.`));
       return;
     }
     this.last = { prompt, forced };
@@ -111,7 +111,7 @@ export class Desk {
   }
 
   face() {
-    byId("continue").textContent = this.busy ? "Stop" : "Write on";
+    byId("continue").textContent = this.busy ? "Stop" : "Continue";
     byId("continue").classList.toggle("running", this.busy);
     byId("text").readOnly = this.busy;
     byId("again").disabled = this.busy || !this.last;

@@ -6,7 +6,7 @@ import { wear } from "./palette.js";
 import { thresholds } from "./rules.js";
 import { figure, percent, spoken, visible } from "./spelling.js";
 
-// So many predictions are shown after the last iteration, which can be written, and after those before it.
+// Predictions shown after the last iteration, and after each one before it.
 const LAST = 5;
 const EARLIER = 3;
 
@@ -25,7 +25,7 @@ function heading(token, slot, count, deepest, close) {
 
 function surprise(token) {
   if (token.nll === null || token.nll === undefined) return null;
-  const odds = `It was expected with ${percentFine(Math.exp(-token.nll))} (${figure(token.nll)} nats).`;
+  const odds = `The model gave it ${percentFine(Math.exp(-token.nll))} (${figure(token.nll)} nats).`;
   return h("p", { class: "quiet" }, odds);
 }
 
@@ -46,8 +46,8 @@ function percentFine(share) {
 function gatesOf(token, rule, deepest) {
   if (!token.gates?.length || deepest < 2) return null;
   const limits = thresholds(rule, deepest - 1);
-  let note = "This rule does not ask the gates.";
-  if (limits.length) note = "It reads on at τ, the dashed line, or above.";
+  let note = "This rule does not use the gates.";
+  if (limits.length) note = "The token is read again while its gate is at or above τ, the dashed line.";
   else if (rule?.startsWith("budget")) note = "The budget's thresholds decide.";
   return h(
     "section",
@@ -79,7 +79,7 @@ function guesses(token, next, replace) {
               class: true_ ? "guess true" : "guess",
               "--share": share,
               "data-id": guess.id,
-              title: true_ ? "This is what comes next" : "Write this next and go on from there",
+              title: true_ ? "This is what comes next" : "Write this next and continue from there",
               "aria-label": `${spoken(guess.text)}, ${percentFine(share)}${true_ ? ", this comes next" : ""}`,
               onclick: () => replace(guess),
             },
@@ -95,7 +95,7 @@ function guesses(token, next, replace) {
     {},
     h("h3", {}, "What comes next? After each read"),
     h("ol", { class: "tops" }, rows),
-    h("p", { class: "quiet" }, "Choose one to write it here and go on."),
+    h("p", { class: "quiet" }, "Choose one to write it here and continue."),
   );
 }
 
@@ -131,7 +131,7 @@ function actions(slot, deepest, halts, forced, { force, goOn }) {
     "section",
     { class: "actions" },
     halts && h("div", { class: "segments", role: "group", "aria-label": "Depth of this token" }, button(0, "By rule"), ...depths.map((depth) => button(depth, `${depth}×`))),
-    h("button", { type: "button", class: "plain", id: "go-on", onclick: () => goOn(slot) }, "Write on from here"),
+    h("button", { type: "button", class: "plain", id: "go-on", onclick: () => goOn(slot) }, "Continue from here"),
   );
 }
 
@@ -142,7 +142,7 @@ export function inspect(element, { reading, other, slot, deepest, halts, rule, f
   if (!token) {
     put(
       element,
-      h("div", { class: "empty" }, h("h2", {}, "Look at a token"), h("p", {}, "Point at one, or move the caret: here you see how the model thought about it.")),
+      h("div", { class: "empty" }, h("h2", {}, "Look at a token"), h("p", {}, "Point at one, or move the caret: its gates, predictions and losses appear here.")),
     );
     return;
   }

@@ -214,7 +214,7 @@ function wireTools() {
       await navigator.clipboard.writeText(address());
       byId("spoken").textContent = "The link is copied.";
     } catch {
-      notice(new api.Failure("The browser did not let the link be copied; it stands in the address bar."));
+      notice(new api.Failure("The browser did not allow copying; the link is in the address bar."));
     }
   });
   addEventListener("click", (event) => {

@@ -1,4 +1,4 @@
-// Who decides depth. A rule is one line, `word:value` as the server's policies are, or `budget:value`; a dial turns it.
+// What decides depth. A rule is one line, `word:value` as the server's policies are, or `budget:value`; a dial turns it.
 
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
@@ -17,7 +17,7 @@ const digits = (value) => Number(value.toPrecision(3));
 const KNOWN = {
   gate: {
     name: "Learned gate",
-    says: (value) => `a token is read on while its gate says at least ${value}`,
+    says: (value) => `a token is read again while its gate is at least ${value}`,
     symbol: "τ",
     scale: () => logarithmic(0.999, 1e-5),
     round: digits,
@@ -32,7 +32,7 @@ const KNOWN = {
     start: () => 0.5,
   },
   alike: { name: "All alike", says: () => "this model reads every token equally often" },
-  router: { name: "Router", says: () => "a token is read on while its router says so" },
+  router: { name: "Router", says: () => "a token is read again while its router selects it" },
   fixed: {
     name: "Fixed depth",
     says: (value) => `every token is read ${value} ${value === 1 ? "time" : "times"}`,
@@ -44,7 +44,7 @@ const KNOWN = {
   },
   entropy: {
     name: "Entropy",
-    says: (value) => `a token is read on while the prediction's entropy is at least ${value} nats`,
+    says: (value) => `a token is read again while the prediction's entropy is at least ${value} nats`,
     symbol: "H",
     scale: (model) => linear(Math.log(model.vocabulary ?? 50000), 0),
     round: digits,
@@ -52,7 +52,7 @@ const KNOWN = {
   },
   kl: {
     name: "Divergence",
-    says: (value) => `a token is read on while the last read moved its prediction by ${value} nats or more`,
+    says: (value) => `a token is read again while the last read moved its prediction by ${value} nats or more`,
     symbol: "KL",
     scale: () => logarithmic(10, 1e-4),
     round: digits,
@@ -60,7 +60,7 @@ const KNOWN = {
   },
   change: {
     name: "Change of state",
-    says: (value) => `a token is read on while the last read moved its state by ${value} of its length or more`,
+    says: (value) => `a token is read again while the last read moved its state by ${value} of its length or more`,
     symbol: "Δ",
     scale: () => logarithmic(2, 1e-3),
     round: digits,
@@ -68,7 +68,7 @@ const KNOWN = {
   },
   random: {
     name: "Random",
-    says: (value) => `a token is read on by chance, with probability ${value}`,
+    says: (value) => `a token is read again with probability ${value}`,
     symbol: "p",
     scale: () => linear(0, 1),
     round: digits,

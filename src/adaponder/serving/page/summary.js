@@ -44,7 +44,7 @@ function costs(reading, other) {
   const flops = saved(usage.flops, usage.flops_full_depth);
   const memory = saved(usage.kv_bytes, usage.kv_bytes_full_depth);
   if (other) {
-    const points = (mine, theirs) => `${sign(100 * (mine - theirs), 0)} points to A`;
+    const points = (mine, theirs) => `${sign(100 * (mine - theirs), 0)} points vs. A`;
     return [
       ["FLOPs saved", percent(flops), points(flops, saved(other.usage.flops, other.usage.flops_full_depth))],
       ["K/V saved", percent(memory), points(memory, saved(other.usage.kv_bytes, other.usage.kv_bytes_full_depth))],
@@ -62,9 +62,9 @@ export function summarise(element, reading, deepest, other = null) {
     put(element, h("p", { class: "quiet" }, "Numbers appear with the first token."));
     return;
   }
-  const gap = other ? `${sign(reading.mean_depth - other.mean_depth)} to A` : `of at most ${deepest}`;
+  const gap = other ? `${sign(reading.mean_depth - other.mean_depth)} vs. A` : `of at most ${deepest}`;
   let loss = "nats per token";
-  if (other) loss = `${sign(reading.loss - other.loss, 3)} to A`;
+  if (other) loss = `${sign(reading.loss - other.loss, 3)} vs. A`;
   else if (reading.full_loss !== null && reading.full_loss !== undefined) loss = `${figure(reading.full_loss, 3)} at full depth`;
   put(
     element,

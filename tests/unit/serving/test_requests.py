@@ -1,4 +1,4 @@
-"""Templates come from the tokenizer alone and run in a sandbox."""
+"""Prompts of chats: templates come from the tokenizer only and run in a sandbox, and what fits is generated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from adaponder.serving.settings import Limits, Settings
 from serving_support import TEMPLATE, serving, tiny_served
+from word_support import small_tokenizer
 
 HOSTILE = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -34,7 +35,7 @@ def test_a_template_in_a_message_is_text():
     with serving(tiny_served(template="{{ messages[0].content }}")) as server:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "{{ 7 * 7 }}ab"}], "max_tokens": 1}
         answer = server.post("/v1/chat/completions", body).json()
-        assert answer["usage"]["prompt_tokens"] == len(tiny_served().encode("{{ 7 * 7 }}ab"))
+        assert answer["usage"]["prompt_tokens"] == len(small_tokenizer()("{{ 7 * 7 }}ab").input_ids)
 
 
 def test_without_a_template_the_error_says_what_to_use():

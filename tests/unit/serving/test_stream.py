@@ -1,4 +1,4 @@
-"""Clients that read slowly, leave or fail harm nobody else, and everything they held comes back."""
+"""A client that reads slowly, leaves or fails is cut off and harms no other; what it held is freed."""
 
 from __future__ import annotations
 
@@ -9,36 +9,20 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import torch
 
 from adaponder import Engine, Request
-from adaponder.serving.scores import Scores
+from adaponder.serving.protocol import ApiError
+from adaponder.serving.scores import ScoreWriter
 from adaponder.serving.settings import Limits, Settings
-from adaponder.text import pieces
-from serving_support import serving, tiny_served
+from adaponder.serving.stream import EventStream, Outbox
+from serving_support import connect, request_bytes, serving, text_of, tiny_served
 from support import tiny
-from word_support import small_tokenizer
 
 BODY = {"model": "tiny", "prompt": "ab", "max_tokens": 40}
-
-
-def text_of(ids) -> str:
-    return "".join(pieces(small_tokenizer(), ids))
-
-
-def request_bytes(body: dict, path: str = "/v1/completions") -> bytes:
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
-
-
-def connect(server) -> socket.socket:
-    parts = urlsplit(server.address)
-    return socket.create_connection((parts.hostname, parts.port), timeout=10)
 
 
 def idle(server) -> None:
@@ -119,7 +103,7 @@ def test_who_leaves_has_no_text_scored(server, monkeypatch):
             begun.set()
             yield
 
-    monkeypatch.setattr(Scores, "__call__", endless)
+    monkeypatch.setattr(ScoreWriter, "__call__", endless)
     connection = connect(server)
     connection.sendall(request_bytes({"prompt": "ab"}, "/score"))
     assert begun.wait(5)
@@ -150,41 +134,20 @@ def test_beside_one_who_does_not_read_others_go_on(server):
     connection.close()
 
 
-class Stuck:
-    """An engine that takes requests and never ends one, until it is let go."""
+class Stuck(Engine):
+    """An engine that takes requests and generates nothing until ``held`` is false."""
 
-    eos_ids = frozenset()
-
-    def __init__(self):
-        self.engine, self.held = Engine(tiny(), lanes=1), True
-
-    @property
-    def busy(self):
-        return self.engine.busy
-
-    @property
-    def longest_request(self):
-        return self.engine.longest_request
-
-    @property
-    def statistics(self):
-        return self.engine.statistics
-
-    def submit(self, request):
-        return self.engine.submit(request)
-
-    def cancel(self, number, sample=None):
-        self.engine.cancel(number, sample)
+    held = True
 
     def step(self):
         if self.held:
             time.sleep(0.001)
             return []
-        return self.engine.step()
+        return super().step()
 
 
 def test_429_comes_exactly_when_lanes_and_queue_are_full():
-    stuck = Stuck()
+    stuck = Stuck(tiny(), lanes=1)
     limits = Limits(waiting=2, retry_seconds=3, jobs=1)
     with serving(settings=Settings(lanes=1, limits=limits), engine=lambda: stuck) as server:
         inside = [connect(server) for _ in range(3)]
@@ -223,23 +186,6 @@ def test_an_exception_in_one_request_fails_that_one_alone():
         idle(server)
 
 
-def test_a_step_that_breaks_off_fails_what_is_under_way_and_the_server_lives(monkeypatch):
-    with serving(settings=Settings(lanes=2)) as server:
-        step, broken = server.engine.runner.launch, []
-
-        def launch(plan):
-            if not broken:
-                broken.append(plan)
-                raise RuntimeError("out of memory")
-            return step(plan)
-
-        monkeypatch.setattr(server.engine.runner, "launch", launch)
-        response = server.post("/v1/completions", BODY)
-        assert response.status_code == 500
-        assert "RuntimeError" in response.json()["error"]["message"]
-        assert server.post("/v1/completions", BODY).status_code == 200
-
-
 def test_an_engine_that_is_gone_is_told_to_who_asks():
     def fails():
         raise RuntimeError("no device")
@@ -248,3 +194,140 @@ def test_an_engine_that_is_gone_is_told_to_who_asks():
         assert server.post("/v1/completions", BODY).status_code == 503
         assert server.post("/score", {"prompt": "ab"}).status_code == 503
         assert server.get("/ready").status_code == server.get("/health").status_code == 503
+
+
+class Run:
+    """A run that is never done; knows whether it was cancelled."""
+
+    def __init__(self):
+        self.done = asyncio.get_running_loop().create_future()
+        self.cancelled = False
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Figures:
+    def __init__(self):
+        self.why = []
+
+    @property
+    def disconnects(self):
+        return self
+
+    def labels(self, why):
+        self.why.append(why)
+        return self
+
+    def inc(self):
+        pass
+
+
+class Client:
+    """The server's side of a connection: what was sent, a client that may leave or stop reading."""
+
+    def __init__(self, *, reads: int = 10**9):
+        self.sent, self.reads, self.left = [], reads, asyncio.Event()
+        self.transport, self.aborted = self, False
+
+    async def receive(self):
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.sent.append(message)
+        if len(self.sent) > self.reads:
+            await asyncio.Event().wait()
+
+    def abort(self):
+        self.aborted = True
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def streamed(act, *, limits=None, **client):
+    """Streams while ``act(outbox, client)`` goes on; returns the run, the client and the figures."""
+
+    async def main():
+        bounds = limits or Limits(stall_seconds=0.05)
+        outbox, run, figures, other = Outbox(bounds.buffer_bytes), Run(), Figures(), Client(**client)
+        stream = EventStream(run, outbox, bounds, figures)
+        task = asyncio.ensure_future(stream({"type": "http", "method": "POST"}, other.receive, other.send))
+        await act(outbox, other)
+        await asyncio.wait_for(task, 5)
+        return run, other, figures
+
+    return asyncio.run(main())
+
+
+def test_what_waits_is_sent_together():
+    async def act(outbox, client):
+        for part in (b"a", b"b", b"c"):
+            outbox.add(part)
+        await asyncio.sleep(0.01)
+        outbox.add(b"d")
+        outbox.end()
+
+    _, client, figures = streamed(act)
+    assert [message.get("body") for message in client.sent] == [None, b"abc", b"d"]
+    assert client.sent[0]["status"] == 200
+    assert [message.get("more_body") for message in client.sent[1:]] == [True, False]
+    assert not figures.why
+
+
+def test_one_that_reads_nothing_is_cut_off():
+    async def act(outbox, client):
+        outbox.add(b"a")
+        await asyncio.sleep(0.02)
+        outbox.add(b"b")
+
+    run, client, figures = streamed(act, reads=2)
+    assert figures.why == ["stalled"]
+    assert run.cancelled
+    assert client.aborted
+
+
+def test_one_that_lets_too_much_wait_is_cut_off():
+    async def act(outbox, client):
+        outbox.add(b"a")
+        await asyncio.sleep(0.01)
+        for _ in range(20):
+            outbox.add(b"x" * 100)
+
+    run, client, figures = streamed(act, limits=Limits(stall_seconds=1, buffer_bytes=1000), reads=1)
+    assert figures.why == ["overflow"]
+    assert run.cancelled
+    assert client.aborted
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_one_that_leaves_is_noticed_before_and_after_the_first_text(begun):
+    async def act(outbox, client):
+        if begun:
+            outbox.add(b"a")
+        await asyncio.sleep(0.01)
+        client.left.set()
+
+    run, _, figures = streamed(act)
+    assert figures.why == ["left"]
+    assert run.cancelled
+
+
+def test_a_failure_before_any_text_has_its_status_and_one_after_it_is_an_event():
+    async def at_once(outbox, client):
+        outbox.end(ApiError(400, "rows: too few", headers={"retry-after": "1"}))
+
+    _, client, _ = streamed(at_once)
+    assert client.sent[0]["status"] == 400
+    assert b"rows: too few" in client.body
+
+    async def later(outbox, client):
+        outbox.add(b"data: 1\n\n")
+        await asyncio.sleep(0.01)
+        outbox.end(ApiError(500, "broken"))
+
+    _, client, _ = streamed(later)
+    assert client.sent[0]["status"] == 200
+    assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"broken"')

@@ -1,4 +1,4 @@
-"""``adaponder serve``: closed unless told otherwise, one clear line for what is wrong, and SIGTERM ends it with 0."""
+"""``adaponder serve``: limits on headers, one line for what is wrong, and an orderly end at SIGTERM."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from adaponder import cli
 from adaponder.commands import serve
 from adaponder.errors import CheckpointError, InputError
 from adaponder.serving.server import Server
+from adaponder.serving.settings import Limits, Settings
+from serving_support import connect, serving
 from support import tiny
 from word_support import small_tokenizer
 
@@ -210,3 +212,66 @@ def test_help_teaches():
     shown = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).output
     for word in ("--api-key-file", "--no-auth", "--allow-host", "--lanes", "curl", "/v1"):
         assert word in shown
+
+
+@pytest.fixture(scope="module")
+def server():
+    limits = Limits(body_seconds=0.5, header_seconds=0.5)
+    with serving(settings=Settings(lanes=2, limits=limits)) as running:
+        yield running
+
+
+def talk(server, *parts: bytes) -> bytes:
+    """Sends bytes to the socket and returns the answer until it is closed."""
+    answer = b""
+    with connect(server) as connection, suppress(OSError):
+        for part in parts:
+            connection.sendall(part)
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+def test_a_huge_header_is_refused_while_it_comes(server):
+    """CVE-2025-48956."""
+    line = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    whole = talk(server, line + b"X-Long: " + b"a" * (1 << 16) + b"\r\n\r\n")
+    assert whole.startswith(b"HTTP/1.1 431 ")
+    endless = talk(server, line + b"X-Long: ", *[b"a" * (1 << 16)] * 64)
+    assert endless == b"" or endless.startswith(b"HTTP/1.1 431 ")  # or reset, as it goes on sending
+    many = talk(server, line + b"".join(b"X-%d: 1\r\n" % n for n in range(5000)) + b"\r\n")
+    assert many.startswith(b"HTTP/1.1 431 ")
+    assert talk(server, b"GET /" + b"a" * (1 << 16) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
+        b"HTTP/1.1 431 "
+    )
+    assert server.get("/health").status_code == 200
+
+
+def test_slow_writers_are_not_waited_for(server):
+    began = time.monotonic()
+    assert talk(server, b"GET /health HTTP/1.1\r\nHost: loc").startswith(b"HTTP/1.1 408 ")
+    assert talk(server).startswith(b"HTTP/1.1 408 ")  # a connection that says nothing
+    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+    assert talk(server, head + b'{"prompt"').startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 8
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00" * 1000,
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
+    ],
+    ids=range(8),
+)
+def test_malformed_bytes_are_answered_and_harm_nobody(server, sent):
+    answer = talk(server, sent)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+    assert server.get("/health").status_code == 200

@@ -1,4 +1,4 @@
-"""Completions over HTTP are what the engine says, in OpenAI's shape, whole and as a stream."""
+"""Completions over HTTP equal those of the engine, in OpenAI's format, whole and streamed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import pytest
 
 from adaponder import Engine, Request
-from adaponder.serving.usage import text_cost
-from adaponder.text import pieces
-from serving_support import TEMPLATE, serving, tiny_served
+from adaponder.serving.answers import text_cost
+from serving_support import TEMPLATE, serving, text_of, tiny_served
 from support import tiny
 from word_support import small_tokenizer
 
@@ -25,10 +24,6 @@ def solo():
     """Completions of an engine that has nothing else to do."""
     engine = Engine(tiny(), lanes=1)
     return lambda prompt, **settings: engine.generate([Request(small_tokenizer()(prompt).input_ids, **settings)])[0]
-
-
-def text_of(ids) -> str:
-    return "".join(pieces(small_tokenizer(), ids))
 
 
 def events(response) -> list[dict]:

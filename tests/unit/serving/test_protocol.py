@@ -1,12 +1,10 @@
-"""Too much is answered 4xx within milliseconds, by name, and leaves nothing behind."""
+"""Wrong and oversized bodies are answered 4xx at once, with the name of the field, and memory stays flat."""
 
 from __future__ import annotations
 
 import json
 import resource
-import socket
 import time
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -113,29 +111,20 @@ def test_too_much_is_refused_by_name_at_once(server, wish, field):
     assert server.worker.sequences == 0
 
 
-def test_a_policy_is_called_as_the_request_called_it(server):
-    for policy, said in (("fixed:9", "policy=fixed:9: the model reads"), ("ranked-uniform:0.5", "policy=ranked-unif")):
-        answer = server.post("/v1/completions", BASE | {"adaponder": {"policy": policy}})
-        assert answer.json()["error"]["message"].startswith(said)
-
-
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
         ({"prompt": []}, "prompt: List should have at least 1 item"),
         ({"prompt": [[]]}, "prompt.0: List should have at least 1 item"),
-        ({"max_tokens": 2, "adaponder": {"min_tokens": 3}}, "min_tokens=3: more than max_tokens=2; lower it"),
+        ({"max_tokens": 2, "adaponder": {"min_tokens": 3}}, "min_tokens=3 must be at most max_tokens=2"),
+        ({"max_tokens": POSITIONS + 1, "prompt": [1]}, f"max_tokens={POSITIONS + 1}: a prompt of 1 token leaves room"),
+        ({"adaponder": {"policy": "fixed:9"}}, "policy=fixed:9"),
+        ({"adaponder": {"policy": "ranked-uniform:0.5"}}, "policy=ranked-uniform"),
     ],
     ids=str,
 )
 def test_what_is_wrong_is_said_of_the_kind_that_was_meant_in_the_words_of_a_body(server, wish, said):
     assert server.post("/v1/completions", BASE | wish).json()["error"]["message"].startswith(said)
-
-
-def test_one_token_too_many_is_said_in_the_singular(server):
-    error = server.post("/v1/completions", BASE | {"prompt": [1], "max_tokens": POSITIONS + 1}).json()["error"]
-    assert error["message"] == f"max_tokens={POSITIONS + 1}: a prompt of 1 token leaves room for {POSITIONS}"
-    assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -230,70 +219,6 @@ def test_unknown_models_routes_and_methods(server):
     response = server.get("/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
-
-
-def talk(server, *parts: bytes, pause: float = 0.0) -> bytes:
-    """Sends bytes to the socket and returns what comes back until it is closed."""
-    parts_of = urlsplit(server.address)
-    with socket.create_connection((parts_of.hostname, parts_of.port), timeout=10) as connection:
-        for part in parts:
-            try:
-                connection.sendall(part)
-            except OSError:
-                break
-            time.sleep(pause)
-        answer = b""
-        try:
-            while part := connection.recv(65536):
-                answer += part
-        except OSError:
-            pass
-        return answer
-
-
-def test_a_huge_header_is_refused_while_it_comes(server):
-    """CVE-2025-48956."""
-    line = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    whole = talk(server, line + b"X-Long: " + b"a" * (1 << 16) + b"\r\n\r\n")
-    assert whole.startswith(b"HTTP/1.1 431 ")
-    endless = talk(server, line + b"X-Long: ", *[b"a" * (1 << 16)] * 64)
-    assert endless == b"" or endless.startswith(b"HTTP/1.1 431 ")  # or reset, as it goes on sending
-    many = talk(server, line + b"".join(b"X-%d: 1\r\n" % n for n in range(5000)) + b"\r\n")
-    assert many.startswith(b"HTTP/1.1 431 ")
-    assert talk(server, b"GET /" + b"a" * (1 << 16) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(
-        b"HTTP/1.1 431 "
-    )
-    assert server.get("/health").status_code == 200
-
-
-def test_slow_writers_are_not_waited_for(server):
-    began = time.monotonic()
-    assert talk(server, b"GET /health HTTP/1.1\r\nHost: loc").startswith(b"HTTP/1.1 408 ")
-    assert talk(server).startswith(b"HTTP/1.1 408 ")  # a connection that says nothing
-    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n"
-    assert talk(server, head + b'{"prompt"').startswith(b"HTTP/1.1 408 ")
-    assert time.monotonic() - began < 8
-    assert server.get("/health").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\x00" * 1000,
-        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-        b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /score HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
-    ],
-    ids=range(8),
-)
-def test_malformed_bytes_are_answered_and_harm_nobody(server, sent):
-    answer = talk(server, sent)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-    assert server.get("/health").status_code == 200
 
 
 def test_a_range_of_the_page_or_of_anything_is_not_computed(server):
