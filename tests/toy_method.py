@@ -16,8 +16,7 @@ from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.halting import gate_probability
 from adaponder.methods import Method, Objective
 from adaponder.methods.base import State
-from adaponder.methods.objectives import CrossEntropy, Losses, LossFunction, Scorer, Trajectory
-from adaponder.methods.objectives.base import with_term
+from adaponder.methods.objectives import CrossEntropy, Losses, LossFunction, Scorer, Trajectory, with_term
 from adaponder.policies import LearnedGate, Policy
 
 NAME = "echo"

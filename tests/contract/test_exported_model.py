@@ -17,8 +17,8 @@ from filelock import FileLock
 import harness_support
 from adaponder import AdaPonderForCausalLM, Objective
 from adaponder.checkpoints.loading import tokenizer_of
+from adaponder.conversion import export as exporting
 from adaponder.conversion.open import load
-from adaponder.export import folder as exporting
 from support import FAMILIES, ids, tiny
 
 CASES = {
@@ -221,7 +221,7 @@ def test_lm_eval_scores_the_folder_as_the_package_does(probe):
 
 @pytest.mark.parametrize("name", exporting.CODE)
 def test_the_exported_files_import_torch_and_transformers_alone(name):
-    tree = ast.parse((Path(exporting.__file__).parent / name).read_text())
+    tree = ast.parse((Path(exporting.exported.__file__).parent / name).read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     relative = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}

@@ -66,7 +66,7 @@ NOT_RUN = {
     r"^reproduce": "has moved to python -m experiments",
     r"EleutherAI|zeng123": "needs the hub",
     r"--tasks": "needs sets of questions; tests/unit/commands/test_task_command.py",
-    r"--push": "sends to the hub; tests/unit/export",
+    r"--push": "sends to the hub; tests/unit/conversion",
     r"--interactive": "needs somebody at the keyboard; tests/unit/commands/test_generate.py",
 }
 

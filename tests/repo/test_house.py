@@ -37,7 +37,6 @@ ORDER = [
     "modeling",
     "inference",
     "conversion",
-    "export",
     "terminal",
     "journal",
     "text",

@@ -1,1 +1,1 @@
-"""Hugging Face decoders as backbones: the wrapper, the rows that attention sees, and what is known of each family."""
+"""Hugging Face decoders as backbones: the wrapper, the rows that attention reads, and facts about each family."""

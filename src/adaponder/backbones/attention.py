@@ -1,9 +1,9 @@
 """Our attention function for decoders: equals ``sdpa``, and also takes packed rows.
 
-Hugging Face looks it up by name (``attn_implementation="adaponder"``). Three things are different. A pass over
-scattered rows, packed into one lane, attends to the keys of every sequence (:class:`Lane`). A plain causal pass is
-given no mask while compiling either: with one, attention does twice the work. And compiled queries are laid out token
-by token, so that the result is too, and need not be copied to be multiplied on.
+Hugging Face looks it up by name (``attn_implementation="adaponder"``). Three things differ. A pass over scattered
+rows, packed into one lane, attends to the keys of every sequence (:class:`Lane`). A plain causal pass has no mask while
+compiling either: with one, attention does twice the work. And compiled queries are laid out token by token, so that the
+next matrix product needs no copy of the result.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows packed into one lane, and the window of each layer; handed to the decoder as the keyword ``lane``.
+    """Rows packed into one lane, and the window of each layer; passed to the decoder as the keyword ``lane``.
 
-    ``windows`` has one entry per layer (after :meth:`of_layer`, that layer's alone). Each layer that receives the lane
-    appends to ``arrived``: a decoder that does not pass it on would attend to other tokens, so the pass counts them.
+    ``windows`` has one entry per layer (after :meth:`of_layer`, only that layer's). Each layer that receives the lane
+    appends to ``arrived``: a decoder that drops the keyword would attend to wrong tokens, so the pass counts them.
     """
 
     rows: PackedRows
@@ -35,7 +35,7 @@ class Lane(NamedTuple):
     arrived: list[bool]
 
     def of_layer(self, layer: int) -> Lane:
-        """The lane as one layer is handed it, in which nothing says which layer that is (see compiling.py)."""
+        """Returns the lane for one layer, without its number, so that one graph fits all layers (see compiling.py)."""
         return Lane(self.rows, [self.windows[layer]], [])
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
@@ -43,7 +43,7 @@ class Lane(NamedTuple):
 
 
 class LedgerLane(NamedTuple):
-    """Like :class:`Lane`, for rows that read keys and values through a ledger's index: those of an inference engine."""
+    """A :class:`Lane` whose rows read keys and values through a ledger's index: that of the engine."""
 
     rows: LedgerRows
     windows: list[int | None]
@@ -64,7 +64,7 @@ def attend(
     lane: Lane | LedgerLane | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What a decoder's attention module calls: the ``lane``'s attention where its pass has one, else ``sdpa``."""
+    """Computes attention for a decoder's module: the ``lane``'s where the pass has one, else ``sdpa``."""
     if lane is not None:
         lane.arrived.append(True)
         mixed = lane.mix(
@@ -77,7 +77,7 @@ def attend(
         )
         return mixed[None], None
     if torch.compiler.is_compiling():
-        # Under autocast rotary angles have widened the queries; attention would narrow them anyway.
+        # Under autocast rotary angles have widened the queries; attention narrows them anyway.
         query = query.to(value.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
@@ -91,7 +91,7 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """No mask where the pass is plain and causal, ``sdpa``'s elsewhere."""
+    """Returns no mask where the pass is plain and causal, else ``sdpa``'s."""
     whole = q_length == kv_length and (local_size is None or kv_length < local_size)
     if attention_mask is None and allow_is_causal_skip and whole:
         return None
@@ -107,18 +107,18 @@ def mask(
 
 
 def refuse_attention(implementation: Any) -> None:
-    """Raises on an attention that cannot be exact here: a pass over reused rows needs a mask that any row may have."""
+    """Raises on an attention that cannot be exact here: a pass over reused rows needs an arbitrary mask."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     for name in names:
         if name not in (None, "eager", "sdpa", NAME):
             raise InputError(
-                f"attn_implementation={name!r}: it takes no mask of scattered rows, which halting needs; use 'sdpa', "
+                f"attn_implementation={name!r} takes no mask of scattered rows, which halting needs; use 'sdpa', "
                 "which runs flash kernels wherever no mask is needed"
             )
 
 
 def use(stock: PreTrainedModel) -> bool:
-    """Gives a decoder that attends by ``sdpa`` this attention; any other keeps its own. True if it has this one now."""
+    """Sets this attention on a decoder that uses ``sdpa``; returns whether it has this attention now."""
     if stock.config._attn_implementation == "sdpa" and stock._can_set_attn_implementation():
         stock.set_attn_implementation(NAME)
     return stock.config._attn_implementation == NAME

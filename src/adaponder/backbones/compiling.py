@@ -1,9 +1,8 @@
-"""Compiling passes over the backbone: one layer's graph for all layers and passes, or each pass as one graph.
+"""Compiles passes over the backbone: one layer's graph for all layers and passes, or each pass as one graph.
 
-A layer's graph takes seconds, and serves every layer of the same kind. A graph of a whole pass takes a minute or two to
-make with 24 layers. The compiler may fuse across them, which gained no speed beyond the spread and less than a
-gigabyte; but the host does little more than half the work, which counts where the GPU is the faster. Neither changes
-what is computed.
+A layer's graph compiles in seconds and serves every layer of the same kind. A graph of a whole pass takes a minute or
+two with 24 layers. Fusing across layers gained no measurable speed and less than a gigabyte, but it nearly halves the
+host's work, which counts where the host is slower than the GPU. The results are the same.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ UNITS = ("layer", "pass")
 
 def check(by: str, memory_budget: float) -> None:
     if by not in UNITS:
-        raise ConfigError(f"by={by!r}: {' or '.join(UNITS)}, what is compiled at once")
+        raise ConfigError(f"by={by!r} must be {' or '.join(UNITS)}, the unit that is compiled")
     if not 0 < memory_budget <= 1:
-        raise ConfigError(f"memory_budget={memory_budget}: a share above 0, and 1 to keep everything")
+        raise ConfigError(f"memory_budget={memory_budget} must be above 0 and at most 1, which keeps everything")
 
 
 def compiled(function: Callable[..., Any], memory_budget: float, options: dict[str, Any]) -> Callable[..., Any]:
-    """``torch.compile`` with that share of activations kept for backward."""
-    made = torch.compile(function, **joined.settings(options))
+    """Returns ``torch.compile(function)`` that keeps this share of activations for backward."""
+    compiled_function = torch.compile(function, **joined.settings(options))
     if memory_budget == 1:
-        return made
+        return compiled_function
 
     def within_budget(*arguments: Any, **named: Any) -> Any:
         # The compiler reads the budget when it splits a graph into forward and backward.
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-            return made(*arguments, **named)
+            return compiled_function(*arguments, **named)
 
     return within_budget
 
@@ -55,17 +54,17 @@ class Layers:
         self.layers = decoder_layers(body, len(windows))
         if not self.layers:
             raise BackboneError(
-                f"{type(body).__name__}: no list of its {len(windows)} layers is found; compile by='pass' instead"
+                f"{type(body).__name__} has no list of its {len(windows)} layers; compile by='pass' instead"
             )
-        # Layers that see differently far are kinds of their own, and the compiler counts the graphs of all together. Of
-        # each there may be a dozen: without or with rows to reuse, in training or evaluation, for one shape or any.
+        # Layers with different windows are different kinds, and the compiler counts the graphs of all together. Each
+        # may have a dozen: without or with rows to reuse, in training or evaluation, for one shape or any.
         self.limit = 2 * torch._dynamo.config.recompile_limit * len(set(windows))
         kinds = {type(layer) for layer in self.layers}
         self.forwards = {kind: compiled(kind.forward, memory_budget, options) for kind in kinds}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The decoder calls its layers, and they run compiled; afterwards they are as they were."""
+        """Context manager in which the decoder's layers run compiled."""
         if changed := [layer for layer in self.layers if "forward" in layer.__dict__]:
             raise BackboneError(
                 f"{type(changed[0]).__name__}.forward has been replaced (by offloading?): compile by='pass' instead"
@@ -73,7 +72,7 @@ class Layers:
         try:
             for index, layer in enumerate(self.layers):
                 layer.forward = partial(self._forward, index, layer)
-            # Layers of a kind differ in their number alone, and nothing in a graph depends on it.
+            # Layers of a kind differ only in their number, and nothing in a graph depends on it.
             with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=self.limit):
                 yield
         finally:
@@ -81,39 +80,39 @@ class Layers:
                 layer.__dict__.pop("forward", None)
 
     def _forward(self, index: int, layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-        taken: list[tuple[IterationView, IterationView]] = []
+        views: list[tuple[IterationView, IterationView]] = []
         lanes: list[tuple[Lane, Lane]] = []
 
-        def own(value: Any) -> Any:
-            """What of an argument is this layer's: a graph that saw the others' would not fit them."""
+        def of_layer(value: Any) -> Any:
+            """Returns this layer's part of an argument: a graph that saw the others' would not fit them."""
             if isinstance(value, IterationView):
-                taken.append((value, value.of_layer(index)))
-                return taken[-1][1]
+                views.append((value, value.of_layer(index)))
+                return views[-1][1]
             if isinstance(value, Lane):
                 lanes.append((value, value.of_layer(index)))
                 return lanes[-1][1]
             return value
 
-        arguments, named = tuple(map(own, arguments)), {name: own(value) for name, value in named.items()}
+        arguments, named = tuple(map(of_layer, arguments)), {name: of_layer(value) for name, value in named.items()}
         if lanes:
             _vary_rows(arguments, named)
         result = self.forwards[type(layer)](layer, *arguments, **named)
-        for view, part in taken:
-            view.take(index, part)
-        for lane, part in lanes:
-            lane.arrived.extend(part.arrived)
+        for view, layer_view in views:
+            view.take(index, layer_view)
+        for lane, layer_lane in lanes:
+            lane.arrived.extend(layer_lane.arrived)
         return result
 
 
 def vary(tensors: Sequence[Tensor | None], dimension: int) -> None:
-    """Tells the compiler that this dimension differs from pass to pass."""
+    """Marks a dimension that differs from pass to pass as dynamic for the compiler."""
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def _vary_rows(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    # Hidden states and rotary angles: what a layer is given is made between the layers, and not marked yet.
+    # Hidden states and rotary angles are made between the layers and not marked yet.
     inputs = [*arguments, *named.values()]
-    grids = [part for value in inputs for part in (value if type(value) is tuple else (value,))]
-    vary([grid for grid in grids if isinstance(grid, Tensor) and grid.ndim == 3], 1)
+    tensors = [tensor for value in inputs for tensor in (value if type(value) is tuple else (value,))]
+    vary([tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.ndim == 3], 1)

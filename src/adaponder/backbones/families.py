@@ -1,4 +1,4 @@
-"""What is known of decoder families by their configs: which cannot be a backbone, and what others must be told."""
+"""Facts about decoder families, by their configs: which cannot be a backbone and why, windows, rotary types, layers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from adaponder.errors import BackboneError
 
 # BLOOM and (with alibi) Falcon build their biases from padding alone; GPT-Neo's local layers count rows instead of
-# positions; GPT-NeoX-Japanese takes no keys that were gathered. They can be read whole, from the first token on, and no
-# other way.
+# positions; GPT-NeoX-Japanese takes no gathered keys. They can only be read whole, from the first token on.
 _READ_WHOLE = ("bloom", "gpt_neo", "gpt_neox_japanese")
 
 
 def read_whole(config: PreTrainedConfig) -> bool:
-    """Whether this family can be read only whole: without padding, packed documents or a cache."""
+    """Returns whether this family can only be read whole: without padding, packed documents or a cache."""
     return config.model_type in _READ_WHOLE or (config.model_type == "falcon" and config.alibi)
 
 
@@ -27,7 +26,7 @@ def refuse_by_name(stock: PreTrainedModel) -> None:
 
 
 def _in_its_attention(config: PreTrainedConfig) -> str | None:
-    """Why its way to attend cannot be used, if so."""
+    """Returns why its attention cannot be used, if so."""
     if config.model_type == "doge" and config._attn_implementation != "eager":
         return "its masks let a token see the future; open it with attn_implementation='eager'"
     if config.is_encoder_decoder:
@@ -45,7 +44,7 @@ def _in_its_attention(config: PreTrainedConfig) -> str | None:
 
 
 def _in_its_logits(config: PreTrainedConfig) -> str | None:
-    """Why its logits are not a linear map of the hidden state, if so."""
+    """Returns why its logits are not a linear map of the hidden state, if so."""
     if getattr(config, "final_logit_softcapping", None):
         return "final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head"
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
@@ -55,7 +54,7 @@ def _in_its_logits(config: PreTrainedConfig) -> str | None:
 
 
 def _in_its_body(config: PreTrainedConfig) -> str | None:
-    """Which option of its layers cannot be used, if one is set."""
+    """Returns which option of its layers cannot be used, if one is set."""
     if getattr(config, "use_bidirectional_attention", False) not in (False, None):
         return "use_bidirectional_attention lets a token see the future"
     if getattr(config, "add_cross_attention", False):
@@ -64,14 +63,14 @@ def _in_its_body(config: PreTrainedConfig) -> str | None:
         return f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0"
     projection = getattr(config, "word_embed_proj_dim", None)
     if projection not in (None, config.hidden_size):
-        return f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place to go in"
+        return f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place there"
     if getattr(config, "num_kv_shared_layers", 0):
         return "num_kv_shared_layers makes layers read other layers' keys and values"
     return None
 
 
 def _in_its_ends(stock: PreTrainedModel) -> str | None:
-    """Why its embedding or head cannot be used, if so."""
+    """Returns why its embedding or head cannot be used, if so."""
     head, embedding = stock.get_output_embeddings(), stock.get_input_embeddings()
     if not isinstance(head, nn.Linear):
         return f"its head is a {type(head).__name__}, not a linear map of the hidden state"
@@ -90,7 +89,7 @@ def refuse_halting(stock: PreTrainedModel, method: str) -> None:
 
 
 def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
-    """Attention kind -> window in tokens (None: all), in the keys that decoders of mixed kinds take masks by."""
+    """Maps each attention kind to its window in tokens (None: all), by the keys of decoders with mixed kinds."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -99,28 +98,28 @@ def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The window of each layer."""
+    """Returns the window of each layer."""
     windows = windows_of(config)
     return [windows[kind] for kind in getattr(config, "layer_types", None) or [*windows] * config.num_hidden_layers]
 
 
 def rope_types(config: PreTrainedConfig) -> set[str | None]:
-    """How its rotary angles are made, of each attention kind where they differ."""
+    """Returns the rotary types of its attention kinds."""
     rope = getattr(config, "rope_parameters", None) or {}
     return {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
 
 
 def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
-    """The ``count`` repeated blocks of a decoder, first to last; empty if it keeps them in no list."""
+    """Returns the ``count`` repeated blocks of a decoder, first to last; empty if they are in no list."""
     lists = (module for module in body.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return list(next(lists, ()))
 
 
 def drops_attention(config: PreTrainedConfig) -> bool:
-    """Whether attention drops weights in training."""
+    """Returns whether attention drops weights in training."""
     return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
 
 
 def unfolds(config: PreTrainedConfig) -> bool:
-    """Whether each pass unfolds the keys and values it is given: latent attention caches less than it attends with."""
+    """Returns whether each pass unfolds cached keys and values: latent attention caches less than it attends with."""
     return getattr(config, "qk_head_dim", None) is not None

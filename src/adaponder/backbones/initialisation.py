@@ -1,7 +1,7 @@
-"""Weights for training from scratch: small enough that K iterations of a deep stack do not blow up.
+"""Weights for training from scratch: small enough that K iterations of a deep stack do not diverge.
 
-PonderLM's rule, also its loop baseline's: every matrix and table from a normal of variance 2 / (5 d), cut off at three
-standard deviations; what each layer adds to the residual stream divided by sqrt(2 * layers * K), because K iterations
+PonderLM's rule, also of its loop baseline: every matrix and table from a normal of variance 2 / (5 d), truncated at
+three standard deviations; projections into the residual stream divided by sqrt(2 * layers * K), because K iterations
 add 2 * layers * K times.
 """
 
@@ -41,14 +41,14 @@ def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None
     expected = 2 * stock.config.num_hidden_layers
     if scaled != expected:
         raise BackboneError(
-            f"{stock.config.model_type}: {scaled} projections into the residual stream were recognised, {expected} are "
-            "expected; depth-scaled initialisation does not know this family"
+            f"{stock.config.model_type}: found {scaled} projections into the residual stream, expected {expected}; "
+            "depth-scaled initialisation does not know this family"
         )
     stock.tie_weights()
 
 
 def _truncated_normal_(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    # Drawn in float32: the same weights in every precision, and on every device if made on the CPU, as training does.
+    # Drawn in float32: the same weights in every precision, and on every device if made on the CPU, as in training.
     drawn = torch.empty(weight.shape, dtype=torch.float32, device="meta" if weight.is_meta else generator.device)
     nn.init.trunc_normal_(drawn, std=std, a=-3.0 * std, b=3.0 * std, generator=generator)
     weight.copy_(drawn)

@@ -1,4 +1,4 @@
-"""What a decoder's shapes say it costs to read, and how many parameters it has: nothing is allocated for it."""
+"""The shape of a decoder: multiply-adds per row, K/V elements and parameters, counted without allocating weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from adaponder.errors import BackboneError
 
 @dataclass(frozen=True)
 class Shape:
-    """What a decoder costs to read, as multiply-adds and elements; see :func:`shape_of`.
+    """The cost of a decoder's rows, as multiply-adds and elements; see :func:`shape_of`.
 
     Attributes:
         hidden: hidden size, d.
         vocabulary: V, rows of the head and of the embedding table.
         parameters: of the stock model, tied ones counted once.
         body: multiply-adds of one row in the matrices of all layers; no embedding, no head.
-        expansion: multiply-adds that a pass spends on each key slot before it attends: 0, except where the cache holds
+        expansion: multiply-adds of a pass for each key slot before attention: 0, except where the cache holds
             compressed keys and values (multi-head latent attention).
         attention: per layer, multiply-adds of one query with one key: heads x (key size + value size).
-        windows: per layer, how many tokens a query sees at most; ``None`` for all.
-        kv: elements of keys and values that one row leaves, summed over layers.
+        windows: per layer, the most tokens that a query sees; ``None`` for all.
+        kv: elements of keys and values of one row, summed over layers.
     """
 
     hidden: int
@@ -49,31 +49,36 @@ class Shape:
 
 @torch.no_grad()
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
-    """The shape of a decoder, read off a twin on the meta device: nothing is allocated, no weight is looked at.
+    """Returns the shape of a decoder, read off a twin on the meta device: nothing is allocated, no weight is read.
 
     ``source`` is a decoder, stock or wrapped, or its config. Raises where a matrix product would go uncounted.
     """
     # A wrapped decoder's text config is its backbone's.
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
-    with torch.device("meta"):
-        # Eager: any other attention may refuse this device, and none has other shapes.
-        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
-        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    twin = meta_twin(config)
     _refuse_uncounted(twin)
     rows, cache = _watch(twin)
-    kept = [(x.keys, x.values) for x in cache.layers if x.keys is not None and x.values is not None]
-    if len(kept) != config.num_hidden_layers:
-        raise _uncountable(config, f"{len(kept)} of its {config.num_hidden_layers} layers keep keys and values")
+    cached = [(x.keys, x.values) for x in cache.layers if x.keys is not None and x.values is not None]
+    if len(cached) != config.num_hidden_layers:
+        raise _uncountable(config, f"{len(cached)} of its {config.num_hidden_layers} layers keep keys and values")
     return Shape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         parameters=sum(parameter.numel() for parameter in twin.parameters()),
         body=sum(linear.weight.numel() for linear, count in rows.items() if count == 1),
         expansion=sum(linear.weight.numel() for linear, count in rows.items() if count == 2),
-        attention=tuple(_pair(config, keys, values) for keys, values in kept),
+        attention=tuple(_pair(config, keys, values) for keys, values in cached),
         windows=tuple(layer_windows(config)),
-        kv=sum(part.shape[1] * part.shape[3] for keys_values in kept for part in keys_values),
+        kv=sum(rows.shape[1] * rows.shape[3] for keys_values in cached for rows in keys_values),
     )
+
+
+def meta_twin(config: PreTrainedConfig) -> PreTrainedModel:
+    """Builds a decoder of this config on the meta device, where nothing is allocated."""
+    with torch.device("meta"):
+        # Eager: any other attention may refuse this device, and none has other shapes.
+        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
 
 
 def _refuse_uncounted(twin: PreTrainedModel) -> None:
@@ -91,9 +96,9 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Reads one token, then a second one: (how many rows each linear layer met for the second, the cache of both).
+    """Reads one token, then a second; returns (rows in each linear layer for the second, the cache of both).
 
-    A layer of the body meets 1 row, the new one; a layer that unfolds cached rows meets both.
+    A layer of the body computes 1 row, the new one; a layer that unfolds cached rows computes both.
     """
     rows: Counter[nn.Module] = Counter()
 
@@ -107,7 +112,7 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
         linear.register_forward_pre_hook(count)
     modules: Iterator[Any] = twin.modules()
     for module in modules:
-        # Rotary angles that stretch with the text compare lengths, which this device has not; shapes stay the same.
+        # Dynamic rotary angles compare lengths, which this device cannot; shapes stay the same.
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"
     cache = DynamicCache()
@@ -120,13 +125,13 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
             raise _uncountable(twin.config, f"its work depends on more than shapes ({error})") from error
         for name, linear in linears.items():
             if rows[linear] not in (1, held):
-                raise _uncountable(twin.config, f"{name} met {rows[linear]} rows while one token was read")
+                raise _uncountable(twin.config, f"{name} computed {rows[linear]} rows for one token")
     return rows, cache
 
 
 def _pair(config: PreTrainedConfig, keys: Tensor, values: Tensor) -> int:
-    """Multiply-adds of one query with one key and its value, over all heads of a layer."""
-    # Latent attention caches less than it attends with, and says so by these two names.
+    """Returns the multiply-adds of one query with one key and its value, over all heads of a layer."""
+    # Latent attention caches less than it attends with; these two names hold the sizes.
     key_size = getattr(config, "qk_head_dim", None) or keys.shape[3]
     value_size = getattr(config, "v_head_dim", None) or values.shape[3]
     return config.num_attention_heads * (key_size + value_size)

@@ -25,25 +25,25 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class IterationView(Cache):
-    """What one pass over the backbone sees of the recurrence, and what it leaves behind, one entry per layer."""
+    """The cache of one pass over the backbone: what each layer reads and leaves behind, one entry per layer."""
 
     def __init__(self, layers: int):
         super().__init__(layers=[])
         self.calls = [0] * layers
         self.written: list[KeysValues | None] = [None] * layers
-        self.alone = False  # holds one layer's rows, whichever it is
+        self.single = False  # holds one layer's rows, without its number
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
-        layer = 0 if self.alone else layer_idx
+        layer = 0 if self.single else layer_idx
         self.calls[layer] += 1
-        # Under autocast rotary angles widen keys to float32 and attention narrows them again: rows are kept narrow.
+        # Under autocast rotary angles widen keys to float32 and attention narrows them again: rows are stored narrow.
         return self.answer(key_states.to(value_states.dtype), value_states, layer)
 
     def rows(self) -> list[KeysValues]:
-        """What the pass wrote, after checking the counted contract: every layer asked exactly once."""
+        """Returns the rows of the pass, after checking the counted contract: every layer called ``update`` once."""
         wrong = [layer for layer, calls in enumerate(self.calls) if calls != 1]
         if wrong:
             raise BackboneError(
@@ -54,17 +54,17 @@ class IterationView(Cache):
         return [row for row in self.written if row is not None]
 
     def of_layer(self, layer: int) -> IterationView:
-        """What one layer sees of the view, in which nothing says which layer that is (see compiling.py)."""
-        part = copy.copy(self)
-        part.alone, part.calls, part.written = True, [0], [None]
-        return part
+        """Returns the view of one layer, without its number, so that one graph fits all layers (see compiling.py)."""
+        view = copy.copy(self)
+        view.single, view.calls, view.written = True, [0], [None]
+        return view
 
-    def take(self, layer: int, part: IterationView) -> None:
-        """What a layer left in its part."""
-        self.calls[layer] += part.calls[0]
-        self.written[layer] = part.written[0]
+    def take(self, layer: int, view: IterationView) -> None:
+        """Takes over what a layer left in its own view."""
+        self.calls[layer] += view.calls[0]
+        self.written[layer] = view.written[0]
 
-    # Masks are always ours, except for a plain causal pass where the backbone sizes its own by these.
+    # Masks are ours, except for a plain causal pass, where the backbone sizes its own by these.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -84,7 +84,7 @@ class IterationView(Cache):
 
 
 class PlainView(IterationView):
-    """Reuses nothing: every layer sees the rows that it has just computed."""
+    """Reuses nothing: every layer reads the rows that it has just computed."""
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         self.written[layer] = (keys, values)
@@ -103,9 +103,9 @@ class DenseView(IterationView):
         self.active = None if active is None else active[:, None, :, None]
 
     def of_layer(self, layer: int) -> DenseView:
-        part: DenseView = super().of_layer(layer)  # type: ignore[assignment]
-        part.previous = None if self.previous is None else [self.previous[layer]]
-        return part
+        view: DenseView = super().of_layer(layer)  # type: ignore[assignment]
+        view.previous = None if self.previous is None else [self.previous[layer]]
+        return view
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         if self.previous is not None and self.active is not None:
@@ -113,8 +113,8 @@ class DenseView(IterationView):
             keys = torch.where(self.active, keys, old_keys)  # eq. 10
             values = torch.where(self.active, values, old_values)
         elif torch.compiler.is_compiling():
-            # Some decoders' values are a slice of a wider product. Merged rows are not, and a compiler tells them
-            # apart: with one layout for all, the passes after the first are one graph.
+            # Some decoders' values are a slice of a wider product, merged rows are not, and a compiler distinguishes
+            # them: with one layout for all, the passes after the first share one graph.
             values = values.clone()
         self.written[layer] = (keys, values)
         return keys, values
@@ -126,9 +126,9 @@ class GridView(IterationView):
     Args:
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
         shape: (batch, slots).
-        lanes: the sequences that ask, if only their keys and values are to be answered; ``None`` for all.
-        sequence, slot: ``[stored]``, where each row that is stored stands.
-        kept: ``[stored]``, which rows of the pass those are; ``None`` for all.
+        lanes: the sequences whose keys and values are returned; ``None`` for all.
+        sequence, slot: ``[stored]``, the place of each stored row.
+        kept: ``[stored]``, which rows of the pass are stored; ``None`` for all.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class GridView(IterationView):
         self.sequence, self.slot, self.kept = sequence, slot, kept
 
     def of_layer(self, layer: int) -> GridView:
-        part: GridView = super().of_layer(layer)  # type: ignore[assignment]
-        part.grids = None if self.grids is None else [self.grids[layer]]
-        return part
+        view: GridView = super().of_layer(layer)  # type: ignore[assignment]
+        view.grids = None if self.grids is None else [self.grids[layer]]
+        return view
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]
@@ -175,10 +175,10 @@ class RowPlan:
     """Which rows one pass reads and writes, of ``lanes`` sequences side by side, or packed into one lane.
 
     Attributes:
-        read: ``[lanes, slots]`` ledger row behind each slot; -1 where there is none.
+        read: ``[lanes, slots]`` ledger row of each slot; -1 where there is none.
         stored: ``[new]`` index of the pass's queries (flattened) that leave a row.
-        slot_index: ``[new]`` flattened ``lane * slots + slot`` where each of those stands.
-        fresh: the pass's own rows are all there is to read, in order.
+        slot_index: ``[new]`` flattened ``lane * slots + slot`` of each of those.
+        fresh: whether the pass reads only its own rows, in order.
     """
 
     read: Tensor
@@ -215,10 +215,10 @@ class RowView(IterationView):
         if old is None:
             table = new.new_zeros(lanes * slots, heads, size)
         elif old.dtype != new.dtype:
-            raise CacheError(f"past_key_values holds {old.dtype}, this forward computes {new.dtype}: autocast changed?")
+            raise CacheError(f"past_key_values has {old.dtype}, this forward computes {new.dtype}: autocast changed?")
         else:
-            # Slots without a row (-1) and rows of this very pass fetch any row: masked, or overwritten below.
+            # Slots without a row (-1) and rows of this pass fetch any row: masked, or overwritten below.
             table = old.index_select(0, plan.read.clamp(0, old.shape[0] - 1).flatten())
-        # In place: the gathered table is fresh, and nothing else holds it.
+        # In place: nothing else refers to the gathered table.
         table.index_copy_(0, plan.slot_index, rows)
         return rows, table.view(lanes, slots, heads, size).transpose(1, 2)

@@ -35,8 +35,10 @@ _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f", "norm_f",
 
 
 class PassOutput(NamedTuple):
-    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it;
-    ``rows`` are, per layer, the keys and values that the view wrote."""
+    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it.
+
+    ``rows`` are, per layer, the keys and values that the view wrote.
+    """
 
     hidden: Tensor
     stream: Tensor
@@ -47,9 +49,9 @@ class Backbone:
     """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
 
     Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
-    compiled, the functions behind its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py; ops/joined.py only
-    speaks to the compiler). What cannot be seen that way is refused by name when wrapping (structure) and by
-    :meth:`verify` (numbers on random input, against the stock model's own forward).
+    compiled, the functions of its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py; ops/joined.py sets
+    options of the compiler). Other structures are refused by name when wrapping, and :meth:`verify` compares numbers on
+    random input with the stock model's own forward.
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -70,11 +72,10 @@ class Backbone:
         """Compiles a layer or a pass, for all iterations: the first one and those that reuse rows are two graphs.
 
         A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
-        in attention, or with a ledger, it stays as it is. So does the rest of a forward but for what methods hand to
+        in attention, or with a ledger, it runs uncompiled. So does the rest of a forward except what methods pass to
         :meth:`compiled`: the products over the vocabulary are kernels already, and the ponder term's size changes at
         every step of its warm-up.
-        ``memory_budget`` is the share of a pass's activations that may be kept; the compiler chooses what is cheapest
-        to compute again.
+        ``memory_budget`` is the share of a pass's activations that may be kept; the compiler recomputes the cheapest.
         """
         compiling.check(by, memory_budget)
         attention.use(self.stock)
@@ -84,11 +85,11 @@ class Backbone:
         self._compiled, self._between = None, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A compiled pass is bound to this very body: a copy compiles its own.
+        # A compiled pass is bound to this body: a copy compiles its own.
         return self.__dict__ | {"_compiled": None, "_between": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A small function between passes: compiled if passes are, so that it reads and writes what it needs once."""
+        """Returns a small function between passes, compiled if passes are, so that it reads and writes memory once."""
         if self.compile_options is None:
             return function
         if function not in self._between:
@@ -98,7 +99,7 @@ class Backbone:
         return self._between[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
-        """Whether a pass runs compiled: if that was asked for, dense ones and those over plain packed rows."""
+        """Returns whether a pass runs compiled: dense ones and those over plain packed rows, after :meth:`compile`."""
         if self.compile_options is None or view not in (DenseView, GridView):
             return False
         if not isinstance(lane, Lane):
@@ -126,19 +127,19 @@ class Backbone:
         return options.pop("by"), options.pop("memory_budget"), options
 
     def packs(self) -> bool:
-        """Whether rows of several sequences can be packed into one lane: asked of the decoder once, with one token."""
+        """Returns whether rows of several sequences can be packed into one lane; tries it once, with one token."""
         if not attention.use(self.stock):
             return False
         if self._packs is None:
             weight = self._head().weight
             if weight.device.type == "meta":
                 return False
-            here = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-            lane = Lane(PackedRows(here[0], Places(here, here), Places(here, here)), self.layer_windows, [])
+            place = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+            lane = Lane(PackedRows(place[0], Places(place, place), Places(place, place)), self.layer_windows, [])
             x = torch.zeros(1, 1, self.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
             with torch.no_grad(), _evaluating(self.stock):
                 try:
-                    self.read(x, position=here, mask=None, view=PlainView, lane=lane, stream=False)
+                    self.read(x, position=place, mask=None, view=PlainView, lane=lane, stream=False)
                     self._packs = True
                 except BackboneError:
                     self._packs = False
@@ -155,11 +156,11 @@ class Backbone:
         scale = getattr(embedding, "embed_scale", None)
         if type(embedding) is not nn.Embedding and scale is None:
             raise BackboneError(
-                f"{_class_of(embedding)} has taken the embedding's place: an adapter there is no part of the table "
-                "that is mixed; adapt other modules, or merge it first"
+                f"{_class_of(embedding)} replaces the embedding: an adapter there is not part of the mixed table; "
+                "adapt other modules, or merge it first"
             )
         weight = _present(embedding.weight)
-        # A number, or (Gemma) a tensor that may be wider than the table.
+        # A number, or (Gemma) a tensor that may have a wider type than the table.
         return weight if scale is None else weight * torch.as_tensor(scale, dtype=weight.dtype)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -182,8 +183,8 @@ class Backbone:
         head = self.stock.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise BackboneError(
-                f"{_class_of(head)} has taken the head's place: an adapter there is no part of the expectation over "
-                "the vocabulary; adapt other modules, or merge it first"
+                f"{_class_of(head)} replaces the head: an adapter there is not part of the expectation over the "
+                "vocabulary; adapt other modules, or merge it first"
             )
         return head
 
@@ -204,13 +205,13 @@ class Backbone:
         replay: bool = False,
         stream: bool = True,
     ) -> PassOutput:
-        """One pass of the whole body over ``x [lanes, queries, d]`` with the rows that a ``view`` answers.
+        """Runs one pass of the whole body over ``x [lanes, queries, d]`` with the rows of a ``view``.
 
-        With a ``lane`` the queries are rows of several sequences, packed, and there is no ``mask``.
+        With a ``lane`` the queries are packed rows of several sequences, and there is no ``mask``.
 
-        ``replay`` keeps no activations of the pass and computes them again in backward (non-reentrant
-        checkpointing). A fresh view is made of what it is ``holding`` each time, so that the replay sees what the pass
-        saw. Without ``stream`` the residual stream is not looked for; it is then the hidden state.
+        ``replay`` keeps no activations of the pass and recomputes them in backward (non-reentrant checkpointing). Each
+        time a new view is built with the arguments ``holding``, so that the recomputation reads the same rows. Without
+        ``stream`` the output's residual stream is the hidden state.
         """
         compiles, holding = self._compiles(view, lane), holding or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
@@ -219,7 +220,7 @@ class Backbone:
         if lane is not None:
             if compiles and isinstance(lane, Lane):
                 _vary(x, position, lane, holding)
-            # Any mask that is there already keeps the decoder from building one of rows by rows.
+            # With any mask given, the decoder does not build one of rows by rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
             mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
         arguments = (x, position, mask, view, holding, stream, lane)
@@ -250,29 +251,29 @@ class Backbone:
             )
         if lane is not None and len(lane.arrived) != self.layers:
             raise BackboneError(
-                f"{self.stock.config.model_type}: {len(lane.arrived)} of {self.layers} layers were told whose rows they"
-                " read: it does not hand keyword arguments on to its attention"
+                f"{self.stock.config.model_type}: {len(lane.arrived)} of {self.layers} layers received the packed "
+                "rows: it does not pass keyword arguments on to its attention"
             )
         hidden = out.last_hidden_state
         return PassOutput(hidden, streams[0] if streams else hidden, answers.rows())
 
     def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
-        """Appends the residual stream of a pass: what the final norm reads or, without one, what the last layer leaves.
+        """Appends the residual stream of a pass: the final norm's input or, without one, the last layer's output.
 
-        Under a norm that is not known by its name the latter is not the hidden state, so :meth:`verify` refuses it.
+        With a norm of unknown name the latter is not the hidden state, so :meth:`verify` refuses it.
         """
         if self.norm is not None:
             return _watching(self.norm, lambda norm_input, _: streams.append(norm_input))
         layers = decoder_layers(self.body, self.layers)
         if not layers:
             return nullcontext()
-        return _watching(layers[-1], lambda _, left: streams.append(left[0] if isinstance(left, tuple) else left))
+        return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """The explicit attention mask, in the form this decoder takes it."""
+        """Returns the explicit attention mask, in the form that this decoder takes."""
         if read_whole(self.stock.config):
             raise BackboneError(
-                f"{self.stock.config.model_type} takes no mask of ours: it can be read only whole, without padding, "
+                f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "
                 "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
             )
         attention.refuse_attention(self.stock.config._attn_implementation)  # the user may have set it on the backbone
@@ -306,14 +307,14 @@ class Backbone:
             logits = nn.functional.linear(output.hidden, head, bias)
             _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
             _agree(self.stock, "the body with embeddings fed in", self.logits(output.hidden), expected.logits)
-        self.packs()  # asked now, so that no forward pays for the question
+        self.packs()  # tried now, so that no forward pays for it
 
 
 @contextmanager
 def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Shows ``see`` the first argument and the result of the module's calls.
+    """Calls ``see`` with the first argument and the result of the module's calls.
 
-    In the place of its forward, because a compiler cannot trace the registering of a hook.
+    Replaces its forward, because a compiler cannot trace the registration of a hook.
     """
     before, forward = module.__dict__.get("forward"), module.forward
 
@@ -334,7 +335,7 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
 
 @contextmanager
 def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
-    """In evaluation mode for a moment, each module back in its own after."""
+    """Context manager for evaluation mode that restores each module's own mode."""
     training = {module: module.training for module in stock.modules()}
     stock.eval()
     try:
@@ -345,13 +346,13 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
 
 
 def _under_mask(one_pass: Callable[..., PassOutput], *arguments: Any) -> PassOutput:
-    """The pass, its attention by a backend that can be trusted with a mask: when it is replayed, too."""
+    """Runs the pass with an attention backend that is correct with a mask; in recomputation too."""
     with masked_attention():
         return one_pass(*arguments)
 
 
 def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:
-    """Tells the compiler that every pass over packed rows has another number of them."""
+    """Marks the number of packed rows as dynamic for the compiler."""
     compiling.vary([x, position, lane.rows.query.slot, lane.rows.query.order], 1)
     compiling.vary([lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]], 0)
 
@@ -365,18 +366,18 @@ def _final_norm(body: nn.Module) -> nn.Module | None:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+    """Returns the largest difference, relative to the largest value."""
     ours, theirs = ours.double(), theirs.double()
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """How far the same forward may differ by rounding alone: far below any scale or cap that one could forget."""
+    """Returns how far the same forward may differ by rounding alone: far below the effect of a missing scale or cap."""
     return min(200 * torch.finfo(dtype).eps, 0.02)
 
 
 def _class_of(module: Any) -> str:
-    """Its whole name: adapters are called as what they adapt."""
+    """Returns the full class name: adapters have the names of what they adapt."""
     return f"{type(module).__module__}.{type(module).__name__}"
 
 
@@ -387,13 +388,13 @@ def _present(weight: Tensor) -> Tensor:
 
 
 def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
-    """Raises where a model's logits are not numbers, and says which weight is not, if one is."""
+    """Raises where a model's logits are NaN, and names the first weight that is not finite, if any."""
     if not bool(logits.isnan().any()):
         return
     family, precision = stock.config.model_type, str(logits.dtype).removeprefix("torch.")
     if (bad := first_not_finite(stock.state_dict().items())) is not None:
         raise BackboneError(
-            f"{family}: weights hold {bad.holds}: {bad.name}; the model was damaged or diverged in training"
+            f"{family}: weights contain {bad.holds}: {bad.name}; the model was damaged or diverged in training"
         )
     raise BackboneError(f"{family}: its logits are NaN although its weights are finite: it overflows in {precision}")
 

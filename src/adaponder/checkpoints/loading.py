@@ -1,8 +1,7 @@
-"""Loading weights never executes code, never guesses a key, and says what it refuses."""
+"""Finding and checking checkpoints: loading never executes code and never guesses a key."""
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
@@ -28,16 +26,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 # What loading may need of a hub repository: no pickle, no source file.
 NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model", "*.jinja")
 _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetensors")
-# What a manifest may list and loading does without: it need not be there.
+# A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
-_TRIFLE = 2**24  # numbers: 64 MiB, which may be allocated in vain
-# What a config that asks for nonsense, or a file that holds it, makes the loaders of Hugging Face raise.
+_NEGLIGIBLE = 2**24  # numbers: 64 MiB may be allocated needlessly
+# What Hugging Face's loaders raise on impossible configs and files.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
 _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError, StrictDataclassError)
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The model folder meant by a model folder, a step folder, or a run folder (its final, else its newest step)."""
+    """Returns the model folder of a model folder, a step folder, or a run folder (its final, else its newest step)."""
     if (folder / "config.json").is_file():
         return folder
     if (folder / "final" / "config.json").is_file():
@@ -52,19 +50,19 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """What to say where something in the working directory has the short name of one of the package's checkpoints."""
+    """Returns the hint for a path that has the short name of one of the package's checkpoints."""
     name = str(path)
     return f"; the checkpoint that comes with adaponder is {full_name(name)}" if name in NAMES else ""
 
 
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
-    """The model folder of a checkpoint: found here, or a hub repository's snapshot without anything that could execute.
+    """Returns the model folder of a checkpoint: local, or a hub repository's snapshot without executable files.
 
-    ``sample`` and ``sample-hops`` come with the package, unless something here has that name. ``hub`` goes to the hub's
+    ``sample`` and ``sample-hops`` come with the package, unless a local folder has that name. ``hub`` goes to the hub's
     client: revision, cache_dir, token, local_files_only.
     """
-    if (own := shipped(name)) is not None:
-        return own
+    if (packaged := shipped(name)) is not None:
+        return packaged
     folder = Path(name)
     if folder.is_dir():
         return find_checkpoint(folder)
@@ -74,7 +72,7 @@ def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> P
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise CheckpointError(f"{name}: not a folder here, and the hub did not give it ({error})") from error
+        raise CheckpointError(f"{name}: not a local folder, and the hub did not provide it ({error})") from error
 
 
 def refuse_unsafe(folder: Path) -> None:
@@ -93,7 +91,7 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuses a folder whose settings ask for code, or whose files are no plain files of its own."""
+    """Refuses a folder whose settings ask for code, or whose files are links or no plain files."""
     for pattern in NEEDED:
         for path in sorted(folder.glob(pattern)):
             _require_own(path)
@@ -108,32 +106,30 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _require_own(path: Path) -> None:
-    """Refuses what is no ordinary file, and a link out of the folder unless the hub's cache made it (to its blobs)."""
+    """Refuses special files, and links out of the folder except those of the hub's cache (to its blobs)."""
     if path.is_symlink():
-        folder, leads_to = path.parent.resolve(), path.resolve()
+        folder, target = path.parent.resolve(), path.resolve()
         blobs = folder.parent.parent / "blobs"
-        of_the_hub = folder.parent.name == "snapshots" and leads_to.is_relative_to(blobs)
-        if not of_the_hub and not leads_to.is_relative_to(folder):
+        of_the_hub = folder.parent.name == "snapshots" and target.is_relative_to(blobs)
+        if not of_the_hub and not target.is_relative_to(folder):
             raise CheckpointError(f"{path} is a link out of the checkpoint folder: put the file itself there")
     open_plain(path).close()
 
 
 def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
     """Refuses settings, at any depth of ``settings``, that would make a library run or fetch code."""
-    parts: list[Any] = [settings]
-    for part in parts:  # grows while it is walked
-        parts += [value for value in part.values() if isinstance(value, dict)]
-        parts += [
-            item for value in part.values() if isinstance(value, list) for item in value if isinstance(item, dict)
-        ]
-        if "auto_map" in part and not is_our_auto_map(part["auto_map"]):
+    levels: list[Any] = [settings]
+    for level in levels:  # grows during the loop
+        for value in level.values():
+            levels += [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
+        if "auto_map" in level and not is_our_auto_map(level["auto_map"]):
             raise CheckpointError(f"{path}: auto_map asks to run code from the checkpoint; remove it")
         for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
-            if part.get(key) not in (None, "eager", "sdpa"):
-                raise CheckpointError(f"{path}: {key}={part[key]!r} could load a kernel from elsewhere; remove it")
-        if isinstance(part.get("custom_generate"), str):
+            if level.get(key) not in (None, "eager", "sdpa"):
+                raise CheckpointError(f"{path}: {key}={level[key]!r} could load a kernel from elsewhere; remove it")
+        if isinstance(level.get("custom_generate"), str):
             raise CheckpointError(f"{path}: custom_generate asks to run code from the checkpoint; remove it")
-        weights = part.get("transformers_weights")
+        weights = level.get("transformers_weights")
         if weights is not None and not _is_own_weights(weights):
             raise CheckpointError(
                 f"{path}: transformers_weights={weights!r} lies outside the checkpoint folder or is not safetensors"
@@ -141,7 +137,7 @@ def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _is_own_weights(name: Any) -> bool:
-    """Whether ``name`` can only mean a safetensors file, or an index of such, in the checkpoint's own folder."""
+    """Returns whether ``name`` is that of a safetensors file or index in the checkpoint's own folder."""
     return (
         isinstance(name, str)
         and Path(name).name == name
@@ -179,8 +175,8 @@ def _require_safetensors(path: Path) -> None:
 def require_room(folder: Path, config: PreTrainedConfig) -> None:
     """Refuses sizes that the weights cannot fill, before anything of those sizes is allocated.
 
-    Every layer has a tensor, so there cannot be more layers than tensors. What is too large by less than a factor of
-    two is left to the comparison of keys and shapes, which lists all of it.
+    Every layer has a tensor, so there cannot be more layers than tensors. Sizes that are wrong by less than a factor of
+    two are left to the comparison of keys and shapes, which lists all of them.
     """
     tensors = numbers = 0
     for path in folder.glob("*.safetensors"):
@@ -196,7 +192,7 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         return  # several numbers are packed into one
     needed = _numbers_of(text)
-    if needed > 2 * numbers + _TRIFLE:
+    if needed > 2 * numbers + _NEGLIGIBLE:
         names = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         sizes = ", ".join(f"{name}={getattr(text, name)}" for name in names if hasattr(text, name))
         raise CheckpointError(
@@ -205,13 +201,12 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _numbers_of(config: PreTrainedConfig) -> int:
-    """How many numbers a decoder's parameters and buffers hold; nothing is allocated for it."""
-    from transformers import AutoModelForCausalLM  # here, since importing it imports adaponder.modeling.model
+    """Counts the numbers of a decoder's parameters and buffers; nothing is allocated."""
+    from adaponder.backbones.shape import (
+        meta_twin,  # here, since importing Auto classes imports adaponder.modeling.model
+    )
 
-    with torch.device("meta"):
-        # Eager: any other attention may refuse this device, and none has other shapes.
-        settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
-        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
+    twin = meta_twin(config)
     return sum(tensor.numel() for tensor in (*twin.parameters(), *twin.buffers()))
 
 
@@ -226,7 +221,7 @@ def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def in_our_words(folder: Path | str) -> Iterator[None]:
-    """What Hugging Face's loaders raise inside becomes one line that names the checkpoint."""
+    """Turns errors of Hugging Face's loaders into one line that names the checkpoint."""
     try:
         yield
     except AdaPonderError:
@@ -236,7 +231,7 @@ def in_our_words(folder: Path | str) -> Iterator[None]:
 
 
 def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint, of a folder that holds only one, or of a hub name; it never runs code."""
+    """Returns the tokenizer of a checkpoint, of a folder with only a tokenizer, or of a hub name; never runs code."""
     folder = Path(name)
     if not folder.is_dir():
         folder = fetch(name, _OF_A_TOKENIZER)
@@ -251,7 +246,7 @@ def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for anything it cannot read
-        # Where there are no files, what transformers says is about packages that would not help.
+        # Without files, transformers advises to install packages that would not help.
         why = f" that can be read ({in_one_line(error)})" if has_tokenizer(folder) else ""
         raise InputError(f"--tokenizer: {name} has no tokenizer{why}; name a folder or hub model that has") from error
 
@@ -277,7 +272,7 @@ def _mismatch(key: Any) -> str:
 
 
 def model_card(config: AdaPonderConfig, parameters: int, added: int) -> str:
-    """The README of a saved checkpoint."""
+    """Returns the README of a saved checkpoint."""
     backbone = config.backbone_config
     tags = ", ".join(dict.fromkeys(("adaponder", config.method, "adaptive-computation")))
     return f"""---
@@ -301,6 +296,6 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("PATH")
 output = model(input_ids)
-output.depth  # how often each token was read
+output.depth  # the iterations of each token
 ```
 """

@@ -1,6 +1,6 @@
-"""``manifest.json``: sizes and checksums of a checkpoint's files; verifying names the first file that differs.
+"""Writing a checkpoint folder, and its ``manifest.json``: sizes and checksums that name the first file that differs.
 
-Verifying reads every listed file once, in pieces and by several threads: a second or two for each gigabyte.
+Verifying reads every listed file once, in chunks and by several threads: a second or two per gigabyte.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from adaponder.errors import CheckpointError
-from adaponder.files import parse_json, read_bytes, read_json, replace_file, sha256_of_each
+from adaponder.files import parse_json, read_bytes, read_json, replace_file, replacing_folder, sha256_of_each
 
 MANIFEST, FORMAT = "manifest.json", 2
-# Profiles are added and replaced later, and have a checksum of their own.
+# Profiles are added and replaced later, and have their own checksum.
 _APART = {MANIFEST, "profiles.json"}
 # Format 1, of earlier versions, lists the files too and has no checksum of its own.
 _OLDER = 1
@@ -36,7 +40,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of ``folder``, in which ``files`` maps a name to bytes and sha256; raises where it was changed."""
+    """Returns the manifest of ``folder``, whose ``files`` maps a name to bytes and sha256; raises if it was changed."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(raw, path)
@@ -60,29 +64,29 @@ def verify_files(
 ) -> None:
     """Raises unless every listed file is as it was written; a folder without a manifest has nothing to verify.
 
-    ``only`` verifies these names alone, ``skip`` leaves out names that end so. Every file is read once, in pieces.
+    ``only`` restricts it to these names, ``skip`` leaves out names with this ending.
     """
     if not os.path.lexists(folder / MANIFEST) or not read_json(folder / MANIFEST).keys() & {"format", "files"}:
-        return  # there is none, or one of somebody else's making
+        return  # there is none, or that of another program
     listed = {
         name: written
         for name, written in read_manifest(folder)["files"].items()
         if (only is None or name in only) and (skip is None or not name.endswith(skip))
     }
-    here = [name for name in listed if os.path.lexists(folder / name)]
-    if lost := [name for name in listed if name not in here and name not in may_be_missing]:
+    present = [name for name in listed if os.path.lexists(folder / name)]
+    if lost := [name for name in listed if name not in present and name not in may_be_missing]:
         raise CheckpointError(f"{folder / lost[0]} is missing; {_cure(folder)}")
-    for name in here:
+    for name in present:
         path, size = folder / name, listed[name]["bytes"]
         if path.is_file() and path.stat().st_size != size:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {size} were written; {_cure(folder)}")
-    for name, checksum in zip(here, sha256_of_each([folder / name for name in here]), strict=True):
+    for name, checksum in zip(present, sha256_of_each([folder / name for name in present]), strict=True):
         if checksum != listed[name]["sha256"]:
             raise CheckpointError(f"{folder / name}: checksum differs from what was written; {_cure(folder)}")
 
 
 def _cure(folder: Path) -> str:
-    return f"copy the checkpoint again, or if the change is meant, adaponder doctor {folder} --seal"
+    return f"copy the checkpoint again, or if the change is intended, adaponder doctor {folder} --seal"
 
 
 def _is_entry(name: str, entry: Any) -> bool:
@@ -95,16 +99,41 @@ def _is_entry(name: str, entry: Any) -> bool:
     )
 
 
+@contextmanager
+def saving(
+    folder: Path, partial: Path, *, intact: str, make_way: Callable[[Path], object] = os.rmdir
+) -> Iterator[Path]:
+    """Writes a folder of weights completely or not at all; an error of the disk says what is still ``intact``."""
+    try:
+        with replacing_folder(folder, partial, make_way=make_way):
+            yield partial
+            share_weights(partial)
+    except (OSError, SafetensorError) as error:  # the second where weights do not fit on the disk
+        raise CheckpointError(f"{folder} could not be saved: {error}; {intact}") from error
+
+
+def share_weights(folder: Path) -> None:
+    """Gives the weights in ``folder`` the permissions of the configuration beside them.
+
+    safetensors 0.8 writes files that only their owner may read, whatever the umask is.
+    """
+    configs = [path for name in ("config.json", "adapter_config.json") if (path := folder / name).exists()]
+    for path in folder.glob("*.safetensors") if configs else ():
+        # Where a file system gives all files one mode, it may refuse to set another.
+        if path.stat().st_mode != configs[0].stat().st_mode:
+            shutil.copymode(configs[0], path)
+
+
 # --- a JSON file with a checksum of itself --------------------------------------------------------------------------
 
 
 def sealed(content: dict[str, Any]) -> str:
-    """``content`` as JSON with a checksum of itself at its end."""
+    """Returns ``content`` as JSON with its own checksum at the end."""
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
 
 
 def is_sealed(content: dict[str, Any]) -> bool:
-    """Whether ``content`` says what :func:`sealed` wrote, however it is spaced."""
+    """Returns whether ``content`` has the checksum that :func:`sealed` wrote, whatever its spacing."""
     return content.get("checksum") == _checksum({key: value for key, value in content.items() if key != "checksum"})
 
 

@@ -25,7 +25,7 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens | None:
-    """The special tokens of the tokenizer in ``folder``; ``None`` where there is none that says them in JSON."""
+    """Returns the special tokens of the tokenizer in ``folder``; ``None`` where no JSON file has them."""
     if not all(os.path.lexists(folder / name) for name in (TOKENIZER, SETTINGS)):
         return None
     content, settings = read_json(folder / TOKENIZER), read_json(folder / SETTINGS)
@@ -43,7 +43,7 @@ def _id_of(folder: Path, content: dict[str, Any], settings: dict[str, Any], role
     if token is None:
         return None
     ids = _vocabulary(content)
-    # Tokens that were added later may stand in the settings alone.
+    # Tokens that were added later may be in the settings only.
     later = settings.get("added_tokens_decoder")
     for index, entry in later.items() if isinstance(later, dict) else ():
         if isinstance(entry, dict) and index.isdecimal():
@@ -54,7 +54,7 @@ def _id_of(folder: Path, content: dict[str, Any], settings: dict[str, Any], role
 
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    """Each token's id, from the content of a ``tokenizer.json``: a mapping, or for unigrams a list in order."""
+    """Returns each token's id from the content of a ``tokenizer.json``: a mapping, or for unigrams an ordered list."""
     model, added = content.get("model"), content.get("added_tokens")
     held = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, Any] = dict(held) if isinstance(held, dict) else {}
@@ -79,7 +79,7 @@ def require_agreement(
 def disagreements(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """How config, generation config and tokenizer of a model folder differ, in words; none where one is silent."""
+    """Returns how config, generation config and tokenizer of a folder differ, in words; unset values never differ."""
     tokens = read_special_tokens(folder)
     if tokens is None:
         return []
@@ -94,40 +94,40 @@ def disagreements(
     for name, stated in (("config.json", config), (GENERATION, generation)):
         ends, padding = as_ids(stated.get("eos_token_id")), stated.get("pad_token_id")
         if ends and tokens.end is not None and tokens.end not in ends:
-            problems.append(f"{name} says eos_token_id={stated['eos_token_id']!r}, the tokenizer's end is {tokens.end}")
+            problems.append(f"{name} has eos_token_id={stated['eos_token_id']!r}, the tokenizer's end is {tokens.end}")
         if padding is not None and tokens.padding is not None and padding != tokens.padding:
-            problems.append(f"{name} says pad_token_id={padding!r}, the tokenizer pads with {tokens.padding}")
+            problems.append(f"{name} has pad_token_id={padding!r}, the tokenizer pads with {tokens.padding}")
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and tokens.length is not None and tokens.length > positions:
         problems.append(
-            f"the tokenizer gives up to model_max_length={tokens.length} tokens, the model has {positions} positions"
+            f"the tokenizer allows model_max_length={tokens.length} tokens, the model has {positions} positions"
         )
     return problems
 
 
 def as_ids(stated: Any) -> list[Any]:
-    """A config's ``eos_token_id``, which may be absent, one id or several, as a list."""
+    """Returns a config's ``eos_token_id`` (absent, one id or several) as a list."""
     if stated is None:
         return []
     return list(stated) if isinstance(stated, (list, tuple)) else [stated]
 
 
 def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
-    """Makes a model's config and generation config end texts with ``end``; returns what was changed, in words.
+    """Sets the end token of a model's config and generation config to ``end``; returns the changes, in words.
 
-    A model trained from scratch has no other end and pads with it. One that comes from elsewhere keeps its own ends
-    beside it and pads as it did, unless its tokenizer's ``padding`` says otherwise. A config that named no padding
-    token still names none: stock decoders would give that token's embedding no gradient.
+    A model trained from scratch has no other end token and pads with it. One from elsewhere keeps its own end tokens
+    beside it and its padding, unless the tokenizer has another ``padding``. A config without a padding token still has
+    none: stock decoders would give that token's embedding no gradient.
     """
     config, generation, changes = model.config.get_text_config(), model.generation_config, []
-    assert generation is not None  # of a model that generates
+    assert generation is not None  # every generating model has one
     if padding is None:
         named = (generation.pad_token_id, getattr(config, "pad_token_id", None))
         padding = end if from_scratch else next((token for token in named if token is not None), end)
     for name, settings in (("config", config), ("generation config", generation)):
         before = (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None))
-        own = as_ids(before[0])
-        settings.eos_token_id = end if from_scratch or not own else before[0] if end in own else [end, *own]
+        ends = as_ids(before[0])
+        settings.eos_token_id = end if from_scratch or not ends else before[0] if end in ends else [end, *ends]
         if from_scratch or settings is generation or before[1] is not None:
             settings.pad_token_id = padding
         if from_scratch:
@@ -140,7 +140,7 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
 
 
 def mend(folder: Path) -> list[str]:
-    """Writes into a folder's config and generation config what its tokenizer says; returns what changed, in words."""
+    """Makes a folder's config and generation config agree with its tokenizer; returns the changes, in words."""
     tokens, changes = read_special_tokens(folder), []
     if tokens is None or not disagreements(folder):
         return []
@@ -166,9 +166,9 @@ def mend(folder: Path) -> list[str]:
 
 
 def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """The tokenizer's ``files`` with padding set: on the left, with the model's padding token.
+    """Returns the tokenizer's ``files`` with padding on the left, by the model's padding token.
 
-    What the files say of padding stays as it is; ``model_max_length`` is at most the model's positions.
+    Padding settings in the files stay; ``model_max_length`` becomes at most the model's positions.
     """
     if not {TOKENIZER, SETTINGS} <= files.keys():
         return dict(files)

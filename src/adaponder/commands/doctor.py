@@ -186,8 +186,8 @@ def seal_folder(folder: Path) -> list[str]:
 
 def _safe(folder: Path) -> str:
     from adaponder.checkpoints.loading import refuse_unsafe
-    from adaponder.export import modeling_adaponder
-    from adaponder.export.folder import CODE
+    from adaponder.conversion.export import CODE
+    from adaponder.conversion.exported import modeling_adaponder
 
     refuse_unsafe(folder)
     code = {path.name: path.read_bytes() for path in folder.glob("*.py")}

@@ -13,8 +13,8 @@ from adaponder.errors import InputError
 from adaponder.terminal import console, line, table, write_json
 
 if TYPE_CHECKING:
+    from adaponder.conversion.card import CardResults
     from adaponder.evaluation.text import Text, Windows
-    from adaponder.export.card import Measured
 
 
 def export(
@@ -44,13 +44,12 @@ def export(
 
     [dim]adaponder export runs/demo --out demo-hub --license apache-2.0 --push me/demo[/]
     """
+    from adaponder.conversion.card import Card, training_of
+    from adaponder.conversion.convert import require_room
+    from adaponder.conversion.export import export as write_folder
+    from adaponder.conversion.export import push as upload
+    from adaponder.conversion.export import require_exportable, require_name
     from adaponder.conversion.open import describe
-    from adaponder.export.card import Card
-    from adaponder.export.folder import export as write_folder
-    from adaponder.export.folder import require_exportable, require_room
-    from adaponder.export.history import training_of
-    from adaponder.export.hub import push as upload
-    from adaponder.export.hub import require_name
 
     if push is not None:
         require_name(push)
@@ -99,10 +98,10 @@ def export(
 
 def measure(
     subject: shared.Subject, text: Text, windows: Windows, *, data: str, split: str, batch_size: int, seed: int
-) -> Measured:
+) -> CardResults:
     """Scores the text at the model's own depths and at every fixed depth, and prints the result as ``eval`` does."""
+    from adaponder.conversion.card import CardResults, CardRow
     from adaponder.evaluation.scoring import ScoringOptions
-    from adaponder.export.card import Measured, Row
 
     how = ScoringOptions(seed=seed)
     depths = range(1, subject.model.config.iterations + 1)
@@ -110,7 +109,7 @@ def measure(
     scorings = [scored(subject, text, windows, label, setting, batch_size) for label, setting in by_label.items()]
     show_scorings(subject.name, scorings)
     rows = [
-        Row(
+        CardRow(
             label=scoring.label,
             loss=scoring.summary.loss,
             perplexity=scoring.summary.perplexity,
@@ -124,4 +123,4 @@ def measure(
     path = Path(data)
     name = path.resolve().name if path.exists() else data  # a card does not tell where a file was
     prepared = (path / "manifest.json").is_file()
-    return Measured(name, split if prepared else None, scorings[0].summary.tokens, str(windows), rows)
+    return CardResults(name, split if prepared else None, scorings[0].summary.tokens, str(windows), rows)

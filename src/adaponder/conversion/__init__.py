@@ -1,1 +1,1 @@
-"""Checkpoints of other formats opened and converted, with an equality check."""
+"""Checkpoints of other formats: opened, converted, narrowed and exported, each with an equality check."""

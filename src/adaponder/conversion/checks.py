@@ -1,11 +1,12 @@
-"""A conversion computes what its source computed: both read the same tokens, and their logits are compared."""
+"""Checks that a conversion computes what its source computed: the logits of both on the same tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
+from adaponder.errors import CheckpointError
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
 
@@ -30,23 +32,32 @@ class Check:
         return self.bound is None or self.difference <= self.bound
 
 
+def require_checks(checks: Sequence[Check], out: Path) -> None:
+    """Raises where a check does not hold."""
+    if failed := [check for check in checks if not check.holds]:
+        raise CheckpointError(
+            "; ".join(f"{c.what}: differs by {c.difference:.1e}, {c.bound:.1e} allowed" for c in failed)
+            + f"; nothing was written to {out}"
+        )
+
+
 def probe_ids(vocabulary: int) -> Tensor:
-    """Tokens to compare on: random, the same every time."""
+    """Returns random tokens to compare on, the same every time."""
     return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) -> Check:
-    """The check that two logits agree to rounding; ``bounded=False`` only measures their difference."""
+    """Checks that two logits agree to rounding; ``bounded=False`` only measures their difference."""
     return Check(what, relative_difference(ours, theirs), rounding_bound(theirs.dtype) if bounded else None)
 
 
 def compare_with_ponderlm(
     model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any]
 ) -> list[Check]:
-    """Checks of ``model`` against PonderLM as released; ``source`` is the recurrence it was trained with.
+    """Compares ``model`` with PonderLM as released; ``source`` is the recurrence it was trained with.
 
-    One iteration must agree, and so must full depth where both make as many iterations: exactly with gates at 1, and
-    with gates as they start within what a gate just below 1 implies.
+    One iteration must agree, and so must full depth where both have equally many iterations: exactly with gates at 1,
+    and with gates as initialised within what a gate just below 1 implies.
     """
 
     def released(steps: int) -> Tensor:
@@ -73,7 +84,7 @@ def compare_with_ponderlm(
 
 @torch.no_grad()
 def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: float, multiplier: float) -> Tensor:
-    """PonderLM as released, on the stock decoder alone: no wrapper, no cache, the whole vocabulary at once."""
+    """Computes PonderLM as released with the stock decoder alone: no wrapper, no cache, all logits at once."""
     table = stock.get_input_embeddings()(torch.arange(stock.config.vocab_size, device=ids.device)) * scale
     embedding = table[ids] * multiplier
     for _ in range(steps):
@@ -84,7 +95,7 @@ def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: floa
 
 @contextmanager
 def _gates_at(method: AdaPonder, logit: float) -> Iterator[None]:
-    """Inside, every gate is ``sigmoid(logit)`` for every token; afterwards its weights are what they were."""
+    """Sets every gate to ``sigmoid(logit)`` for every token, then restores its weights."""
     before = [(gate.out, gate.out.weight.clone(), gate.out.bias.clone()) for gate in method.gates]
     try:
         for linear, _, _ in before:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
-from adaponder.checkpoints.manifest import write_manifest
-from adaponder.checkpoints.saving import saving
+from adaponder.checkpoints.manifest import saving, write_manifest
 from adaponder.checkpoints.special_tokens import SETTINGS, TOKENIZER, align, as_ids, read_special_tokens, with_padding
-from adaponder.conversion.checks import Check, compare, compare_with_ponderlm, probe_ids
+from adaponder.conversion.checks import Check, compare, compare_with_ponderlm, probe_ids, require_checks
 from adaponder.conversion.open import OpenedCheckpoint, is_ours, open_checkpoint
-from adaponder.errors import CheckpointError, InputError
+from adaponder.errors import InputError
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import FixedDepth
@@ -38,7 +36,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did. ``losses[n-1]`` is the loss at depth n on the text, where one was given."""
+    """The result of a conversion. ``losses[n-1]`` is the loss at depth n on the text, where one was given."""
 
     source: str
     kind: str
@@ -69,24 +67,23 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint, checks that it computes what its source did, and saves it with its tokenizer.
 
-    ``method="backbone"`` gives the plain stock decoder back. Other options are fields of :class:`AdaPonderConfig`.
+    ``method="backbone"`` returns the plain stock decoder. Other options are fields of :class:`AdaPonderConfig`.
     Nothing is written unless every check holds.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out} is not empty: name a new folder")
+    require_room(out)
     settings = {key: value for key, value in recurrence.items() if value is not None}
     if method == "backbone" and (useless := [*settings, *(["text"] if text is not None else [])]):
         raise InputError(f"--{useless[0].replace('_', '-')}: --method backbone reads each token once; leave it out")
     opened = open_checkpoint(source, revision=revision, dtype=dtype)
     words = None if text is None else _tokens_of(text, opened.folder)
-    torch.manual_seed(seed)  # of what the method adds
+    torch.manual_seed(seed)  # for the parameters that the method adds
     ids = probe_ids(opened.model.config.get_text_config().vocab_size).to(opened.model.device)
     if method == "backbone":
         converted, checks = _to_backbone(opened, ids)
     else:
         converted, checks = _to_family(opened, method, settings, ids)
-    _require_checks(checks, out)
+    require_checks(checks, out)
     remarks = _save(converted, out, opened.folder)
     summary = Conversion(source, opened.kind, str(out), method, 1, converted.num_parameters(), 0, None, tuple(checks))
     if not is_ours(converted):
@@ -102,18 +99,16 @@ def convert(
     )
 
 
-def _require_checks(checks: Sequence[Check], out: Path) -> None:
-    if broken := [check for check in checks if not check.holds]:
-        raise CheckpointError(
-            "; ".join(f"{c.what}: differs by {c.difference:.1e}, {c.bound:.1e} allowed" for c in broken)
-            + f"; nothing was written to {out}"
-        )
+def require_room(out: Path) -> None:
+    """Raises unless ``out`` is a new or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out {out} is not empty: name a new folder")
 
 
 def _to_family(
     opened: OpenedCheckpoint, method: str, recurrence: dict[str, Any], ids: Tensor
 ) -> tuple[AdaPonderForCausalLM, list[Check]]:
-    """The checkpoint's backbone under ``method``, and its comparison with the source."""
+    """Returns the checkpoint's backbone under ``method``, and its comparison with the source."""
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
         raise InputError(_already(opened, method, recurrence))
     settings = opened.recurrence | recurrence | {"method": method}
@@ -127,7 +122,7 @@ def _to_family(
             checks += compare_with_ponderlm(model, stock, ids, opened.recurrence)
         else:
             one = {"max_iterations": 1} if opened.kind == "adaponder" else {}
-            # Another embedding scale is another function: the difference is then told, not held against a bound.
+            # With another embedding scale it is another function: the difference is reported without a bound.
             source_scale = opened.model.config.input_scale if is_ours(opened.model) else 1.0
             same = model.config.input_scale == source_scale
             ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **one).logits
@@ -136,18 +131,18 @@ def _to_family(
 
 
 def _already(opened: OpenedCheckpoint, method: str, recurrence: dict[str, Any]) -> str:
-    """Why a checkpoint is not converted into the method that it has."""
-    trained, asked = opened.recurrence["iterations"], recurrence.get("iterations")
-    if asked not in (None, trained):
+    """Explains why a checkpoint is not converted into the method that it has."""
+    trained, iterations = opened.recurrence["iterations"], recurrence.get("iterations")
+    if iterations not in (None, trained):
         return (
-            f"--iterations {asked}: K = {trained} of {opened.folder} is fixed by its training; --max-iterations of "
-            "generate, eval and analyze reads tokens less often"
+            f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; --max-iterations of "
+            "generate, eval and analyze reads tokens fewer times"
         )
     return f"--method {method}: {opened.folder} is that already"
 
 
 def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel, list[Check]]:
-    """The stock decoder inside one of our models, with the embedding scale multiplied into its table."""
+    """Returns the stock decoder inside one of our models, with the embedding scale multiplied into its table."""
     model = opened.model
     if not is_ours(model):
         raise InputError(f"--method backbone: {opened.folder} is a {opened.kind} checkpoint already without a method")
@@ -169,7 +164,7 @@ def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel
 
 
 def _tokens_of(text: str, folder: Path) -> Tensor:
-    """``int64[1, tokens]``: the text in tokens of the checkpoint in ``folder``, at least two."""
+    """Tokenizes a text with the checkpoint's tokenizer, ``int64[1, tokens]``; at least two tokens."""
     if not has_tokenizer(folder):
         raise InputError(f"--text: {folder} has no tokenizer to read it with")
     ids = tokenizer_of(str(folder))(text, return_tensors="pt").input_ids
@@ -180,7 +175,7 @@ def _tokens_of(text: str, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]:
-    """The loss on a text's ``ids [1, tokens]`` at depth 1, 2, … K: every token makes as many iterations."""
+    """Returns the loss on a text's ``ids [1, tokens]`` with every token at depth 1, 2, … K."""
     ids = ids[:, : model.config.max_position_embeddings or ids.shape[1]].to(model.device)
     depths = range(1, model.config.iterations + 1)
     if model.method.halts:
@@ -189,9 +184,9 @@ def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]
 
 
 def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
-    """Writes model and tokenizer to ``out``; an interrupted conversion leaves no folder that looks whole.
+    """Writes model and tokenizer to ``out``; an interrupted conversion leaves no folder that looks complete.
 
-    Returns what had to change so that config, generation config and tokenizer agree, in words.
+    Returns the changes that make config, generation config and tokenizer agree, in words.
     """
     remarks = []
     with saving(out, out.with_name(out.name + ".partial"), intact="nothing was written") as partial:
@@ -199,13 +194,19 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
             remarks = align(model, tokens.end, tokens.padding)
         without_manifest: dict[str, Any] = {"manifest": False} if is_ours(model) else {}  # it is written below
         model.save_pretrained(partial, **without_manifest)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copy(source / name, partial / name)
-        if is_ours(model):
-            texts = {name: partial / name for name in (TOKENIZER, SETTINGS) if (partial / name).is_file()}
-            files = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
-            for name, content in with_padding(files, model).items():
-                (partial / name).write_text(content, encoding="utf-8")
+        copy_tokenizer(source, partial, model if is_ours(model) else None)
         write_manifest(partial)
     return remarks
+
+
+def copy_tokenizer(source: Path, folder: Path, model: PreTrainedModel | None) -> None:
+    """Copies the tokenizer's files; with a ``model``, sets padding as it needs it where they say nothing."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if model is None:
+        return
+    paths = {name: folder / name for name in (TOKENIZER, SETTINGS) if (folder / name).is_file()}
+    files = {name: path.read_bytes().decode("utf-8") for name, path in paths.items()}
+    for name, content in with_padding(files, model).items():
+        (folder / name).write_bytes(content.encode("utf-8"))

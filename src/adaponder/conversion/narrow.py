@@ -1,4 +1,4 @@
-"""A model with narrower weights: int8 or fp8 where its layers multiply, or half precision throughout.
+"""Narrower weights: int8 or fp8 in the decoder's linear layers, or half precision throughout.
 
 Only the linear maps inside the decoder's layers are quantised, with one scale for each output; they are most of the
 weights. Embeddings and head stay as they are, since every iteration mixes them, and so do the gates, which are small
@@ -25,7 +25,7 @@ _SMALLEST_POWER = 2.0**-15
 
 
 class NarrowLinear(nn.Module):
-    """A linear map whose weight is kept in one byte a number; it is widened to the input's precision when used."""
+    """A linear map with weights of one byte per number, widened to the input's precision when used."""
 
     can_be_saved = False
     weight: Tensor
@@ -37,10 +37,10 @@ class NarrowLinear(nn.Module):
         self.in_features, self.out_features = wide.in_features, wide.out_features
         weight = wide.weight.detach()
         most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
-        # Counted in halves, the largest number of a row can lie past the last step, and then its sign would turn.
+        # In half precision the largest number of a row can exceed the last step, and its sign would flip.
         exact = widened(weight)
         scale = (exact.abs().amax(1) / most).clamp(min=torch.finfo(exact.dtype).tiny)
-        # Small scales are out of float16's range, not of bfloat16's.
+        # Small scales are outside float16's range, but not bfloat16's.
         scale = scale.to(torch.bfloat16 if weight.element_size() == 2 else weight.dtype)
         steps = exact / scale[:, None]
         self.register_buffer("weight", (steps.round() if dtype == torch.int8 else steps).to(dtype))
@@ -50,7 +50,7 @@ class NarrowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, scale = self.weight.to(x.dtype), self.scale
         if x.dtype == torch.float16:
-            # A sum of steps overflows there: the scale's power of two, which rounds nothing, goes before the product.
+            # A sum of steps overflows there: the scale's power of two, which is exact, goes before the product.
             scale, power = _split(scale)
             weight *= power.to(x.dtype)[:, None]
         product = functional.linear(x, weight) * scale.to(x.dtype)
@@ -61,25 +61,25 @@ class NarrowLinear(nn.Module):
 
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Each number as one below 2 and a power of two, whose product it is; no power rounds a step in float16."""
+    """Splits each number into one below 2 times a power of two that rounds no step in float16."""
     exact = widened(scale)
     power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
     return exact / power, power
 
 
 def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
-    """Gives ``model`` weights of that kind, in place: for evaluation and generation, not for training or saving."""
+    """Narrows the weights of ``model`` in place: for evaluation and generation, not for training or saving."""
     if weights in _HALVES:
         if model.device.type == "cpu":
             raise InputError(
-                f"--weights {weights}: a CPU computes in float32, which it does faster; name a GPU by "
-                f"--device, or insist with --dtype {weights}"
+                f"--weights {weights}: a CPU is faster in float32; name a GPU with --device, or force it with "
+                f"--dtype {weights}"
             )
         nn.Module.to(model, _HALVES[weights])
         model.config.dtype = _HALVES[weights]
         return
     if weights not in WEIGHTS:
-        raise InputError(f"--weights {weights}: one of {', '.join(WEIGHTS)}")
+        raise InputError(f"--weights {weights} must be one of {', '.join(WEIGHTS)}")
     places = [(module, name) for module in layers_of(model) for name in _linears(module)]
     if not places:
         family = model.config.backbone_config.model_type
@@ -89,7 +89,7 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
 
 
 def layers_of(model: AdaPonderForCausalLM) -> set[nn.Module]:
-    """Every module inside the decoder's layers."""
+    """Returns every module inside the decoder's layers."""
     stacks = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
     return {module for stack in stacks for module in stack.modules()}
 
@@ -99,7 +99,7 @@ def _linears(module: nn.Module) -> list[str]:
 
 
 def weight_bytes(model: AdaPonderForCausalLM) -> int:
-    """The memory that the weights take, scales of quantised ones included; shared weights count once."""
+    """Returns the bytes of the weights, scales of quantised ones included; shared weights count once."""
     quantised = [module for module in model.modules() if isinstance(module, NarrowLinear)]
     held = [*model.parameters(), *(buffer for module in quantised for buffer in module.buffers())]
     return sum(tensor.numel() * tensor.element_size() for tensor in held)

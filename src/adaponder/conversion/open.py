@@ -37,11 +37,11 @@ _PONDERLM_UNUSED = {"adapter.weight"}
 
 @dataclass
 class OpenedCheckpoint:
-    """A checkpoint that was opened.
+    """An opened checkpoint.
 
     Attributes:
         kind: ``stock``, ``ponderlm`` or ``adaponder``.
-        folder: where its files are.
+        folder: its files.
         model: the stock model, or for ``adaponder`` our own.
         recurrence: fields of :class:`AdaPonderConfig` that it was trained with; empty for a stock model.
     """
@@ -93,7 +93,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 
 
 def describe(name: str, *, revision: str | None = None, verify: bool | None = None) -> AdaPonderConfig:
-    """The :class:`AdaPonderConfig` that :func:`load` would give the checkpoint's model; no weight is read."""
+    """Returns the :class:`AdaPonderConfig` that :func:`load` would give the checkpoint's model; reads no weight."""
     folder = fetch(name, ("*.json",), revision=revision)
     refuse_code(folder)
     if checksums_wanted() if verify is None else verify:
@@ -112,7 +112,7 @@ def describe(name: str, *, revision: str | None = None, verify: bool | None = No
 
 
 def _stock_config(folder: Path) -> PreTrainedConfig:
-    """The config of a stock decoder; raises where transformers does not know it or its sizes are impossible."""
+    """Returns the config of a stock decoder; raises where transformers does not know it or its sizes are impossible."""
     family = read_json(folder / "config.json").get("model_type")
     if family is not None and (not isinstance(family, str) or family not in CONFIG_MAPPING):
         raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
@@ -123,10 +123,10 @@ def _stock_config(folder: Path) -> PreTrainedConfig:
 
 
 def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
-    """The flags in a PonderLM config, as fields of :class:`AdaPonderConfig`."""
+    """Translates the flags of a PonderLM config to fields of :class:`AdaPonderConfig`."""
     steps = raw.get("pondering_steps")
     if not isinstance(steps, int) or steps < 0:
-        raise CheckpointError(f"config.json: pondering_steps={steps!r}, a whole number is needed")
+        raise CheckpointError(f"config.json: pondering_steps={steps!r} must be a whole number, at least 0")
     return {
         "method": "ponder",
         "iterations": steps + 1,
@@ -143,10 +143,10 @@ def load(
     device: str = "cpu",
     weights: str | None = None,
 ) -> tuple[AdaPonderForCausalLM, Path]:
-    """(model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
+    """Returns (model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
 
-    ``auto`` is the precision that weights were saved in, on a CPU at least float32: many have no fast half precision.
-    ``weights`` makes them narrower afterwards, as :func:`~adaponder.conversion.narrow.narrow` does.
+    ``auto`` is the precision of the saved weights, on a CPU at least float32: many have no fast half precision.
+    ``weights`` narrows them afterwards, as :func:`~adaponder.conversion.narrow.narrow` does.
     """
     target = as_device(device)
     opened = open_checkpoint(name, revision=revision, dtype=dtype)
@@ -163,5 +163,5 @@ def load(
 
 
 def is_ours(model: PreTrainedModel) -> TypeGuard[AdaPonderForCausalLM]:
-    """Whether ``model`` is an :class:`AdaPonderForCausalLM`, not a stock decoder."""
+    """Returns whether ``model`` is an :class:`AdaPonderForCausalLM`, not a stock decoder."""
     return isinstance(model, AdaPonderForCausalLM)

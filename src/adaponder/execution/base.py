@@ -1,13 +1,13 @@
-"""What a method may ask of the rows it advances, and how whole batches answer.
+"""What a method may do with the rows it advances, and how whole batches implement it.
 
-A method says what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`). It asks
-:class:`Rows` for a function of each row (``map``), for what each row's own gate says (``gate``), to let the policy halt
-rows (``decide``), for the hidden state that a halted row keeps (``freeze``) and, where the first iteration differs, for
+A method defines what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`).
+:class:`Rows` applies a function to each row (``map``), evaluates each row's own gate (``gate``), lets the policy halt
+rows (``decide``), keeps the hidden state of halted rows (``freeze``) and, where the first iteration differs, selects by
 ``after_first``. Rows need not stand at the same iteration.
 
-:class:`Execution` answers for whole batches, in which they do: :mod:`dense <adaponder.execution.dense>` computes every
-token and masks; :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` gather the
-active rows, compute those and put them back. With a ledger that already holds tokens, the last is cached decoding.
+:class:`Execution` implements it for whole batches, in which they do: :mod:`dense <adaponder.execution.dense>` computes
+every token and masks; :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>`
+gather the active rows, compute and put them back. With a ledger that already holds tokens, the last is cached decoding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from adaponder.policies import Policy, PolicyInput, SequencePolicy, as_int64
 
 
 class Iteration(NamedTuple):
-    """What an ``on_iteration`` hook is shown after each pass: tensors ``[batch, time, …]``.
+    """The argument of an ``on_iteration`` hook, called after each pass: tensors ``[batch, time, …]``.
 
-    ``gate`` is how much the model wants to go on (see :class:`adaponder.policies.PolicyInput`), ``None`` where nothing
-    is left to decide; ``active`` are the tokens that were active in this pass.
+    ``gate`` is the signal to continue (see :class:`adaponder.policies.PolicyInput`), ``None`` where nothing is left to
+    decide; ``active`` are the tokens that were active in this pass.
     """
 
     index: int
@@ -43,7 +43,7 @@ class Iteration(NamedTuple):
 class Pass(NamedTuple):
     """One pass of the backbone: ``hidden`` is final-normed, ``stream`` the residual stream before that norm.
 
-    Entries of rows that the pass did not compute have no meaning.
+    Entries of rows that the pass did not compute are undefined.
     """
 
     hidden: Tensor
@@ -56,8 +56,8 @@ class Control:
 
     Attributes:
         iterations: the most iterations of a token in this forward, at most ``config.iterations``.
-        policy: who halts tokens (methods that never halt do not ask it).
-        seed: handed to the policy; one for all sequences, or a tensor ``[batch]`` with one for each.
+        policy: halts tokens (methods that never halt ignore it).
+        seed: for the policy; one for all sequences, or a tensor ``[batch]`` with one for each.
         every_gate: evaluate later gates of halted tokens too (the ponder loss needs them; decoding does not).
         keep_states: keep the hidden states after each pass.
         hook: called with each :class:`Iteration`.
@@ -87,29 +87,29 @@ class Rows(ABC):
 
     @abstractmethod
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """``function`` of the values of each active row; entries of other rows have no meaning."""
+        """Applies ``function`` to the values of each active row; entries of other rows are undefined."""
 
     @abstractmethod
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        """What each row's own gate says of its values, as a logit: gate ``i`` after iteration ``i``; one serves all."""
+        """Returns the logit of each row's own gate: gate ``i`` after iteration ``i``; a single gate serves all."""
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
-        """Halts rows by the policy (eq. 5), which sees ``gate`` (0 to 1, larger: go on) and ``hidden``."""
+        """Halts rows by the policy (eq. 5), which reads ``gate`` (0 to 1, larger: continue) and ``hidden``."""
 
     @abstractmethod
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
-        """``new`` for active rows, ``old`` for halted ones (law 3).
+        """Returns ``new`` for active rows, ``old`` for halted ones (law 3).
 
         ``new`` for all where ``old`` is ``None`` (the first pass) or reuse is ``kv`` or ``none``.
         """
 
     @abstractmethod
     def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
-        """``first`` for rows after iteration 0, ``later()`` for all others."""
+        """Returns ``first`` for rows after iteration 0, ``later()`` for all others."""
 
     def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """``function``, compiled where passes are and the number of rows does not change."""
+        """Returns ``function``, compiled where passes are and the number of rows is constant."""
         return function
 
 
@@ -119,15 +119,15 @@ class Execution(Rows):
     Attributes:
         tokens: which tokens there are and where they stand.
         control: iterations, policy, seed, hooks.
-        reuse: what others see of a halted token. ``state``: its last row, and its hidden state stays; ``kv``: its
+        reuse: what other tokens see of a halted one. ``state``: its last row, and its hidden state stays; ``kv``: its
             last row, though its hidden state moves on; ``none``: its newest row; ``absent``: nothing.
-        replay: compute passes again in backward instead of keeping their activations.
+        replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
-        depth: in how many passes each token was active.
-        passes: how many passes are done.
+        depth: the number of passes in which each token was active.
+        passes: the number of passes done.
         gate_logits: what :meth:`gate` returned, in order.
         states: hidden states after each pass, where they are kept.
-        shown: how many passes :meth:`show` has shown.
+        shown: the number of passes that :meth:`show` has reported.
     """
 
     def __init__(
@@ -151,20 +151,20 @@ class Execution(Rows):
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
-        """One pass of the backbone over the active tokens (eq. 1), the rows of halted ones reused (eq. 10)."""
+        """Runs one pass of the backbone over the active tokens (eq. 1), reusing the rows of halted ones (eq. 10)."""
         output = self._pass(x)
         self.depth = self.depth + self.active
         self.passes += 1
         return output
 
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        own = partial(self.compiled(read_gate), gates[min(self.passes, len(gates)) - 1])
-        logit = self._map(own, values, everyone=self.control.every_gate)
+        gate = partial(self.compiled(read_gate), gates[min(self.passes, len(gates)) - 1])
+        logit = self._map(gate, values, all_real=self.control.every_gate)
         self.gate_logits.append(logit)
         return logit
 
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        return self._map(function, values, everyone=False)
+        return self._map(function, values, all_real=False)
 
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
         if old is None or self.reuse in ("kv", "none"):
@@ -175,12 +175,12 @@ class Execution(Rows):
         return first if self.passes == 1 else later()
 
     def show(self, hidden: Tensor, gate: Tensor | None = None) -> None:
-        """Shows the pass just done to the caller's hook, and keeps its states where they are wanted."""
+        """Reports the last pass to the caller's hook, and keeps its states if required."""
         self.shown += 1
         if self.control.keep_states:
             self.states.append(hidden)
         if self.control.hook is not None:
-            slots = self.slots_per_token  # of which the last is what is shown
+            slots = self.slots_per_token  # the last one has the token's prediction
             self.control.hook(Iteration(self.passes - 1, hidden, gate, self.active[:, slots - 1 :: slots]))
 
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
@@ -211,27 +211,27 @@ class Execution(Rows):
         )
 
     def _seeds(self, like: Tensor) -> Tensor:
-        """The seed of each row; ``like`` has an entry per row."""
+        """Returns the seed of each row; ``like`` has an entry per row."""
         seed = self.control.seed
         if isinstance(seed, Tensor):
             return self._rows(seed.to(like.device)[:, None].expand_as(self.tokens.slot))
         return torch.full_like(like, as_int64(seed))
 
     def _halt(self, keep: Tensor) -> None:
-        """Monotone (eq. 5): a token that has halted never comes back. ``keep`` is ``[batch, time]``."""
+        """Halts all tokens but ``keep [batch, time]``; monotone (eq. 5): a halted token stays halted."""
         self.active = self.active & keep
 
     @abstractmethod
     def _pass(self, x: Tensor) -> Pass: ...
 
     @abstractmethod
-    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool) -> Tensor:
-        """``function`` of each active token (``everyone``: of each real one); 0, or no meaning, elsewhere."""
+    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
+        """Applies ``function`` to each active token (``all_real``: to each real one); 0 or undefined elsewhere."""
 
     @abstractmethod
     def _rows(self, grid: Tensor) -> Tensor:
-        """The entries of active tokens (dense: of all)."""
+        """Returns the entries of active tokens (dense: of all)."""
 
     @abstractmethod
     def _grid(self, rows: Tensor) -> Tensor:
-        """``[batch, time]`` of what :meth:`_rows` took apart; false elsewhere."""
+        """Returns the inverse of :meth:`_rows`, ``[batch, time]``; false elsewhere."""

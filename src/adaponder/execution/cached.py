@@ -1,4 +1,4 @@
-"""Active rows only, over a ledger: prefill with a cache, and decoding token by token."""
+"""Cached execution: active rows only, over a ledger; prefill with a cache, and decoding token by token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from adaponder.ops.masks import Places
 
 
 class Cached(Sparse):
-    """Where halted tokens are skipped, all passes together compute as many rows as the tokens' depths add up to.
+    """Where halted tokens are skipped, all passes together compute the sum of the tokens' depths in rows.
 
-    Sequences with equally many rows to compute form a rectangle ``[sequences, count]``. If all that compute any have
-    equally many, that is one pass; otherwise the rows are packed into one lane, or, where the attention is not ours,
-    there is a rectangle for each count. No row is padding.
+    Sequences with equally many rows to compute form a rectangle ``[sequences, count]``. If the counts are equal, that
+    is one pass; otherwise the rows are packed into one lane, or, where the attention is not ours, there is a rectangle
+    for each count. No row is padding.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -55,7 +55,7 @@ class Cached(Sparse):
         return Pass(grid(hidden), grid(stream))
 
     def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
-        """(row indices, the pass over them): one rectangle or lane, if the attention can do it."""
+        """Yields (row indices, the pass over them): one rectangle or lane, if the attention can do it."""
         counts = computed.sum(1)
         lengths = [count for count in counts.unique().tolist() if count]
         if len(lengths) > 1 and self.backbone.packs():
@@ -72,7 +72,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """One pass over the rows at ``index``, of these sequences, of which those ``stored`` leave a row."""
+        """Runs one pass over the rows at ``index`` of these sequences; those ``stored`` leave a row."""
         ledger, time = self.ledger, x.shape[1]
         kept = stored.nonzero().squeeze(1)
         sequence, slot = index[kept] // time, self.past + index[kept] % time
@@ -81,13 +81,13 @@ class Cached(Sparse):
         # Without documents: packed rows meet only a caller's ledger, for which packed documents are refused.
         key = Places(*ledger.places(sequences), present=read >= 0)
         holding = {"stores": ledger.snapshot(), "plan": plan}
-        own = torch.searchsorted(sequences, index // time)
-        output = self._read_lane(x, index, sequence=own, key=key, view=RowView, holding=holding)
+        lane = torch.searchsorted(sequences, index // time)
+        output = self._read_lane(x, index, sequence=lane, key=key, view=RowView, holding=holding)
         ledger.append(output.rows)
         return output
 
     def _read_rectangle(self, x: Tensor, sequences: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
-        """One pass over a rectangle: the tokens ``when [sequences, count]`` of the sequences ``sequences``."""
+        """Runs one pass over a rectangle: the tokens ``when [sequences, count]`` of these sequences."""
         tokens, ledger = self.tokens, self.ledger
         at = (sequences[:, None], when)
         lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(when)[stored]

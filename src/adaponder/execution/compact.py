@@ -1,4 +1,7 @@
-"""Only active rows are computed: gathered, packed into one lane, and put back. For prefill, and training with skips."""
+"""Compact execution: active rows are gathered, packed into one lane, computed and put back.
+
+For prefill, and for training that skips halted tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from adaponder.ops.masks import Places
 
 
 class Sparse(Execution):
-    """What packed and cached execution share: grids ``[batch, time, …]`` flattened to rows and back.
+    """Shared by packed and cached execution: grids ``[batch, time, …]`` flattened to rows and back.
 
     A row index counts tokens of the flattened grid.
     """
@@ -27,16 +30,16 @@ class Sparse(Execution):
         self._real_index: Tensor | None = None
         self._active_index: Tensor | None = None
 
-    def index_of(self, chosen: Tensor) -> Tensor:
-        """The row indices of the tokens of a mask, which must be ``tokens.real`` or ``active`` itself.
+    def index_of(self, mask: Tensor) -> Tensor:
+        """Returns the row indices of the tokens in a mask, which must be ``tokens.real`` or ``active`` itself.
 
-        How many they are is something that the host must wait for, so it is asked once for each of the two.
+        The host waits for their number, so each of the two is computed once.
         """
-        if chosen is self.tokens.real:
+        if mask is self.tokens.real:
             if self._real_index is None:
-                self._real_index = chosen.flatten().nonzero().squeeze(1)
+                self._real_index = mask.flatten().nonzero().squeeze(1)
             return self._real_index
-        assert chosen is self.active
+        assert mask is self.active
         if self._active_index is None:
             self._active_index = self.active.flatten().nonzero().squeeze(1)
         return self._active_index
@@ -46,11 +49,11 @@ class Sparse(Execution):
         self._active_index = None
 
     def computed(self) -> Tensor:
-        """The tokens that a pass computes, ``[batch, time]``."""
+        """Returns the tokens that a pass computes, ``[batch, time]``."""
         return self.active if self.reuse in ("state", "absent") else self.tokens.real
 
     def stored(self) -> Tensor:
-        """The tokens whose rows of a pass others see, ``[batch, time]``."""
+        """Returns the tokens whose new rows other tokens attend to, ``[batch, time]``."""
         return self.tokens.real if self.reuse == "none" else self.active
 
     def _read_lane(
@@ -63,9 +66,9 @@ class Sparse(Execution):
         view: type[IterationView],
         holding: dict[str, Any],
     ) -> PassOutput:
-        """One pass over the rows at ``row_index``, packed into one lane.
+        """Runs one pass over the rows at ``row_index``, packed into one lane.
 
-        ``sequence`` is, for each of them, the sequence among those of ``key`` and of what the view answers.
+        ``sequence`` is each row's sequence, an index into ``key`` and into what the view returns.
         """
         tokens = self.tokens
 
@@ -85,11 +88,11 @@ class Sparse(Execution):
             stream=self.stream,
         )
 
-    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool) -> Tensor:
-        chosen = self.tokens.real if everyone else self.active
-        index = self.index_of(chosen)
+    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
+        mask = self.tokens.real if all_real else self.active
+        index = self.index_of(mask)
         rows = function(grid.flatten(0, 1)[index])
-        return rows.new_zeros(chosen.numel(), *rows.shape[1:]).index_copy(0, index, rows).unflatten(0, chosen.shape)
+        return rows.new_zeros(mask.numel(), *rows.shape[1:]).index_copy(0, index, rows).unflatten(0, mask.shape)
 
     def _rows(self, grid: Tensor) -> Tensor:
         return grid.flatten(0, 1)[self.index_of(self.active)]
@@ -100,10 +103,10 @@ class Sparse(Execution):
 
 
 class Packed(Sparse):
-    """All rows that a pass computes in one lane, whatever sequence they are of.
+    """Computes all rows of a pass in one lane, across sequences.
 
     Products see no padding, and attention finds each row's sequence (:class:`adaponder.backbones.attention.Lane`).
-    Nothing is left to decode on from: for that, see :class:`adaponder.execution.cached.Cached`.
+    It leaves no cache to decode from: for that, see :class:`adaponder.execution.cached.Cached`.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -116,7 +119,7 @@ class Packed(Sparse):
         tokens, time = self.tokens, x.shape[1]
         index = self.index_of(self.computed())
         if not index.numel():
-            return Pass(x, x)  # no entry has a meaning; gates whose tokens all halt have gradients of 0, as if dense
+            return Pass(x, x)  # undefined, but gates whose tokens have all halted get gradients of 0, as in dense
         kept = None
         if self.reuse == "kv":
             kept = self.stored().flatten()[index].nonzero().squeeze(1)
@@ -125,7 +128,7 @@ class Packed(Sparse):
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
         key, sequence, lanes = Places(tokens.slot, tokens.order, tokens.document, present), index // time, None
         if self.backbone.unfolds:
-            # Sequences with nothing to compute are left out: nobody unfolds their keys.
+            # Sequences with nothing to compute are left out: their keys need not be unfolded.
             lanes, sequence = sequence.unique(return_inverse=True)
             key = key.of(lanes)
         holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": kept}
@@ -139,7 +142,7 @@ class Packed(Sparse):
         return Pass(grid(output.hidden), grid(output.stream))
 
     def _first_pass(self, x: Tensor) -> Pass:
-        """Every token is computed and nothing is there to be reused: an ordinary causal pass."""
+        """Runs an ordinary causal pass: every token is computed and nothing is reused."""
         output = self.backbone.read(
             x,
             position=self.tokens.position,

@@ -1,4 +1,4 @@
-"""Every pass computes every token, and ``where`` keeps what halted tokens had: Algorithm 2 as it is written."""
+"""Dense execution: every pass computes every token, and ``where`` keeps the rows of halted ones (Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaponder.ops.masks import Places
 
 
 class Dense(Execution):
-    """No shape depends on the data: for training, and what the other executions are compared with."""
+    """Has no data-dependent shape: for training, and the reference for the other executions."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -22,7 +22,7 @@ class Dense(Execution):
 
     def _pass(self, x: Tensor) -> Pass:
         tokens, vanishing = self.tokens, self.reuse == "absent"
-        # Who sees whom changes between iterations only where halted tokens vanish.
+        # The mask changes between iterations only where halted tokens vanish.
         if (vanishing and self.passes > 0) or (self.passes == 0 and not tokens.plain):
             places = Places(tokens.slot, tokens.order, tokens.document, self.active if vanishing else tokens.real)
             self.mask = self.backbone.mask(places, places, x.dtype)
@@ -32,7 +32,7 @@ class Dense(Execution):
             position=tokens.position,
             mask=self.mask,
             view=DenseView,
-            # A first pass reuses nothing, so it asks for no mask: one graph less to tell apart when compiled.
+            # The first pass reuses nothing and needs no mask of active tokens: one compiled graph less.
             holding={"previous": previous, "active": None if previous is None else self.active},
             replay=self.replay,
             stream=self.stream,
@@ -40,7 +40,7 @@ class Dense(Execution):
         self.previous = output.rows
         return Pass(output.hidden, output.stream)
 
-    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, everyone: bool) -> Tensor:
+    def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
         return function(grid)
 
     def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""The ledger: the K/V rows of a batch of sequences, one for each time a token was read, and which row is read when."""
+"""The ledger: the KV cache of a batch, one row per token and iteration, and which row each iteration reads."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class RowStore:
 
 
 class Ledger(Cache):
-    """The K/V rows of a batch of sequences: as many as the tokens' depths add up to (``reuse="none"``: K per token).
+    """The K/V rows of a batch of sequences: the sum of the tokens' depths (``reuse="none"``: K per token).
 
     ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: its own row up to its depth,
     its last row after (``min(iteration, depth - 1)``; law 3), or none (-1) where the method lets a halted token
     vanish. Nothing is copied when a token halts. Beams share the rows of their common past.
 
-    ``identity`` holds the settings that its rows depend on: a model can go on from a ledger whose identity equals that
-    of its own.
+    ``identity`` holds the settings that its rows depend on: a model can continue a ledger whose identity equals that of
+    its own.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
@@ -74,7 +74,7 @@ class Ledger(Cache):
 
     @property
     def depth(self) -> Tensor:
-        """How often each token of the batch was read, ``[batch, tokens]``; 0 for padding."""
+        """Depth of each token of the batch, ``[batch, tokens]``; 0 for padding."""
         return self._books()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
 
     @property
@@ -93,7 +93,7 @@ class Ledger(Cache):
         return 0 if self.table is None else self.table.shape[1]
 
     def extend(self, batch: int, slots: int, device: torch.device) -> None:
-        """Makes room in the books for ``slots`` new slots of each sequence; none has a row yet."""
+        """Adds ``slots`` empty slots to each sequence."""
         table = torch.full((batch, slots, self.iterations), -1, dtype=torch.long, device=device)
         depth = torch.zeros(batch, slots, dtype=torch.long, device=device)
         if self.table is None or self.slot_depth is None:
@@ -105,14 +105,14 @@ class Ledger(Cache):
         self.slot_depth = torch.cat([self.slot_depth, depth], 1)
 
     def carry_over(self, past: int, iteration: int) -> None:
-        """At ``iteration`` the slots from ``past`` on read what they read before, unless a new row is written."""
+        """Lets the slots from ``past`` on read at ``iteration`` the rows of the iteration before."""
         table, _ = self._books()
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Books the rows that a pass over ``sequences`` is about to append for these tokens, in this order.
+        """Assigns row numbers to these tokens, in the order in which a pass over ``sequences`` will append them.
 
-        Returns ``[sequences, slots]``, the row behind each slot at this iteration; -1 for none.
+        Returns ``[sequences, slots]``, the row of each slot at this iteration; -1 for none.
         """
         table, _ = self._books()
         table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
@@ -122,7 +122,7 @@ class Ledger(Cache):
         self._books()[1][:, past:] = depth
 
     def places(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
-        """(slot, order among real tokens) of every slot of these sequences, ``[sequences, slots]`` each."""
+        """Returns (slot, order among real tokens) of every slot of these sequences, ``[sequences, slots]`` each."""
         table, _ = self._books()
         slot = torch.arange(self.slots, device=table.device).expand(len(sequences), -1)
         return slot, (table[sequences, :, 0] >= 0).cumsum(1) - 1
@@ -133,7 +133,7 @@ class Ledger(Cache):
         return self.table, self.slot_depth
 
     def snapshot(self) -> list[KeysValues | None]:
-        """The rows of this moment, per layer: appending later does not change them."""
+        """Returns the present rows per layer; appending later does not change them."""
         return [None if store is None else store.tensors() for store in self.stores]
 
     def append(self, rows: list[KeysValues]) -> None:
@@ -144,7 +144,7 @@ class Ledger(Cache):
             else:
                 store.append(keys, values)
 
-    # What generate() asks of a cache.
+    # The interface that generate() uses.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.slots // self.slots_per_token
 
@@ -177,20 +177,20 @@ class Ledger(Cache):
         return [False] * self.layers_count
 
     def update(self, *args, **kwargs) -> KeysValues:
-        raise CacheError("a Ledger is read through AdaPonderForCausalLM, not handed to a backbone")
+        raise CacheError("a Ledger is read through AdaPonderForCausalLM; a backbone cannot use it")
 
     def reset(self) -> None:
         self.stores = [None] * self.layers_count
         self.table = self.slot_depth = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens (Hugging Face counts them negatively); their rows are freed."""
+        """Removes the last ``-tokens_to_remove`` tokens (Hugging Face counts them negatively) and frees their rows."""
         if tokens_to_remove > 0:
             raise CacheError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         self.forget(self.slots + tokens_to_remove * self.slots_per_token)
 
     def forget(self, slots: int) -> None:
-        """Keeps the first ``slots`` slots of every sequence; rows that nobody reads any more are freed."""
+        """Keeps the first ``slots`` slots of every sequence and frees the rows that no slot reads any more."""
         if self.table is None or self.slot_depth is None or slots >= self.slots:
             return
         if slots <= 0:
@@ -200,7 +200,7 @@ class Ledger(Cache):
         self._sweep(spare=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        # Beams come and go every step: their dead rows are swept out once they outnumber the living.
+        # Beams change at every step: their unused rows are freed once they outnumber the used ones.
         self._take(beam_idx, spare=self.rows // 2)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -218,21 +218,21 @@ class Ledger(Cache):
             self._sweep(spare=spare)
 
     def _sweep(self, *, spare: int) -> None:
-        """Drops rows that no token reads any more, if there are more than ``spare`` of them."""
+        """Frees rows that no token reads any more, if there are more than ``spare`` of them."""
         if self.table is None:
             return
-        living, renumbered = self.table.unique(return_inverse=True)
-        dead_entry = int(living.numel() > 0 and living[0] < 0)
-        count = living.numel() - dead_entry
+        used, renumbered = self.table.unique(return_inverse=True)
+        empty = int(used.numel() > 0 and used[0] < 0)  # whether -1, no row, is among them
+        count = used.numel() - empty
         if self.rows - count <= spare:
             return
-        if 2 * count > self.rows and int(living[-1]) == count - 1:
-            # The dead are the last rows: what is appended next takes their place, and nothing is copied.
+        if 2 * count > self.rows and int(used[-1]) == count - 1:
+            # The unused rows are the last ones: appending overwrites them, and nothing is copied.
             for store in self.stores:
                 if store is not None:
                     store.count = count
             return
-        self.table = renumbered - dead_entry
+        self.table = renumbered - empty
         for store in self.stores:
             if store is not None:
-                store.select(living[dead_entry:])
+                store.select(used[empty:])

@@ -1,4 +1,4 @@
-"""Which tokens one forward reads, and where each stands: padding, packing and cached past made explicit once."""
+"""The tokens of one forward and their places: padding, packing and cached past made explicit once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def last_slot(self) -> int:
-        """A bound on every position, known without asking the device."""
+        """A bound on every position, known without waiting for the device."""
         return self.past + self.slot.shape[1] - 1
 
     @property
@@ -45,11 +45,11 @@ class Tokens:
         return self.real.sum(1)
 
     def repeat(self, times: int) -> Tokens:
-        """Each token followed by ``times - 1`` companions at its position (pause tokens)."""
+        """Returns the tokens, each followed by ``times - 1`` others at its position (pause tokens)."""
 
         def spread(index: Tensor) -> Tensor:
-            companion = torch.arange(times, device=index.device)
-            return (index[..., None] * times + companion).flatten(1)
+            offset = torch.arange(times, device=index.device)
+            return (index[..., None] * times + offset).flatten(1)
 
         return Tokens(
             real=self.real.repeat_interleave(times, 1),
@@ -66,36 +66,34 @@ class Tokens:
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int
 ) -> Tensor:
-    """A ``[batch, time]`` tensor of what a forward reads, ids or (their values do not matter) embeddings.
+    """Checks a forward's ids or embeddings; returns a ``[batch, time]`` tensor (for embeddings, of arbitrary values).
 
-    Values of ids are looked at on the CPU alone: on a GPU the host would wait for them in every forward, so there
-    ``generate`` looks once, and otherwise the embedding's own check stops the process.
+    Values of ids are checked on the CPU alone: on a GPU the host would wait for them in every forward, so there
+    ``generate`` checks once, and otherwise the embedding's own check stops the process.
     """
     if input_ids is not None and inputs_embeds is not None:
-        raise InputError("input_ids and inputs_embeds: give one")
+        raise InputError("input_ids and inputs_embeds: give only one of them")
     if inputs_embeds is not None:
         if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != hidden_size or not inputs_embeds.is_floating_point():
             raise InputError(
-                f"inputs_embeds is {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}: floating "
-                f"[batch, time, {hidden_size}] is needed"
+                f"inputs_embeds is {inputs_embeds.dtype} of shape {tuple(inputs_embeds.shape)}, it must be floating "
+                f"[batch, time, {hidden_size}]"
             )
         grid, name = inputs_embeds.detach()[..., 0], "inputs_embeds"
     else:
         if input_ids is None or input_ids.ndim != 2:
-            raise InputError("input_ids: a [batch, time] tensor of token ids is needed")
+            raise InputError("input_ids must be a [batch, time] tensor of token ids")
         check_ids("input_ids", input_ids, vocabulary)
         grid, name = input_ids, "input_ids"
-    if grid.shape[0] == 0:
-        raise InputError(f"{name}: the batch is empty; give at least one sequence")
-    if grid.shape[1] == 0:
-        raise InputError(f"{name}: there is no token to read")
+    if 0 in grid.shape:
+        raise InputError(f"{name} is empty: give at least one sequence of at least one token")
     return grid
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) -> None:
-    """Raises unless these are token ids of a vocabulary of that size; -100 is one where ``name`` is not input_ids.
+    """Raises unless these are token ids of a vocabulary of that size; labels may also be -100.
 
-    On a GPU their values are looked at only if the host may ``wait`` for them.
+    On a GPU their values are checked only if the host may ``wait`` for them.
     """
     require_whole(name, ids)
     if not (_here(ids) or (wait and not torch.compiler.is_compiling())) or not ids.numel():
@@ -104,17 +102,17 @@ def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) ->
     lowest, highest = (int(value) for value in counted.aminmax())
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
-        cure = "" if name == "input_ids" else "; -100 marks what does not count"
-        raise InputError(f"{name} holds {wrong}, which is no id of a vocabulary of {vocabulary}{cure}")
+        cure = "" if name == "input_ids" else "; -100 marks tokens that do not count"
+        raise InputError(f"{name} contains {wrong}, the vocabulary has {vocabulary} tokens{cure}")
 
 
 def require_whole(name: str, values: Tensor) -> None:
     if values.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"{name} is {values.dtype}: whole numbers are needed (torch.long)")
+        raise InputError(f"{name} is {values.dtype}, it must hold whole numbers (torch.long)")
 
 
 def _here(values: Tensor) -> bool:
-    """Whether values can be looked at without making anybody wait or breaking a compiler's graph."""
+    """Returns whether values can be read without waiting for a device or breaking a compiler's graph."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -126,7 +124,7 @@ def arrange_tokens(
     document_ids: Tensor | None = None,
     ledger: Ledger | None = None,
 ) -> Tokens:
-    """The grid of a forward, from what Hugging Face callers pass.
+    """Builds the grid of a forward from what Hugging Face callers pass.
 
     Positions are derived from the mask when absent, so left padding changes nothing. Packed documents come as
     ``document_ids``, or as ``position_ids`` that restart (no mask, no cache), as in Hugging Face; a cache would
@@ -142,8 +140,8 @@ def arrange_tokens(
     if document_ids is not None:
         if ledger is not None:
             raise InputError(
-                "document_ids (or position_ids that restart): a cache does not keep packed documents apart; "
-                "send one document per sequence, or all without a cache"
+                "document_ids (or position_ids that restart): a cache does not separate packed documents; "
+                "give one document per sequence, or all without a cache"
             )
         document_ids = _as_grid(document_ids, input_ids, "document_ids")
     if position_ids is not None:
@@ -164,7 +162,7 @@ def arrange_tokens(
 
 
 def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) -> tuple[Tensor, Tensor]:
-    """(which tokens are not padding, how many real tokens of each sequence the cache holds)."""
+    """Returns (which tokens are not padding, the number of real tokens of each sequence in the cache)."""
     batch, time = ids.shape
     cached = torch.zeros(batch, 0, dtype=torch.bool, device=ids.device)
     if ledger is not None and past:
@@ -175,14 +173,14 @@ def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) ->
         return torch.ones_like(ids, dtype=torch.bool), cached.sum(1)
     if mask.ndim != 2 or mask.shape != (batch, past + time):
         raise InputError(
-            f"attention_mask has shape {tuple(mask.shape)}: "
-            f"[batch, cached + new tokens] = {(batch, past + time)} is needed"
+            f"attention_mask has shape {tuple(mask.shape)}, "
+            f"it must be [batch, cached + new tokens] = {(batch, past + time)}"
         )
     if _here(mask) and not bool(((mask == 0) | (mask == 1)).all()):
-        raise InputError("attention_mask: 1 for tokens and 0 for padding are needed (packed documents: document_ids)")
+        raise InputError("attention_mask must be 1 for tokens and 0 for padding (packed documents: document_ids)")
     mask = mask.to(ids.device).bool()
     if past and not torch.equal(mask[:, :past], cached):
-        raise CacheError("attention_mask hides or shows other cached tokens than the cache was filled with")
+        raise CacheError("attention_mask must mask the same cached tokens as when the cache was filled")
     return mask[:, past:], cached.sum(1)
 
 
@@ -194,13 +192,13 @@ def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 def _restarts(position: Tensor) -> Tensor | None:
-    """Document numbers of sequences whose positions restart; ``None`` if none does."""
+    """Returns document numbers of sequences whose positions restart; ``None`` if none does."""
     breaks = position.diff(dim=1, prepend=position[:, :1] - 1) != 1
     return breaks.cumsum(1) if bool(breaks.any()) else None
 
 
 def _first_of_document(order: Tensor, real: Tensor, document: Tensor) -> Tensor:
-    """The order of the first real token of each token's document."""
+    """Returns the order of the first real token of each token's document."""
     new = torch.ones_like(document, dtype=torch.bool)
     new[:, 1:] = document[:, 1:] != document[:, :-1]
     # Padding has the order of the real token before it, so the next real one's is one more.

@@ -5,7 +5,7 @@ from adaponder.execution.base import Iteration
 from adaponder.fields import Recurrence
 from adaponder.methods.act import AdaptiveComputationTime
 from adaponder.methods.adaponder import AdaPonder
-from adaponder.methods.anytime import Anytime
+from adaponder.methods.anytime import Anytime, Relay, Reread
 from adaponder.methods.base import Method, State
 from adaponder.methods.loop import Loop, Vanilla
 from adaponder.methods.mor import MixtureOfRecursions
@@ -14,8 +14,6 @@ from adaponder.methods.ouro import Ouro
 from adaponder.methods.pause import Pause
 from adaponder.methods.ponder import Ponder
 from adaponder.methods.pondernet import PonderNet
-from adaponder.methods.relay import Relay
-from adaponder.methods.reread import Reread
 from adaponder.registry import Scale, check_method, method_names, register_name
 
 # Under the names of adaponder.registry, which are known without torch.

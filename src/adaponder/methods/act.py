@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from adaponder.execution.base import Pass, Rows
+from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
 from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
-from adaponder.methods.objectives import LossFunction, Objective
-from adaponder.methods.objectives.ponder_cost import PonderCostLoss
+from adaponder.methods.objectives import CrossEntropy, Losses, LossFunction, Objective, Scorer, Trajectory
 from adaponder.ops.precision import wide_dtype
-from adaponder.policies import ExitThreshold, Policy
+from adaponder.policies import Policy
 
 
 class AdaptiveComputationTime(Method):
@@ -25,11 +25,11 @@ class AdaptiveComputationTime(Method):
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is a learned vector for each iteration but the first, zero in the beginning: the Universal Transformer tells
-    iterations apart by such a signal. It adds a sinusoid, of which K - 1 values would be used here.
+    ``t_n`` is a learned vector for each iteration but the first, initially zero: the Universal Transformer marks
+    iterations by such a signal. It adds a sinusoid, of which K - 1 values would be used here.
 
-    Whoever else halts a token (a fixed depth, another threshold), the remainder is its last iteration's; read on beyond
-    ``N``, a token has nothing left to weigh its states with, and its output stays.
+    Where another policy halts a token (a fixed depth, another threshold), its last iteration gets the remainder; beyond
+    ``N`` the weights of further states are 0, and a token's output stays.
     """
 
     def __init__(self, config: Recurrence):
@@ -60,13 +60,12 @@ class AdaptiveComputationTime(Method):
         return State(own + self._signal(count, own), state.hidden, (own, mean, spent + weight, count + 1))
 
     def _signal(self, count: Tensor, own: Tensor) -> Tensor:
-        """``t_n`` of each row, ``count`` iterations after its first."""
+        """Returns ``t_n`` of each row, ``count`` iterations after its first."""
         table = torch.stack(list(self.signals)).to(own.dtype)
         return nn.functional.embedding(count.long().clamp(max=len(table) - 1), table)
 
     def default_policy(self, *, training: bool) -> Policy:
-        assert self.config.exit_threshold is not None  # filled in by complete
-        return ExitThreshold(self.config.exit_threshold)
+        return self.exit_policy()
 
     def reset_parameters(self, std: float) -> None:
         for gate in self.gates:
@@ -81,22 +80,17 @@ class AdaptiveComputationTime(Method):
 
     halts = True
     signal = "exit"
+    exit_threshold = 0.99  # Graves' 1 - epsilon
     gate_meaning = "halting probability"
-    gates_decide = False  # a policy looks at what is left of 1, after the sum of all halting probabilities
+    gates_decide = False  # a policy compares 1 minus the sum of all halting probabilities
 
     def training_policy(self, progress: float) -> Policy:
-        """Its own rule from the first step on: the mean over states is what teaches the halting unit."""
+        """Returns its own rule from the first step on: the halting unit learns through the mean over states."""
         return self.default_policy(training=True)
 
     @classmethod
     def own_parameters(cls, config: Recurrence) -> int:
         return min(1, config.gates()) * (config.hidden_size + 1) + config.gates() * config.hidden_size
-
-    @classmethod
-    def complete(cls, config: Recurrence) -> None:
-        """Graves' threshold, ``1 - epsilon`` with ``epsilon = 0.01``, where none is given."""
-        if config.exit_threshold is None:
-            config.exit_threshold = 0.99
 
     @classmethod
     def described(cls, config: Recurrence) -> dict[str, Any]:
@@ -108,5 +102,33 @@ class AdaptiveComputationTime(Method):
 
 
 def read_out(mean: Tensor, spent: Tensor, own: Tensor) -> Tensor:
-    """Equals ``sum_{n<N} p_n s_n + R s_N``: what halts here gives the remainder to its last state."""
+    """Equals ``sum_{n<N} p_n s_n + R s_N``: the output if the token halts here."""
     return (mean + (1.0 - spent)[..., None] * own).to(own.dtype)
+
+
+@dataclass
+class PonderCostLoss:
+    """Cross-entropy plus ``weight`` times the mean over targets of ``N + R``.
+
+    ``N`` is a token's depth and ``R = 1 - (h_1 + … + h_{N-1})`` the remainder. Gradients come from ``R`` alone, whose
+    derivative is that of the cost wherever ``N`` does not jump: raising an earlier halting probability lowers it.
+    """
+
+    needs_states: ClassVar[bool] = False
+
+    weight: float
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses = CrossEntropy()(trajectory, score, execution)
+        if trajectory.gates is None:
+            return losses
+        rest = remainder(trajectory.gates, execution.depth)
+        cost = score.mean(execution.depth + rest)
+        terms = losses.terms | {"ponder_cost": cost, "remainder": score.mean(rest).detach()}
+        return Losses(losses.total + self.weight * cost, terms)
+
+
+def remainder(logits: Tensor, depth: Tensor) -> Tensor:
+    """Equals ``1 - (h_1 + … + h_{N-1})``, at least 0, from halting logits ``[…, K - 1]`` and depths ``N [...]``."""
+    before = torch.arange(1, logits.shape[-1] + 1, device=logits.device) < depth[..., None]
+    return 1.0 - (gate_probability(logits) * before).sum(-1).clamp_max(1.0)

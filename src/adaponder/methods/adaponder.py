@@ -1,17 +1,19 @@
-"""AdaPonderLM, Algorithms 1 and 2: ponder on the expected next embedding until the token's own gate says enough."""
+"""AdaPonderLM, Algorithms 1 and 2: ponder on the expected next embedding until the token's own gate closes."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from adaponder.execution.base import Pass, Rows
+from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
-from adaponder.halting import Gate, gate_probability, pondered
+from adaponder.halting import Gate, gate_probability, ponder_pool, pondered
 from adaponder.methods.base import State
-from adaponder.methods.objectives import LossFunction, Objective
-from adaponder.methods.objectives.ponder import PonderLoss
+from adaponder.methods.objectives import CrossEntropy, Losses, LossFunction, Objective, Scorer, Trajectory, with_term
 from adaponder.methods.ponder import Ponder
 from adaponder.policies import LearnedGate, Policy
 
@@ -81,13 +83,13 @@ class AdaPonder(Ponder):
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
-        """``W2 gelu(W1 h)``; of width 0, one row of weights."""
+        """Counts ``W2 gelu(W1 h)``; width 0 has one row of weights."""
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
         return 2 * (d * inner + inner) if inner else 2 * d
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """A closed gate is one iteration less: ``K - k (K - 1)``."""
+        """Returns ``K - k (K - 1)``: a closed gate is one iteration less."""
         return config.iterations - pressed * config.gates()
 
     @classmethod
@@ -95,6 +97,40 @@ class AdaPonder(Ponder):
         return {"tau": config.tau, "gate width": config.gate_width, "gate bias at start": config.gate_bias}
 
 
+@dataclass
+class PonderLoss:
+    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates, or of each iteration's.
+
+    Attributes:
+        weight, fraction: the paper's lambda and ``k_s``.
+        on, pool: which collection of gates is ranked; see :func:`adaponder.halting.ponder_pool`.
+        bottom_k: the mean of the smallest values; several processes rank theirs together.
+        share: see :class:`Objective`.
+    """
+
+    needs_states: ClassVar[bool] = False
+
+    weight: float
+    fraction: float
+    on: str
+    pool: str
+    bottom_k: Callable[[Tensor, float], Tensor]
+    share: float | None = None
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses = CrossEntropy()(trajectory, score, execution)  # eq. 11
+        if trajectory.gates is None or self.weight == 0.0:
+            return losses
+        # Without padding every token counts, and the pool's size is known without waiting for the device.
+        real = None if execution.tokens.plain else execution.tokens.real
+        pool = ponder_pool(trajectory.gates, real, execution.depth, on=self.on, pool=self.pool)
+        if self.pool == "each":
+            ponder = torch.stack([self.bottom_k(gate, self.fraction) for gate in pool.unbind(-1)]).mean()
+        else:
+            ponder = self.bottom_k(pool, self.fraction)  # eq. 13
+        return with_term(losses, "ponder", ponder, score, weight=self.weight, share=self.share)  # eq. 12
+
+
 def _gates(config: Recurrence) -> int:
-    """How many gates there are: one for all iterations where it is shared."""
+    """Returns the number of gates: one for all iterations where it is shared."""
     return min(1, config.gates()) if config.shared_gate else config.gates()

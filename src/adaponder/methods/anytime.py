@@ -1,32 +1,48 @@
-"""PonderLM that may be stopped at any depth: tokens halt by chance in training, and gates only watch and foresee."""
+"""Methods that may be stopped at any depth: tokens halt at random in training, and gates learn the gain ahead.
+
+:class:`Anytime` is PonderLM's recurrence, :class:`Relay` Ouro's, :class:`Reread` PonderNet's; losses, random halts and
+gates are the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
 import torch
+from torch import Tensor, nn
 
 from adaponder.errors import ConfigError
-from adaponder.execution.base import Rows
+from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability, pondered
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.methods.base import State
-from adaponder.methods.objectives import LossFunction, Objective
-from adaponder.methods.objectives.depths import EveryDepthLoss
-from adaponder.methods.objectives.lookahead import LookaheadLoss
-from adaponder.policies import GateOrChance, LearnedGate, Policy, RandomRates
+from adaponder.methods.objectives import (
+    Losses,
+    LossFunction,
+    Objective,
+    Scorer,
+    Trajectory,
+    losses_by_depth,
+    own_count,
+    with_term,
+)
+from adaponder.policies import GateOrChance, LearnedGate, Policy, RandomRates, as_int64
 
 
 class Anytime(AdaPonder):
-    """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates, which here decide who goes on and weigh nothing.
+    """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates, which decide only which tokens continue and weigh nothing.
 
-    At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), whatever the gates say, and takes
-    the loss after every iteration (``loss_prior``), so that states and the reused rows of halted tokens are what the
-    backbone has learned with at any depth. Gates learn beside it, from detached states, whether some later iteration
-    lowers a token's loss by more than ``lookahead_delta``: the backbone's loss gives them no gradient, and theirs gives
-    the backbone none.
+    At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
+    takes the loss after every iteration (``loss_prior``), so that states and the reused rows of halted tokens are what
+    the backbone has learned with at any depth. Gates learn beside it, from detached states, whether some later
+    iteration lowers a token's loss by more than ``lookahead_delta``: the backbone's loss gives them no gradient, and
+    theirs gives the backbone none.
 
     With ``gate_share`` the gates themselves halt the tokens of some sequences, as they will at inference. Tokens
-    without a target then learn to halt at once: what the others need of them, training shows.
+    without a target then learn to halt at once, and training shows what other tokens need of them.
     """
 
     def __init__(self, config: Recurrence):
@@ -37,11 +53,16 @@ class Anytime(AdaPonder):
 
     def advance(self, rows: Rows, state: State) -> State:
         embedding, hidden = state.input, state.hidden
-        s = gate_probability(rows.gate(self.gates, hidden.detach()))
-        rows.decide(s, hidden)
+        s = self.decide(rows, hidden)
         expected = self.expected_embedding(rows, hidden)
         embedding = rows.compiled(pondered)(embedding, expected, rows.active, torch.ones_like(s))
         return State(embedding, hidden)
+
+    def decide(self, rows: Rows, hidden: Tensor) -> Tensor:
+        """Halts rows by gates that read detached states; returns the gates' probabilities."""
+        s = gate_probability(rows.gate(self.gates, hidden.detach()))
+        rows.decide(s, hidden)
+        return s
 
     def default_policy(self, *, training: bool) -> Policy:
         return self.halting if training else LearnedGate(self.config.tau)
@@ -64,7 +85,7 @@ class Anytime(AdaPonder):
     gate_meaning = "foreseen: a later iteration helps"
 
     def training_policy(self, progress: float) -> Policy:
-        """Halts become as frequent as ``halt_prior`` says: at the beginning almost every token is read to the end."""
+        """Returns random halts that become as frequent as ``halt_prior`` over the warm-up, from almost none."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -73,7 +94,7 @@ class Anytime(AdaPonder):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> None:
-        """Training names no depth: the dial does, afterwards."""
+        """Returns ``None``: the budget is set after training."""
         return
 
     @classmethod
@@ -85,5 +106,180 @@ class Anytime(AdaPonder):
         if len(prior) != config.iterations:
             raise ConfigError(f"loss_prior has {len(prior)} entries for iterations={config.iterations}: one per depth")
         if abs(sum(prior) - 1.0) > 1e-6:
-            raise ConfigError(f"loss_prior={list(prior)}: shares add up to {sum(prior):g}, and must to 1")
+            raise ConfigError(f"loss_prior={list(prior)} adds up to {sum(prior):g}; its shares must add up to 1")
         config.loss_prior = [float(share) for share in prior]
+
+
+class Relay(Anytime):
+    """``E^{i+1} = h^i``: the next iteration reads the final-normed state itself, as in Ouro.
+
+    A token's findings reach the next iteration even where they make no good prediction, so a loss after every
+    iteration does not discourage steps in between.
+    """
+
+    mixes_vocabulary = False
+
+    def advance(self, rows: Rows, state: State) -> State:
+        self.decide(rows, state.hidden)
+        return State(state.hidden, state.hidden)
+
+
+class Reread(Anytime):
+    """``E^{i+1} = E^0 + c h^i``: what PonderNet's next step reads, ``c`` being ``state_scale``.
+
+    The whole state reaches the next iteration, so it can predict well at every depth and still carry what the next
+    iteration needs; an expected embedding holds only the prediction.
+    """
+
+    mixes_vocabulary = False
+
+    def start(self, rows: Rows, embedded: Tensor) -> State:
+        x = self.scaled(embedded)
+        return State(x, carried=(x,))
+
+    def receive(self, rows: Rows, state: State, output: Pass) -> State:
+        return State(state.input, rows.freeze(output.hidden, state.hidden), state.carried)
+
+    def advance(self, rows: Rows, state: State) -> State:
+        hidden, (x,) = state.hidden, state.carried
+        self.decide(rows, hidden)
+        return State(torch.add(x, hidden.to(x.dtype), alpha=self.config.state_scale), hidden, (x,))
+
+
+# --- losses -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EveryDepthLoss:
+    """``sum_i prior[i] / r_i * loss_i`` over the iterations ``i`` that each token took part in, the mean over targets.
+
+    ``r_i`` is the share of tokens that reach iteration ``i`` where the policy halts at random, else 1. So this is
+    ``sum_i prior[i] * E[loss_i]``, estimated from every computed row. The factors are constants, not shares of a batch,
+    so any partition into micro-steps has the same sum. In a sequence whose tokens the gates halted, only the loss at
+    each token's own depth counts, as at inference.
+    """
+
+    needs_states: ClassVar[bool] = True
+
+    prior: tuple[float, ...]
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        return self.from_losses(losses_by_depth(trajectory, score), score, execution)
+
+    def from_losses(self, losses: Tensor, score: Scorer, execution: Execution) -> Losses:
+        """Computes it from the losses of each token after each iteration, ``[iterations, batch, time]``."""
+        terms = {"cross_entropy": score.mean(losses[-1])}  # of each token's last state, at its own depth
+        total = torch.zeros_like(terms["cross_entropy"])
+        gated = gated_sequences(execution)
+        for i, (loss, share) in enumerate(zip(losses, self.prior, strict=False)):
+            reached = execution.depth > i
+            weight = share / _share_reaching(execution.control.policy, i) * reached.to(loss.dtype)
+            if gated is not None:
+                weight = torch.where(gated, (execution.depth == i + 1).to(loss.dtype), weight)
+            total = total + score.mean(loss * weight)
+            terms[f"depth_{i + 1}"] = _mean_where(loss.detach(), reached, score)
+        return Losses(total, terms | {"every_depth": total})
+
+
+def gated_sequences(execution: Execution) -> Tensor | None:
+    """Returns ``[batch, 1]``, in which sequences the gates halted tokens; ``None`` where the policy has no such."""
+    policy = execution.control.policy
+    if not isinstance(policy, GateOrChance):
+        return None
+    seed, depth = execution.control.seed, execution.depth
+    if not isinstance(seed, torch.Tensor):
+        seed = torch.full((len(depth),), as_int64(seed), device=depth.device)
+    return policy.by_gate(seed.to(depth.device)).unsqueeze(1)
+
+
+def _share_reaching(policy: Policy, iteration: int) -> float:
+    """Returns the share of tokens that random halts let reach ``iteration``; 1 for other policies."""
+    by_chance = policy.by_chance if isinstance(policy, GateOrChance) else policy
+    return by_chance.reaching(iteration) if isinstance(by_chance, RandomRates) else 1.0
+
+
+def _mean_where(values: Tensor, mask: Tensor, score: Scorer) -> Tensor:
+    """Returns the mean over the targets of tokens in ``mask``; 0 where there are none."""
+    count = score.mean(mask.to(values.dtype))
+    return score.mean(values * mask) / count.clamp_min(torch.finfo(values.dtype).tiny)
+
+
+@dataclass
+class LookaheadLoss:
+    """The loss of every depth plus each gate's binary cross-entropy against its label, the mean over gates.
+
+    The label of gate ``i`` says whether a later iteration lowers the token's loss by more than ``delta``. It needs the
+    losses of all later iterations, so only tokens that were read to the end have labels. A token that halted on the way
+    has none, even where an iteration that it did read helped: among tokens cut short only those with a positive label
+    would be known, and gates would learn that label too often. Where chance halts tokens, chance also selects those
+    with labels; but a sequence that reads deeply has more of them, so each sequence counts equally.
+
+    Sequences in which the gates halted tokens give no labels: the tokens read to the end there are not like the others.
+    ``without_target`` teaches tokens that have no target to halt: they have no loss that a further iteration could
+    lower. If such halts are in its training, the backbone learns to do without those tokens' later rows.
+
+    No gradient goes into the labels. The method must keep the gates' gradient out of the backbone: its gates read
+    detached states.
+
+    Attributes:
+        depths: the loss of the backbone.
+        delta: nats.
+        by: the weight of a label: ``tokens``, all equal, or ``nats``, the distance of its gain from ``delta``. Then
+            the best gate is above one half where the expected gain is above ``delta``: a rare large gain outweighs many
+            small losses, as it does in the mean that a budget is spent for.
+        share, mean_count: see :class:`adaponder.methods.objectives.Objective`.
+        without_target: whether tokens without a target have the label 0.
+    """
+
+    needs_states: ClassVar[bool] = True
+
+    depths: EveryDepthLoss
+    delta: float
+    by: Literal["tokens", "nats"] = "tokens"
+    share: float | None = None
+    without_target: bool = False
+    mean_count: Callable[[Tensor], Tensor] = own_count
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        by_depth = losses_by_depth(trajectory, score)
+        losses = self.depths.from_losses(by_depth, score, execution)
+        if trajectory.gates is None:
+            return losses
+        gain = gains_ahead(by_depth.detach()) - self.delta
+        label = (gain > 0).to(gain.dtype)
+        whole, gated = execution.depth == execution.passes, gated_sequences(execution)
+        if gated is not None:
+            whole = whole & ~gated
+        labelled = whole & score.counted
+        logit = trajectory.gates.movedim(-1, 0).to(by_depth.dtype)
+        losses.terms["helped"] = mean_over_sequences(label.mean(0), labelled, self.mean_count)
+        weights = gain.abs() if self.by == "nats" else torch.ones_like(gain)
+        term = mean_over_sequences(_gate_loss(logit, label, weights), labelled, self.mean_count)
+        if self.without_target:
+            zeros, ones = torch.zeros_like(label), torch.ones_like(label)
+            unlabelled = whole & ~score.counted
+            term = term + mean_over_sequences(_gate_loss(logit, zeros, ones), unlabelled, self.mean_count)
+        return with_term(losses, "lookahead", term, score, weight=1.0, share=self.share)
+
+
+def _gate_loss(logit: Tensor, label: Tensor, weights: Tensor) -> Tensor:
+    """Returns each token's weighted binary cross-entropy, the mean over gates (the first axis)."""
+    return nn.functional.binary_cross_entropy_with_logits(logit, label, weights, reduction="none").mean(0)
+
+
+def gains_ahead(losses: Tensor) -> Tensor:
+    """Equals ``losses[i] - min(losses[i + 1:])`` for each ``i`` but the last, along the first axis."""
+    best_from = losses.flip(0).cummin(0).values.flip(0)
+    return losses[:-1] - best_from[1:]
+
+
+def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
+    """Averages the ``values`` in ``mask`` (``[batch, time]``) within each sequence, then over sequences that have any.
+
+    Returns 0 if none has. With the ``mean_count`` of :class:`adaponder.methods.objectives.Objective` several processes
+    together have the mean of all.
+    """
+    count = mask.sum(1)
+    means = (values * mask).sum(1) / count.clamp_min(1)
+    sequences = mean_count((count > 0).sum())
+    return means.sum() / (sequences + (sequences == 0))

@@ -1,9 +1,9 @@
-"""What every method of the family is: what one row does between two passes of the same backbone."""
+"""What every method of the family is: what one row does between two passes of the same backbone, and its facts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.execution.tokens import Tokens
 from adaponder.fields import Recurrence
-from adaponder.methods.facts import Facts
 from adaponder.methods.objectives import CrossEntropy, LossFunction, Objective, Trajectory
-from adaponder.policies import FixedDepth, Policy
+from adaponder.policies import ExitThreshold, FixedDepth, Policy
 
 
 class State(NamedTuple):
@@ -22,7 +21,7 @@ class State(NamedTuple):
     Attributes:
         input: what the next pass reads, ``[…, d]``.
         hidden: the final-normed hidden state after the last pass, which head and gates read; ``None`` before the first.
-        carried: whatever else the method needs, one entry per row each.
+        carried: any other tensors of the method, one entry per row each.
     """
 
     input: Tensor
@@ -30,39 +29,78 @@ class State(NamedTuple):
     carried: tuple[Tensor, ...] = ()
 
 
-class Method(Facts, nn.Module, ABC):
-    """One recurrence, said for a row: ``start``, then ``receive`` after each pass and ``advance`` before the next.
+class Method(nn.Module, ABC):
+    """One recurrence, defined for a row: ``start``, then ``receive`` after each pass and ``advance`` before the next.
 
     :meth:`forward` runs it over whole batches, all rows at one iteration. The three may also be called with rows at
     different iterations, so nothing in them may depend on the batch.
 
+    The rest of the package reads a method's facts from its class and never asks for its name. The defaults are those
+    of a method that reads every token K times and adds no parameter. Facts that depend on settings are class methods
+    of a config: costs and figures are known before a model is built.
+
     ``keep_logits`` trades memory for time where a method mixes the vocabulary: see
     :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
+
+    Attributes:
+        halts: whether tokens can stop before the last iteration.
+        signal: the kind of signal that policies get as ``gate``; a policy that needs another signal is refused.
+        fixed_iterations: the only K it has, overriding the config; ``None`` leaves K to the config.
+        mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
+        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to its loss. Then it can be steered towards
+            ``train.target_depth``, its gates wait for ``train.gate_start``, and training warns when they close too
+            early or stay open.
+        has_exit_loss: whether its loss reads the ``exit_…`` values of an ``Objective``.
+        exit_threshold: its default for ``config.exit_threshold``; ``None`` if it has no such rule.
+        gates_apart: whether its own parameters and the backbone's get no gradient of each other's loss. Then each is
+            clipped by itself, and the backbone trains as if the others were not there.
+        gate_meaning: what a gate's value is, on the axis of a figure.
+        gates_decide: whether a policy's threshold is compared with the gate's value itself, so that a figure may draw
+            it among gates.
+        after_halting: what a figure calls the iterations after a token has halted.
+        exported: whether the file that ``adaponder export`` writes computes it. Every subclass states it anew, since it
+            may compute something else (:meth:`can_be_exported`).
     """
+
+    halts: ClassVar[bool] = False
+    signal: ClassVar[str] = "gate"
+    fixed_iterations: ClassVar[int | None] = None
+    mixes_vocabulary: ClassVar[bool] = False
+    has_ponder_term: ClassVar[bool] = False
+    has_exit_loss: ClassVar[bool] = False
+    exit_threshold: ClassVar[float | None] = None
+    gates_apart: ClassVar[bool] = False
+    gate_meaning: ClassVar[str] = "gate"
+    gates_decide: ClassVar[bool] = True
+    after_halting: ClassVar[str] = "halted: K/V reused"
+    exported: ClassVar[bool] = False
 
     def __init__(self, config: Recurrence):
         super().__init__()
         self.config = config
         self.keep_logits = False
-        # Made here: a compiler (torch 2.11) does not find the fields of one that is made while it traces.
+        # Made here: a compiler (torch 2.11) does not find the fields of a policy that is made while it traces.
         self.full_depth = FixedDepth(config.iterations)
 
     # --- the recurrence -----------------------------------------------------------------------------------------
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
-        """What the first pass reads: E^0."""
+        """Returns the state before the first pass, which reads E^0."""
         return State(self.scaled(embedded))
 
     @abstractmethod
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
-        """The state after a pass."""
+        """Returns the state after a pass."""
 
     def advance(self, rows: Rows, state: State) -> State:
-        """The state for the next pass; not called after the last. Methods that halt call ``rows.decide`` here, once."""
+        """Returns the state for the next pass; not called after the last.
+
+        Methods that halt call ``rows.decide`` here, once.
+        """
         return state
 
     def forward(self, execution: Execution, embedded: Tensor) -> Trajectory:
-        """The recurrence over a whole batch, ``embedded [batch, time, d]``."""
+        """Runs the recurrence over a whole batch, ``embedded [batch, time, d]``."""
         passes = self.passes(execution.control.iterations)
         state = self.start(execution, embedded)
         for i in range(passes):
@@ -72,38 +110,115 @@ class Method(Facts, nn.Module, ABC):
                 state = self.advance(execution, state)
             if execution.shown == i:
                 execution.show(hidden)  # decide has not shown it, with a gate
-        return Trajectory(state.hidden, _stacked(execution.gate_logits), execution.states)
+        gates = torch.stack(execution.gate_logits, dim=-1) if execution.gate_logits else None
+        return Trajectory(state.hidden, gates, execution.states)
 
     def scaled(self, embedded: Tensor) -> Tensor:
-        """Embeddings as the recurrence takes them in: E^0."""
+        """Returns E^0, the embeddings as the recurrence reads them first."""
         return embedded * self.config.input_scale
+
+    def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
+        """Returns the tokens as the backbone reads them."""
+        return tokens
+
+    def reuse(self) -> str:
+        """Returns what other tokens see of a halted one (see :meth:`reuse_rule`)."""
+        return self.reuse_rule(self.config)
+
+    def needs_stream(self, iterations: int) -> bool:
+        """Returns whether the recurrence reads the residual stream before the final norm."""
+        return False
 
     # --- training -----------------------------------------------------------------------------------------------
 
     def reset_parameters(self, std: float) -> None:
-        """Initialises what is the method's own."""
+        """Initialises the method's own parameters."""
 
     def default_policy(self, *, training: bool) -> Policy:
         return self.full_depth
 
+    def exit_policy(self) -> Policy:
+        """Returns the policy that exits at ``config.exit_threshold``."""
+        assert self.config.exit_threshold is not None  # filled in by complete
+        return ExitThreshold(self.config.exit_threshold)
+
+    def training_policy(self, progress: float) -> Policy | None:
+        """Returns the policy in training when ``progress`` of ``train.capacity_warmup`` has passed (1 without one).
+
+        ``None``: :meth:`default_policy`; before ``train.ponder_start`` full depth, unless ``train.halt_before_ponder``.
+        """
+        return None
+
     def objective(self, values: Objective) -> LossFunction:
-        """The method's training loss at these values of the schedule."""
+        """Returns the method's training loss at these values of the schedule."""
         return CrossEntropy()
 
-    # --- facts of a model (those of the class are in facts.py) ---------------------------------------------------
+    @classmethod
+    def states_scored(cls, iterations: int) -> int:
+        """Returns the number of iterations after which the training loss is taken, each with one pass of the head."""
+        return 1
 
-    def reuse(self) -> str:
-        """What others see of a halted token (see :class:`adaponder.execution.base.Execution`)."""
-        return self.reuse_rule(self.config)
+    @classmethod
+    def requested_depth(cls, config: Recurrence, pressed: float) -> float | None:
+        """Returns the mean depth that training asks for when the ponder term presses on a share ``pressed`` of gates.
 
-    def needs_stream(self, iterations: int) -> bool:
-        """Whether the recurrence looks at the residual stream before the final norm."""
-        return False
+        ``None`` where the objective names no depth.
+        """
+        return None if cls.halts else float(config.iterations)
 
-    def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
-        """The tokens as the backbone reads them."""
-        return tokens
+    # --- the config ---------------------------------------------------------------------------------------------
 
+    @classmethod
+    def complete(cls, config: Recurrence) -> None:
+        """Fills in settings that were left open, and raises on settings that this method cannot have."""
+        if config.exit_threshold is None:
+            config.exit_threshold = cls.exit_threshold
 
-def _stacked(gates: list[Tensor]) -> Tensor | None:
-    return torch.stack(gates, dim=-1) if gates else None
+    @classmethod
+    def described(cls, config: Recurrence) -> dict[str, Any]:
+        """Returns its own settings, by the names that ``adaponder inspect`` prints."""
+        return {}
+
+    @classmethod
+    def can_be_exported(cls) -> bool:
+        """Returns whether the class itself, not one that it inherits from, is ``exported``."""
+        return bool(vars(cls).get("exported", False))
+
+    # --- rows and slots -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def passes(cls, iterations: int) -> int:
+        """Returns the passes of the backbone that these iterations take: the most rows that a ledger keeps per slot."""
+        return iterations
+
+    @classmethod
+    def slots_per_token(cls, iterations: int) -> int:
+        """Returns the slots that a token takes in the sequence the backbone reads."""
+        return 1
+
+    @classmethod
+    def reuse_rule(cls, config: Recurrence) -> str:
+        """Returns what other tokens see of a halted one.
+
+        ``state``: keys and values of its last iteration, and its hidden state stays too; ``kv``: keys and values of its
+        last iteration; ``none``: those of the newest pass, as if it had not halted; ``absent``: it cannot be attended
+        to.
+        """
+        return "state"
+
+    # --- cost ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def own_parameters(cls, config: Recurrence) -> int:
+        """Returns how many parameters it adds to the backbone's, biases included."""
+        return 0
+
+    @classmethod
+    def gates_asked(cls, iterations: int) -> int:
+        """Returns after how many iterations a gate is evaluated: all but the last, if it halts."""
+        return iterations - 1 if cls.halts else 0
+
+    @classmethod
+    def gate_flops(cls, config: Recurrence) -> int:
+        """Returns the FLOPs of one evaluation of a gate; by default, of one row of weights."""
+        return 2 * config.hidden_size

@@ -1,11 +1,11 @@
-"""What reading costs: iterations, FLOPs and K/V bytes of every method, from shapes and depths alone.
+"""Cost of a forward of any method: iterations, FLOPs and K/V bytes, from shapes and depths alone.
 
 A FLOP count here is 2 per multiply-add of the matrix products of one forward. Norms, softmax, activations and rotary
-angles are left out, and so is what a policy computes for itself (the logits that an entropy rule looks at).
+angles are left out, and so is what a policy computes for itself (the logits of an entropy rule).
 
-Attention has two honest counts. ``causal`` counts the keys that a query may see: what the method needs, what a kernel
-that skips masked blocks comes near to, and what the table "True cost of 4x" counts. ``square`` counts every query row
-against every key slot: what a dense masked kernel does and what torch's flop counter reports.
+Attention has two counts. ``causal`` counts the keys that a query may see: what the method needs, what a kernel that
+skips masked blocks approaches, and what the table "True cost of 4x" counts. ``square`` counts every query row against
+every key slot: what a dense masked kernel computes and torch's flop counter reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attention = Literal["causal", "square"]
 
 
 class Parameters(NamedTuple):
-    """How many parameters the stock decoder has, and how many the method adds to it."""
+    """The number of parameters of the stock decoder, and of those that the method adds."""
 
     backbone: int
     added: int
@@ -36,16 +36,16 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Parameters:
-    """The stock decoder's parameters, and the method's: gates, routers, exit or pause vector, biases included."""
+    """Counts the stock decoder's parameters and the method's: gates, routers, exit or pause vector, biases included."""
     added = method_class(config.method).own_parameters(config)
     return Parameters((shape or shape_of(config.backbone_config)).parameters, added)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a batch cost, in sums over its tokens: costs of several batches, or of a prefill and its decode, add up.
+    """The cost of a batch, in sums over its tokens: costs of several batches, or of a prefill and its decode, add up.
 
-    Cut into prefill and decode, a text costs the same, except where each pass unfolds compressed keys anew.
+    Split into prefill and decode, a text costs the same, except where each pass unfolds compressed keys anew.
 
     Attributes:
         tokens: real tokens, padding not counted.
@@ -53,7 +53,7 @@ class Cost:
         rows: rows that the body computed; more than ``reads`` where halted tokens are computed again.
         body: FLOPs of the layers' matrices.
         attention: FLOPs of queries with keys and of weights with values.
-        head: FLOPs of the logits that were asked for.
+        head: FLOPs of the returned logits.
         expectation: FLOPs of expected embeddings.
         gates: FLOPs of gates, routers and exits.
         kv_bytes: bytes of the keys and values that these tokens leave behind.
@@ -73,7 +73,7 @@ class Cost:
 
     @classmethod
     def nothing(cls) -> Cost:
-        """Zero of everything: what a sum begins with."""
+        """Returns zeros: the start of a sum."""
         return cls(*(0 for _ in fields(cls)))
 
     @property
@@ -106,17 +106,17 @@ def cost_of(
     dtype: torch.dtype = torch.bfloat16,
     attention: Attention = "causal",
 ) -> Cost:
-    """What one forward costs that reads each token as often as ``depth [batch, time]`` says, skipping what it can.
+    """Returns the cost of a forward that reads each token ``depth [batch, time]`` times and skips halted tokens.
 
-    Dense execution skips nothing: it costs what full depth costs, for padding too.
+    Dense execution skips nothing: it costs as much as full depth, for padding too.
 
     Args:
-        depth: how often each token is read; 0 for padding. A forward returns it.
+        depth: the iterations of each token, as a forward returns them; 0 for padding.
         config: the method and its settings.
         shape: of the backbone; read off ``config`` when absent (a fraction of a second: keep it for many batches).
         past: tokens already in the ledger: their depths ``[batch, past]``, or how many there are, read to the full.
-            Only mor looks at the depths: there a halted token is out of sight.
-        max_iterations: the forward's ``max_iterations``: no gate is asked after the last iteration.
+            Only mor uses the depths: its halted tokens are not attended to.
+        max_iterations: the forward's ``max_iterations``: no gate is evaluated after the last iteration.
         logits: how many tokens get logits; by default every real one.
         every_gate: gates of halted tokens are evaluated too, as a forward does for ``output_gates`` or ``labels``.
         dtype: of keys and values.
@@ -125,17 +125,18 @@ def cost_of(
     iterations = config.iterations if max_iterations is None else max_iterations
     depth, past = _checked(depth, past, config, iterations)
     if attention not in get_args(Attention):
-        raise InputError(f"attention={attention!r}: causal or square")
+        raise InputError(f"attention={attention!r} must be causal or square")
     shape = shape or shape_of(config.backbone_config)
     method = method_class(config.method)
-    layout = _layout(config, iterations)
+    reuse = method.reuse_rule(config)
+    layout = {"passes": method.passes(iterations), "slots": method.slots_per_token(iterations), "reuse": reuse}
     active = [int((depth > i).sum()) for i in range(iterations)]
     tokens, reads = active[0], sum(active)
     with_logits = tokens if logits is None else logits
-    rows, attended = _reading(depth, past, shape, layout, attention)
-    once = _reading(depth.clamp(max=1), past.clamp(max=1), shape, _Layout(), attention)
+    rows, attended = _reading(depth, past, shape, attention, **layout)
+    vanilla_rows, vanilla_attention = _reading(depth.clamp(max=1), past.clamp(max=1), shape, attention)
     head = 2 * shape.vocabulary * shape.hidden * with_logits
-    # The expected embedding is made for the tokens, and only those, that the next iteration reads.
+    # The expected embedding is computed only for the tokens that the next iteration reads.
     mixed = sum(active[1:]) if method.mixes_vocabulary else 0
     gates = sum(([tokens] * iterations if every_gate else active)[: method.gates_asked(iterations)])
     return Cost(
@@ -147,8 +148,8 @@ def cost_of(
         head=head,
         expectation=mixed * expectation_flops(shape),
         gates=gates * method.gate_flops(config),
-        kv_bytes=(iterations * tokens if layout.stores_all else reads) * shape.kv * dtype.itemsize,
-        vanilla=2 * shape.body * once.rows + once.attention + head,
+        kv_bytes=(iterations * tokens if reuse == "none" else reads) * shape.kv * dtype.itemsize,
+        vanilla=2 * shape.body * vanilla_rows + vanilla_attention + head,
     )
 
 
@@ -158,7 +159,7 @@ def per_depth(
     context: int = 0,
     shape: Shape | None = None,
 ) -> list[Cost]:
-    """What decoding one token costs at depth 1 … K, with ``context`` tokens before it, keys and values in bfloat16.
+    """Returns the cost of decoding one token at depth 1 … K after ``context`` tokens, keys and values in bfloat16.
 
     A method that cannot halt gets depth n from ``max_iterations=n``.
     """
@@ -176,10 +177,10 @@ def per_depth(
 
 
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
-    """FLOPs that one token of a training step needs, in windows of ``sequence`` tokens, every one read K times.
+    """Returns the FLOPs per token of a training step, in windows of ``sequence`` tokens, each read K times.
 
-    A backward is two forwards. The head counts once for every state that the method's loss scores. What is computed
-    again in backward to save memory does not count.
+    A backward is two forwards. The head counts once for every state that the method's loss scores. Recomputation in
+    backward does not count.
     """
     row = torch.full((1, sequence), config.iterations)
     cost = cost_of(row, config, shape=shape, every_gate=True)
@@ -188,69 +189,48 @@ def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = N
 
 
 def expectation_flops(shape: Shape) -> int:
-    """One expected embedding: logits over V, then a mixture of V embeddings.
+    """Returns the FLOPs of one expected embedding: logits over V, then a mixture of V embeddings.
 
-    ``expectation_top_k`` changes which of them count, not what is multiplied: the others get probability 0.
+    ``expectation_top_k`` sets the other probabilities to 0, and multiplies as much.
     """
     return 4 * shape.vocabulary * shape.hidden
 
 
-class _Layout(NamedTuple):
-    """How a method lays rows out; by default like the stock decoder.
+def _reading(
+    depth: Tensor,
+    past: Tensor,
+    shape: Shape,
+    attention: Attention,
+    *,
+    passes: int = 1,
+    slots: int = 1,
+    reuse: str = "state",
+) -> tuple[int, int]:
+    """Returns (rows through the body, FLOPs of attention) of all ``passes`` over ``slots`` per token.
 
-    ``passes`` of the body over ``slots`` per token; in iterations after it halted a token is ``absent``, or is computed
-    all the same (``computes_all``), or even leaves rows (``stores_all``).
+    ``reuse`` is the method's rule for halted tokens; the defaults are the stock decoder.
     """
-
-    passes: int = 1
-    slots: int = 1
-    absent: bool = False
-    computes_all: bool = False
-    stores_all: bool = False
-
-
-def _layout(config: Recurrence, iterations: int) -> _Layout:
-    method = method_class(config.method)
-    reuse = method.reuse_rule(config)
-    return _Layout(
-        passes=method.passes(iterations),
-        slots=method.slots_per_token(iterations),
-        absent=reuse == "absent",
-        computes_all=reuse in ("kv", "none"),
-        stores_all=reuse == "none",
-    )
-
-
-class _Reading(NamedTuple):
-    """All passes together: rows through the body, FLOPs of attention."""
-
-    rows: int
-    attention: int
-
-
-def _reading(depth: Tensor, past: Tensor, shape: Shape, layout: _Layout, attention: Attention) -> _Reading:
-    grid = torch.cat([past, depth], dim=1).repeat_interleave(layout.slots, dim=1)
+    grid = torch.cat([past, depth], dim=1).repeat_interleave(slots, dim=1)
     order = (grid > 0).cumsum(1)
-    before = past.shape[1] * layout.slots
     rows = attended = 0
-    for i in range(layout.passes):
-        query = grid > (0 if layout.computes_all else i)
-        query[:, :before] = False
+    for i in range(passes):
+        query = grid > (0 if reuse in ("kv", "none") else i)  # these compute halted tokens too
+        query[:, : past.shape[1] * slots] = False
         if attention == "square":
             key = torch.ones_like(query)
             pairs = {window: int(query.sum()) * grid.shape[1] for window in set(shape.windows)}
         else:
-            key = grid > (i if layout.absent else 0)
+            key = grid > (i if reuse == "absent" else 0)
             pairs = {window: _pairs(query, key, order, window) for window in set(shape.windows)}
         rows += int(query.sum())
         attended += sum(width * pairs[window] for width, window in zip(shape.attention, shape.windows, strict=True))
-        # Cached rows are unfolded anew in each pass, for every sequence that still has something to read.
+        # Cached rows are unfolded anew in each pass, for every sequence that still has active tokens.
         attended += shape.expansion * int(key[query.any(1)].sum())
-    return _Reading(rows, 2 * attended)
+    return rows, 2 * attended
 
 
 def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int:
-    """How many (query, key) pairs a causal mask lets through.
+    """Counts the (query, key) pairs of a causal mask.
 
     All are ``[batch, slots]``; ``order`` is the rank among real tokens, which is what a window counts in.
     """
@@ -263,23 +243,25 @@ def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int
 
 
 def _checked(depth: Tensor, past: int | Tensor, config: Recurrence, iterations: int) -> tuple[Tensor, Tensor]:
-    """The depths of new and of past tokens, on the CPU, after checking that this method can have had them."""
+    """Returns the depths of new and of past tokens on the CPU; raises on depths that this method cannot have."""
     if not 1 <= iterations <= config.iterations:
-        raise InputError(f"max_iterations={iterations}: from 1 to {config.iterations}, the model's iterations")
+        raise InputError(
+            f"max_iterations={iterations} must be between 1 and {config.iterations}, the model's iterations"
+        )
     if depth.ndim != 2 or depth.is_floating_point():
-        raise InputError(f"depth is {depth.dtype} {tuple(depth.shape)}: whole numbers [batch, time] are needed")
+        raise InputError(f"depth is {depth.dtype} {tuple(depth.shape)}, it must be whole numbers [batch, time]")
     depth = depth.detach().cpu().long()
     if isinstance(past, int):
         past = torch.full((depth.shape[0], past), iterations)
     past = past.detach().cpu().long()
     if past.ndim != 2 or past.shape[0] != depth.shape[0]:
-        raise InputError(f"past has shape {tuple(past.shape)}: [{depth.shape[0]}, tokens] is needed")
+        raise InputError(f"past has shape {tuple(past.shape)}, it must be [{depth.shape[0]}, tokens]")
     halts = method_class(config.method).halts
     possible = range(iterations + 1) if halts else (0, iterations)
-    strange = [value for value in torch.cat([past, depth], dim=1).unique().tolist() if value not in possible]
-    if strange:
+    impossible = [value for value in torch.cat([past, depth], dim=1).unique().tolist() if value not in possible]
+    if impossible:
         times = f"1 to {iterations}" if halts else f"{iterations}"
         raise InputError(
-            f"depth={strange}: {config.method} reads a token {times} times (0: padding); for fewer, say max_iterations"
+            f"depth={impossible}: {config.method} reads a token {times} times (0: padding); fewer: max_iterations"
         )
     return depth, past

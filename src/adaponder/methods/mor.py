@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from adaponder.errors import ConfigError
-from adaponder.execution.base import Pass, Rows
+from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
-from adaponder.methods.objectives import LossFunction, Objective
-from adaponder.methods.objectives.router import RouterLoss
-from adaponder.ops.precision import wide_dtype
+from adaponder.methods.objectives import CrossEntropy, Losses, LossFunction, Objective, Scorer, Trajectory, with_term
+from adaponder.ops.precision import wide_dtype, widened
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
 
 
 class Router(nn.Linear):
-    """How much a token wants to be computed again, from the un-normed stream; no bias."""
+    """The logit of computing a token again, from the un-normed stream; no bias."""
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, bias=False)
@@ -32,7 +33,7 @@ class Router(nn.Linear):
 
 
 class MixtureOfRecursions(Method):
-    """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; the others pass through and vanish from sight.
+    """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; the others pass through and cannot be attended to.
 
     The first recursion computes every token, plainly, so it needs no router and K = 1 is vanilla (law 4). In training
     the top share of each sequence is chosen, which looks at the future; evaluation and decoding choose by the sign of
@@ -69,7 +70,7 @@ class MixtureOfRecursions(Method):
         return self.top_share() if training else RouterThreshold()
 
     def top_share(self, warm: float = 1.0) -> Policy:
-        """The training-time choice, non-causal. ``warm`` goes from 0 (keep all) to 1 (the config's capacities)."""
+        """Returns the non-causal choice of training. ``warm`` goes from 0 (keep all) to 1 (the config's capacities)."""
         ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, warm))))
         capacities = self.config.capacities or []
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
@@ -105,15 +106,44 @@ class MixtureOfRecursions(Method):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Capacities left open are the paper's keeping ratios at K = 4 (sum 3.80, its 3.8x), else all tokens'."""
+        """Sets open capacities to the paper's ratios at K = 4 (sum 3.80, its 3.8x), else to 1, and checks them."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
         values = [float(value) for value in capacities]
         if len(values) != iterations:
-            raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: one each is needed")
+            raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: give one for each")
         if values[0] != 1.0:
-            raise ConfigError(f"capacities[0]={values[0]}: the first recursion reads every token, so it is 1")
+            raise ConfigError(f"capacities[0]={values[0]} must be 1: the first recursion reads every token")
         if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
-            raise ConfigError(f"capacities={values}: shares in (0, 1], never growing")
+            raise ConfigError(f"capacities={values} must be above 0, at most 1 and never growing")
         config.capacities = values
+
+
+@dataclass
+class RouterLoss:
+    """Cross-entropy plus ``weight`` times each router's binary cross-entropy against the tokens that were chosen.
+
+    So the sign of a router's logit learns to agree with the choice of the top share of a sequence.
+    """
+
+    needs_states: ClassVar[bool] = False
+
+    weight: float
+    share: float | None = None
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses = CrossEntropy()(trajectory, score, execution)
+        if not execution.gate_logits:
+            return losses
+        depth = execution.depth
+        # After iteration i the router chose among the tokens computed there; the chosen ones have the next one too.
+        terms = [agreement(logit, depth > i, depth > i + 1) for i, logit in enumerate(execution.gate_logits)]
+        return with_term(losses, "router", torch.stack(terms).sum(), score, weight=self.weight, share=self.share)
+
+
+def agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
+    """Returns the binary cross-entropy of each logit against having been chosen, averaged over the eligible tokens."""
+    logit = widened(logit)
+    bce = nn.functional.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
+    return (bce * eligible).sum() / eligible.sum().clamp_min(1)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 from torch import Tensor, nn
 
-from adaponder.execution.base import Pass, Rows
+from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability
 from adaponder.methods.base import Method, State
-from adaponder.methods.objectives import LossFunction, Objective
-from adaponder.methods.objectives.exits import ExitImprovementLoss, ExpectedExitLoss
+from adaponder.methods.objectives import Losses, LossFunction, Objective, Scorer, Trajectory, losses_by_depth
 from adaponder.ops.precision import wide_dtype
-from adaponder.policies import ExitThreshold, Policy
+from adaponder.policies import Policy
 
 
 class Exit(nn.Linear):
@@ -44,8 +47,7 @@ class Ouro(Method):
         return state
 
     def default_policy(self, *, training: bool) -> Policy:
-        assert self.config.exit_threshold is not None  # filled in by complete
-        return self.full_depth if training else ExitThreshold(self.config.exit_threshold)
+        return self.full_depth if training else self.exit_policy()
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.exit.weight, std=std)
@@ -61,13 +63,14 @@ class Ouro(Method):
 
     halts = True
     signal = "exit"
+    exit_threshold = 1.0  # no exit before the last loop
     has_exit_loss = True
     gate_meaning = "exit probability"
-    gates_decide = False  # a policy looks at the probability of having stayed until now, the product of all exits
+    gates_decide = False  # a policy compares the probability of having stayed so far, a product over all exits
 
     @classmethod
     def gates_asked(cls, iterations: int) -> int:
-        """The exit gate speaks after the last loop too, though nothing is left to decide."""
+        """Returns all: the exit gate is evaluated after the last loop too, though nothing is left to decide."""
         return iterations
 
     @classmethod
@@ -75,11 +78,63 @@ class Ouro(Method):
         return iterations
 
     @classmethod
-    def complete(cls, config: Recurrence) -> None:
-        """Exits before the last loop only where a threshold is given."""
-        if config.exit_threshold is None:
-            config.exit_threshold = 1.0
-
-    @classmethod
     def own_parameters(cls, config: Recurrence) -> int:
         return config.hidden_size + 1
+
+
+@dataclass
+class ExpectedExitLoss:
+    """Stage I: each token's loss averaged over where it may exit, minus ``entropy_weight`` times that entropy."""
+
+    needs_states: ClassVar[bool] = True
+
+    entropy_weight: float
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses, logit = _per_loop(trajectory, score)
+        log_p = exit_log_probabilities(logit)
+        expected = score.mean((log_p.exp() * losses).sum(0))
+        entropy = score.mean(-(log_p.exp() * log_p).sum(0))
+        terms = {"cross_entropy": score.mean(losses[-1]), "expected": expected, "entropy": entropy}
+        return Losses(expected - self.entropy_weight * entropy, terms)
+
+
+class ExitImprovementLoss:
+    """Stage II: the exit gate learns to continue where the last loop helped; cross-entropy is only reported."""
+
+    needs_states: ClassVar[bool] = True
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses, logit = _per_loop(trajectory, score)
+        cross_entropy = score.mean(losses[-1])
+        exits = score.mean(improvement_loss(logit, losses))
+        return Losses(exits, {"cross_entropy": cross_entropy, "exits": exits})
+
+
+def _per_loop(trajectory: Trajectory, score: Scorer) -> tuple[Tensor, Tensor]:
+    """Returns per-token losses and exit logits after each loop, ``[loops, batch, time]`` both."""
+    assert trajectory.gates is not None  # the exit gate is evaluated after every loop
+    losses = losses_by_depth(trajectory, score)
+    return losses, trajectory.gates.movedim(-1, 0).to(losses.dtype)
+
+
+def exit_log_probabilities(logit: Tensor) -> Tensor:
+    """Equals ``log(lambda_t * prod_{j<t} (1 - lambda_j))`` along the first axis, the remainder on the last loop."""
+    log_exit = nn.functional.logsigmoid(logit)
+    log_stay = nn.functional.logsigmoid(-logit)
+    before = torch.cat([torch.zeros_like(log_stay[:1]), log_stay.cumsum(0)[:-1]])
+    return torch.cat([(log_exit + before)[:-1], before[-1:]])
+
+
+def improvement_loss(logit: Tensor, losses: Tensor) -> Tensor:
+    """Returns each token's mean over loops t of the binary cross-entropy of ``1 - lambda_t`` against
+    ``sigmoid(50 (I_t - 0.005))``, where ``I_t = max(0, L_{t-1} - L_t)`` is the loop's gain.
+
+    The first loop has no gain, so K loops have K - 1 terms. Divided by K instead, the loss would be smaller by a
+    constant factor: it is the whole loss of its stage, and AdamW's steps hardly depend on its scale.
+    """
+    if len(losses) == 1:
+        return torch.zeros_like(losses[0])
+    improvement = (losses[:-1] - losses[1:]).clamp_min(0).detach()
+    target = torch.sigmoid(50.0 * (improvement - 0.005))
+    return nn.functional.binary_cross_entropy_with_logits(-logit[1:], target, reduction="none").mean(0)

@@ -1,4 +1,4 @@
-"""Pause tokens: each token is followed by K-1 pauses at its own position, and its prediction read at the last."""
+"""Pause tokens: K-1 pauses follow each token at its own position; its prediction is read at the last."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Pause(Method):
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        own = config.pause_token_id is None
-        self.vector = nn.Parameter(torch.empty(config.hidden_size)) if own else None
+        learned = config.pause_token_id is None
+        self.vector = nn.Parameter(torch.empty(config.hidden_size)) if learned else None
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         pauses = self._pause(rows, embedded).expand(*embedded.shape[:2], rows.slots_per_token - 1, -1)
@@ -32,9 +32,9 @@ class Pause(Method):
     def _pause(self, rows: Rows, embedded: Tensor) -> Tensor:
         if self.vector is not None:
             return self.vector.to(embedded.dtype)
-        pause = cast(int, self.config.pause_token_id)  # one of the two there is
+        pause = cast(int, self.config.pause_token_id)
         token = torch.full((), pause, dtype=torch.long, device=embedded.device)
-        return rows.backbone.embed(token)  # made on the device: a CUDA graph can hold that
+        return rows.backbone.embed(token)  # made on the device, so that a CUDA graph can capture it
 
     def reset_parameters(self, std: float) -> None:
         if self.vector is not None:

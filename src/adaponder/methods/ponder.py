@@ -1,4 +1,4 @@
-"""PonderLM: read, add the embedding one expects next, read again; every token the same number of times."""
+"""PonderLM: read, add the expected next embedding, read again; every token the same number of times."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class Ponder(Method):
         return State(embedding + expected.to(embedding.dtype), hidden)
 
     def expected_embedding(self, rows: Rows, hidden: Tensor) -> Tensor:
-        """The mean of the embedding table under each active row's own prediction."""
+        """Returns the mean of the embedding table under each active row's prediction (eq. 6 to 8)."""
         options = {"top_k": self.config.expectation_top_k, "keep_logits": self.keep_logits}
         return rows.map(partial(rows.backbone.expected_embedding, scale=self.config.table_scale, **options), hidden)

@@ -1,20 +1,22 @@
-"""PonderNet: a step sees the token and its own last state, and a chance to exit after each is held near a prior."""
+"""PonderNet: each step reads the token and its own last state; exit probabilities are held near a geometric prior."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from adaponder.execution.base import Pass, Rows
+from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
 from adaponder.halting import Gate, gate_probability
 from adaponder.methods.base import Method, State
-from adaponder.methods.objectives import LossFunction, Objective
-from adaponder.methods.objectives.geometric import GeometricExitLoss, mean_exit
+from adaponder.methods.objectives import Losses, LossFunction, Objective, Scorer, Trajectory, losses_by_depth
+from adaponder.methods.ouro import exit_log_probabilities
 from adaponder.ops.precision import wide_dtype
-from adaponder.policies import ExitThreshold, Policy
+from adaponder.policies import Policy
 
 
 class PonderNet(Method):
@@ -22,11 +24,12 @@ class PonderNet(Method):
 
     The paper's ``c`` is 1; ``state_scale`` sets it.
 
-    One unit serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the chance to exit after iteration ``n`` for
-    who has come so far, so ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``, the rest on the last iteration. Training runs
-    every iteration and takes the expected loss under ``p``. The paper samples exits at inference; by default a token
-    here exits at the median of ``p`` (``exit_threshold`` 0.5 of the cumulative probability): a function of the token's
-    own row, the same in every run. :class:`adaponder.policies.SampledExit` samples.
+    One unit serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the probability to exit after iteration ``n``
+    given that the token has not exited before, so ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``, the rest on the last
+    iteration. Training runs every iteration and takes the expected loss under ``p``. The paper samples exits at
+    inference; by default a token here exits at the median of ``p`` (``exit_threshold`` 0.5 of the cumulative
+    probability): a function of the token's own row, the same in every run. :class:`adaponder.policies.SampledExit`
+    samples.
 
     There is no signal of the iteration: the paper has none.
     """
@@ -51,8 +54,7 @@ class PonderNet(Method):
         return State(torch.add(x, hidden.to(x.dtype), alpha=self.config.state_scale), hidden, (x, staying))
 
     def default_policy(self, *, training: bool) -> Policy:
-        assert self.config.exit_threshold is not None  # filled in by complete
-        return self.full_depth if training else ExitThreshold(self.config.exit_threshold)
+        return self.full_depth if training else self.exit_policy()
 
     def reset_parameters(self, std: float) -> None:
         for gate in self.gates:
@@ -65,8 +67,9 @@ class PonderNet(Method):
 
     halts = True
     signal = "exit"
+    exit_threshold = 0.5  # the median of the exit distribution
     gate_meaning = "exit probability"
-    gates_decide = False  # a policy looks at the probability of having stayed until now, the product over all exits
+    gates_decide = False  # a policy compares the probability of having stayed so far, a product over all exits
 
     @classmethod
     def states_scored(cls, iterations: int) -> int:
@@ -78,14 +81,8 @@ class PonderNet(Method):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """The mean of the prior."""
+        """Returns the mean of the prior."""
         return mean_exit(config.exit_prior, config.iterations)
-
-    @classmethod
-    def complete(cls, config: Recurrence) -> None:
-        """The median of the exit distribution, where no threshold is given."""
-        if config.exit_threshold is None:
-            config.exit_threshold = 0.5
 
     @classmethod
     def described(cls, config: Recurrence) -> dict[str, Any]:
@@ -94,3 +91,49 @@ class PonderNet(Method):
             "exit prior": config.exit_prior,
             "gate bias at start": config.gate_bias,
         }
+
+
+@dataclass
+class GeometricExitLoss:
+    """``sum_n p_n loss_n + weight * KL(p || geometric(prior))``, the mean over targets.
+
+    The prior exits with probability ``prior`` after each iteration and, like ``p``, with certainty after the last.
+    ``expected_depth`` is ``sum_n n p_n``: training reads every token K times, so its own mean depth does not predict
+    that of inference.
+    """
+
+    needs_states: ClassVar[bool] = True
+
+    prior: float
+    weight: float
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses = losses_by_depth(trajectory, score)
+        log_p = exit_log_probabilities(_with_last(trajectory.gates, losses))
+        p, number = log_p.exp(), torch.arange(1, len(losses) + 1, device=losses.device)
+        expected = score.mean((p * losses).sum(0))
+        log_prior = geometric_log_probabilities(self.prior, len(losses)).to(losses)
+        divergence = score.mean((p * (log_p - log_prior[:, None, None])).sum(0))
+        terms = {"cross_entropy": score.mean(losses[-1]), "expected": expected, "prior_divergence": divergence}
+        terms["expected_depth"] = score.mean((p * number[:, None, None]).sum(0)).detach()
+        return Losses(expected + self.weight * divergence, terms)
+
+
+def _with_last(gates: Tensor | None, losses: Tensor) -> Tensor:
+    """Returns exit logits ``[K, batch, time]``: those of K - 1 gates ``[batch, time, K - 1]``, and 0 for the last.
+
+    Every token exits after the last iteration, so the value of its logit does not matter.
+    """
+    last = torch.zeros_like(losses[:1])
+    return last if gates is None else torch.cat([gates.movedim(-1, 0).to(losses.dtype), last])
+
+
+def geometric_log_probabilities(prior: float, iterations: int) -> Tensor:
+    """Equals ``log(prior (1 - prior)^{n-1})`` for ``n = 1 … K - 1`` and ``log((1 - prior)^{K-1})`` for K."""
+    logit = math.log(prior) - math.log1p(-prior)
+    return exit_log_probabilities(torch.full((iterations,), logit, dtype=torch.float64))
+
+
+def mean_exit(prior: float, iterations: int) -> float:
+    """Equals ``sum_n n p_n`` of the geometric prior."""
+    return (1.0 - (1.0 - prior) ** iterations) / prior

@@ -3,10 +3,8 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from adaponder.config import AdaPonderConfig
-from adaponder.modeling.arguments import PolicyLike
-from adaponder.modeling.headless import AdaPonderModel
-from adaponder.modeling.model import AdaPonderForCausalLM
-from adaponder.modeling.outputs import AdaPonderModelOutput, AdaPonderOutput
+from adaponder.modeling.arguments import AdaPonderModelOutput, AdaPonderOutput, PolicyLike
+from adaponder.modeling.model import AdaPonderForCausalLM, AdaPonderModel
 
 AutoConfig.register("adaponder", AdaPonderConfig, exist_ok=True)
 AutoModelForCausalLM.register(AdaPonderConfig, AdaPonderForCausalLM, exist_ok=True)

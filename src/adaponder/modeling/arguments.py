@@ -1,4 +1,4 @@
-"""The arguments of a forward that are neither tokens nor labels, checked and put in order."""
+"""The arguments of a forward that are neither tokens nor labels, and its outputs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from adaponder.errors import InputError
 from adaponder.execution.base import Iteration
+from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import require_whole
 from adaponder.policies import Policy, PolicyInput
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
-# Hugging Face callers hand these to every model, generate() the tokenizer; none asks for anything this model has.
+# Hugging Face callers pass these to every model, generate() the tokenizer; none requires anything of this model.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
-# What kernels are told of packed sequences beside positions that restart, which say as much as all of these.
+# Arguments of kernels for packed sequences; positions that restart carry the same information.
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Run-time control as a caller gives it: what is left out stays at its default."""
+    """Run-time control as a caller gives it."""
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
@@ -35,10 +37,10 @@ class RunTime:
         if isinstance(self.seed, Tensor):
             require_whole("seed", self.seed)
         elif not isinstance(self.seed, int):
-            raise InputError(f"seed={self.seed!r}: a whole number is needed, or a tensor with one for each sequence")
+            raise InputError(f"seed={self.seed!r} must be a whole number, or a tensor with one for each sequence")
 
     def over(self, below: RunTime | None) -> RunTime:
-        """This control, and ``below`` where this one says nothing."""
+        """Merges with ``below``, which supplies unset fields."""
         if below is None:
             return self
         return RunTime(
@@ -50,13 +52,13 @@ class RunTime:
         )
 
     def check_batch(self, sequences: int) -> None:
-        """Raises where seeds are given one by one and are not as many as the sequences."""
+        """Raises unless a tensor of seeds has one for each sequence."""
         if isinstance(self.seed, Tensor) and self.seed.shape != (sequences,):
-            raise InputError(f"seed has shape {tuple(self.seed.shape)}: one number, or [{sequences}], one per sequence")
+            raise InputError(f"seed has shape {tuple(self.seed.shape)}, it must be [{sequences}]: one per sequence")
 
 
 class Wanted(NamedTuple):
-    """What a forward is to return beside depths and losses, and for which positions its logits."""
+    """The optional outputs of a forward, and the positions whose logits it returns."""
 
     positions: slice | Tensor
     logits: bool
@@ -71,32 +73,79 @@ class Wanted(NamedTuple):
 
 
 def refuse_foreign(kwargs: dict[str, Any]) -> None:
-    """Raises on arguments of ``forward`` that ask for something this model does not have."""
-    wished = {key for key, value in kwargs.items() if value is not None and value is not False}
-    if "output_attentions" in wished:
+    """Raises on arguments of ``forward`` that this model does not have."""
+    given = {key for key, value in kwargs.items() if value is not None and value is not False}
+    if "output_attentions" in given:
         raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
-    if packing := wished & {*OF_PACKING}:
+    if packing := given & {*OF_PACKING}:
         raise InputError(
-            f"{', '.join(sorted(packing))}: forward has no such argument, and position_ids that restart say as much; "
-            "of TRL's trainers use adaponder.integrations.PonderSFTTrainer, which leaves it out"
+            f"{', '.join(sorted(packing))}: forward has no such argument, position_ids that restart replace it; "
+            "with TRL use adaponder.integrations.PonderSFTTrainer, which leaves it out"
         )
-    if foreign := wished - _HARMLESS:
+    if foreign := given - _HARMLESS:
         raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """The positions whose logits are returned."""
+    """Returns the positions whose logits are returned."""
     if isinstance(logits_to_keep, Tensor):
         require_whole("logits_to_keep", logits_to_keep)
         return logits_to_keep
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-        raise InputError(f"logits_to_keep={logits_to_keep}: 0 (all), so many of the last positions, or their indices")
+        raise InputError(f"logits_to_keep={logits_to_keep} must be 0 (all), a number of last positions, or indices")
     return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
 
 
 def check_room(prompt: int, new_tokens: int, positions: int) -> None:
-    """Raises where so many tokens after a prompt of so many would need more positions than the backbone has."""
+    """Raises where ``new_tokens`` after the prompt need more positions than the backbone has."""
     room = positions - prompt + 1  # the last new token is returned without being read, so it needs no position
     if new_tokens > room:
         tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
         raise InputError(f"max_new_tokens={new_tokens}: a prompt of {tokens} leaves room for {room}")
+
+
+# --- outputs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AdaPonderOutput(ModelOutput):
+    """The output of a forward; absent parts are ``None``.
+
+    Attributes:
+        loss: cross-entropy, plus the method's own terms in training or where an ``objective`` was given.
+        logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
+        past_key_values: the ledger, where ``use_cache`` or a ledger was given.
+        hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of
+            which the head reads (Hugging Face's own models give one per layer).
+        depth: ``[batch, time]``, the iterations of each token; 0 for padding.
+        gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
+        iteration_logits: ``[passes, batch, kept, vocabulary]``, on request (pause makes one pass).
+        terms: the parts of the loss by name, before their weights, e.g. ``cross_entropy`` and ``ponder``.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Ledger | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    depth: Tensor | None = None
+    gates: Tensor | None = None
+    iteration_logits: Tensor | None = None
+    terms: dict[str, Tensor] | None = None
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Raises: TRL's trainers look for it, to compute a loss that would have no ponder term."""
+        raise AttributeError(
+            "last_hidden_state: AutoModel gives it; to train with TRL use adaponder.integrations.PonderSFTTrainer"
+        )
+
+
+@dataclass
+class AdaPonderModelOutput(ModelOutput):
+    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is each token's last, as the head reads it."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: Ledger | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    depth: Tensor | None = None
+    gates: Tensor | None = None

@@ -1,9 +1,7 @@
-"""What ``generate`` accepts, checked before the first token: each refusal names the field and the cure."""
+"""``generate`` over a ledger, and its checks before the first token: each error names the field and the cure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import wraps
@@ -16,16 +14,23 @@ from transformers import GenerationConfig, GenerationMixin
 from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import check_ids
+from adaponder.fields import Field, Range, Sampling, fields_of, violation
 from adaponder.modeling.arguments import RunTime, check_room
 
-# The model that generates and its run-time control. Hugging Face would pass the control on to an assistant, which may
-# be a stock model or one of ours with settings of its own, but not to the forwards of guidance.
+# The generating model and its run-time control. Hugging Face would pass the control to an assistant, which may be a
+# stock model or one of ours with other settings, but not to the forwards of guidance.
 _GENERATING: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("generating", default=None)
 _RUN_TIME = tuple(item.name for item in fields(RunTime))
+# As in a request to the engine, but a temperature of 0 is do_sample=False here.
+_CHECKED = (
+    *(fields_of(Sampling)[name] for name in ("top_p", "top_k", "max_new_tokens")),
+    Field("temperature", float, range=Range(gt=0)),
+    Field("num_beams", int, range=Range(ge=1)),
+)
 
 
 def generating(model: Any) -> RunTime | None:
-    """The run-time control of the ``generate`` that this model is in; ``None`` outside of one."""
+    """Returns the run-time control of the ``generate`` in which this model runs; ``None`` outside of one."""
     current = _GENERATING.get()
     return RunTime(**current[1]) if current is not None and current[0] is model else None
 
@@ -44,25 +49,24 @@ class GenerationSettings:
 def check_generation(
     input_ids: Tensor | None, settings: GenerationSettings, *, vocabulary: int, positions: int | None
 ) -> None:
-    """Raises on what cannot be generated from; ``positions`` is how far the backbone's positions reach."""
+    """Raises on prompts and settings that ``generate`` cannot use; ``positions`` is the backbone's limit."""
     embedded = settings["inputs_embeds"]
     if embedded is not None and (input_ids is not None or embedded.ndim != 3):
-        raise InputError("inputs_embeds: [batch, time, hidden] is needed, and no input_ids beside it")
+        raise InputError("inputs_embeds must be [batch, time, hidden], without input_ids beside it")
     if embedded is not None:
         input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no id, and so no padding
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InputError("input_ids: the prompt is empty; give at least one token per sequence")
     if embedded is None:
-        # The host waits for their values here, once, so that forwards need not.
+        # The host waits for their values once, here, and not in every forward.
         check_ids("input_ids", input_ids, vocabulary, wait=True)
     real = _real_tokens(input_ids, settings)
     if (real == 0).any():
         raise InputError("attention_mask: a sequence is all padding; give at least one real token per sequence")
-    _number(settings, "temperature", "above 0", lambda x: x > 0)
-    _number(settings, "top_p", "in (0, 1]", lambda x: 0 < x <= 1)
-    _number(settings, "top_k", "0 (off) or a positive whole number", lambda x: x >= 0 and x == int(x))
-    _number(settings, "max_new_tokens", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
-    _number(settings, "num_beams", "a whole number, at least 1", lambda x: x >= 1 and x == int(x))
+    for field in _CHECKED:
+        value = settings[field.name]
+        if value is not None and (problem := violation(field, value)):
+            raise InputError(f"{field.name}={value} {problem.partition(';')[0]}")
     if isinstance(settings["custom_generate"], str):
         raise InputError("custom_generate: runs code from a folder or the hub; pass a function of your own instead")
     if settings["assistant_early_exit"] is not None:
@@ -78,7 +82,7 @@ def check_generation(
 
 
 def _real_tokens(ids: Tensor, settings: GenerationSettings) -> Tensor:
-    """How many tokens of each sequence are not padding, as Hugging Face will see it."""
+    """Returns the number of real tokens of each sequence, by Hugging Face's rule."""
     mask = settings["attention_mask"]
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
@@ -97,25 +101,17 @@ def _real_tokens(ids: Tensor, settings: GenerationSettings) -> Tensor:
 def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> None:
     if prompt > positions:
         raise InputError(
-            f"input_ids: the prompt has {prompt} tokens, the backbone's positions end at {positions}; shorten it"
+            f"input_ids: the prompt has {prompt} tokens, the backbone has {positions} positions; shorten it"
         )
     new, total = settings["max_new_tokens"], settings["max_length"]
     if new is not None:
         check_room(prompt, new, positions)
     elif total is not None and total > positions + 1:
-        raise InputError(f"max_length={total}: the backbone's positions end at {positions}")
-
-
-def _number(settings: GenerationSettings, name: str, allowed: str, holds: Callable[[float], bool]) -> None:
-    value = settings[name]
-    if value is None:
-        return
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
-        raise InputError(f"{name}={value}: must be {allowed}")
+        raise InputError(f"max_length={total}: the backbone has {positions} positions")
 
 
 def check_cache(cache: Any, wanted: Ledger) -> Ledger:
-    """The cache itself, if a model whose own cache would be ``wanted`` can go on from it; raises otherwise."""
+    """Returns the cache if a model whose own cache would be ``wanted`` can continue it; raises otherwise."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
@@ -127,12 +123,12 @@ def check_cache(cache: Any, wanted: Ledger) -> Ledger:
         if wanted.identity.get(name, theirs) != theirs
     ]
     if other:
-        raise CacheError(f"past_key_values was filled with {', '.join(other)}: go on with the same, or start anew")
+        raise CacheError(f"past_key_values was filled with {', '.join(other)}: use the same settings, or a new cache")
     return cache
 
 
 def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
-    """The logits as they are, if they are numbers: of NaN the likeliest token would be 0."""
+    """Returns the logits; raises if they contain NaN, whose likeliest token would be 0."""
     if bool(logits.isnan().any()):
         raise EvaluationError(
             f"after {input_ids.shape[1]} tokens the model's logits are NaN: its weights are damaged, or it overflows "
@@ -144,14 +140,17 @@ def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
 class LedgerGenerationMixin(GenerationMixin):
     """Hugging Face's ``generate`` over a ledger instead of its own caches.
 
-    The model it is mixed into offers ``new_ledger`` and ``_policy``. Hugging Face recognises a model that generates by
+    The model provides ``new_ledger`` and ``_policy``. Hugging Face recognises a model that generates by
     "GenerationMixin" in the names of its bases, hence the name.
     """
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
-        """Hugging Face's ``generate`` with every mode that needs no other cache; see :meth:`forward` for ``policy``,
-        ``max_iterations`` and ``seed``. Depths of all tokens read are in ``past_key_values.depth`` of the result."""
+        """Runs Hugging Face's ``generate`` in every mode that needs no other cache.
+
+        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all tokens read are in
+        ``past_key_values.depth`` of the result.
+        """
         check_generation(
             inputs if inputs is not None else kwargs.get("input_ids"),
             GenerationSettings(generation_config or self.generation_config, kwargs),
@@ -180,7 +179,7 @@ class LedgerGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Hugging Face's default cache has one slot per layer; K iterations need K rows per token: the ledger."""
+        """Provides a ledger: Hugging Face's default cache has one row per token, K iterations need K."""
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):
             raise CacheError(

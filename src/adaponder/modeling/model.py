@@ -23,15 +23,21 @@ from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs
 from adaponder.halting import gate_probability
 from adaponder.methods import Method, Objective, build_method
-from adaponder.methods.objectives import CrossEntropy, LossFunction, Trajectory
-from adaponder.methods.objectives.scoring import as_targets, scorer
-from adaponder.modeling.arguments import PolicyLike, RunTime, Wanted, kept_positions, refuse_foreign
+from adaponder.methods.objectives import CrossEntropy, LossFunction, Trajectory, as_targets, scorer
+from adaponder.modeling.arguments import (
+    AdaPonderModelOutput,
+    AdaPonderOutput,
+    PolicyLike,
+    RunTime,
+    Wanted,
+    kept_positions,
+    refuse_foreign,
+)
 from adaponder.modeling.generation import LedgerGenerationMixin, check_cache, generating
-from adaponder.modeling.outputs import AdaPonderOutput
 from adaponder.modeling.saving import StrictCheckpointMixin
 from adaponder.policies import Policy, as_policy, sequence_seeds
 
-# Cross-entropy and the method's own terms; made once, so that no compiler traces its checks.
+# Cross-entropy and the method's own terms; built once, so that no compiler traces its checks.
 _PLAIN = Objective()
 
 
@@ -61,7 +67,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             )
             backbone = built
         _train_padding(backbone)
-        # One config, whoever looks: resizing the vocabulary must reach both.
+        # One shared config: resizing the vocabulary must reach both.
         config.backbone_config = backbone.config
         self.backbone: PreTrainedModel = backbone
         self.method: Method = build_method(config)
@@ -69,11 +75,11 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             refuse_halting(backbone, config.method)
         self._wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
-        # What a forward in training takes where its caller names none: adaponder.integrations sets them step by step.
+        # Defaults of a forward in training: adaponder.integrations sets them at every step.
         self.training_objective: Objective | LossFunction | None = None
         self.training_policy: PolicyLike | None = None
         self.training_seed: int | None = None
-        self._told_of_objective = False
+        self._warned_of_objective = False
         self.post_init()
         self.wrapped.verify()
 
@@ -102,7 +108,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return model.train(stock.training)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing is left to do: the backbone follows its own rule, and a method initialises itself when built."""
+        """Does nothing: the backbone follows its own rule, and a method initialises itself when built."""
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         refuse_attention(attn_implementation)
@@ -154,18 +160,17 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: derived from the mask when absent, so left padding changes nothing.
-            labels: shifted inside, -100 is ignored. What padding predicts, or a document's last token, does not count.
-            targets: labels shifted already: what each token should predict, so that no position is spent on a token
-                that predicts nothing.
-            past_key_values: the :class:`Ledger` of an earlier forward, to go on from.
-            use_cache: return a ledger to go on from.
+            labels: shifted inside, -100 is ignored. Predictions of padding and of a document's last token do not count.
+            targets: labels that are shifted already: what each token should predict.
+            past_key_values: the :class:`Ledger` of an earlier forward, to continue from.
+            use_cache: return a ledger to continue from.
             logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
-            inputs_embeds: ``[batch, time, hidden]`` instead of ids: what ``get_input_embeddings()`` would give.
+            inputs_embeds: ``[batch, time, hidden]`` instead of ids, as ``get_input_embeddings()`` computes them.
             document_ids: documents packed into one sequence: equal ids see each other, and positions restart.
-            policy: who decides depth instead of the learned rule.
-            max_iterations: read each token at most this often.
-            execution: ``dense`` or ``compact``; by default dense in training, compact where work can be skipped.
-            allow_mismatch: skip halted tokens' work although ``reuse="kv"`` lets their hidden state move on.
+            policy: decides depth instead of the learned rule.
+            max_iterations: limit on each token's iterations.
+            execution: ``dense`` or ``compact``; by default dense in training, compact where tokens can be skipped.
+            allow_mismatch: skip halted tokens although ``reuse="kv"`` updates their hidden state.
             objective: the training loss around cross-entropy; in training by default ``training_objective``.
             output_logits: return logits; without, training holds a chunk of them at a time.
             output_gates: return gates, those of halted tokens included (they read the frozen state).
@@ -204,7 +209,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return output.to_tuple() if return_dict is False else output
 
     def _recur(self, rows: Execution, inputs: Tensor, ledger: Ledger | None) -> Trajectory:
-        """The method's recurrence over these ids or embeddings."""
+        """Runs the method's recurrence over these ids or embeddings."""
         past = 0 if ledger is None else ledger.slots - rows.tokens.slot.shape[1]
         try:
             embedded = inputs if inputs.is_floating_point() else self.wrapped.embed(inputs)
@@ -224,7 +229,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         loss: LossFunction | None,
         items: Tensor | int | None,
     ) -> dict[str, Any]:
-        """Logits, losses and depths of a recurrence, as far as they are wanted; no ledger."""
+        """Returns the requested parts of the output, all but the ledger."""
         parts: dict[str, Any] = {"depth": rows.depth.unflatten(1, (trajectory.hidden.shape[1], -1)).sum(-1)}
         logits, positions = None, wanted.positions
         if wanted.logits:
@@ -241,81 +246,83 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         if wanted.gates and trajectory.gates is not None:
             parts["gates"] = gate_probability(trajectory.gates)
         if wanted.iteration_logits:
-            each = [self.wrapped.logits(state[:, positions]) for state in trajectory.states]
-            parts["iteration_logits"] = torch.stack(each)
+            logits_by_pass = [self.wrapped.logits(state[:, positions]) for state in trajectory.states]
+            parts["iteration_logits"] = torch.stack(logits_by_pass)
         return parts | {"logits": logits}
 
-    # --- what the arguments of a forward mean -------------------------------------------------------------------
+    # --- the arguments of a forward -----------------------------------------------------------------------------
 
-    def _run_time(self, own: RunTime, sequences: int) -> RunTime:
-        """The caller's run-time control; where it says nothing, that of the ``generate`` around it, or of training."""
+    def _run_time(self, given: RunTime, sequences: int) -> RunTime:
+        """Returns the caller's run-time control, completed by the enclosing ``generate`` or by training."""
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
-        run_time = own if torch.compiler.is_compiling() else own.over(generating(self))
+        run_time = given if torch.compiler.is_compiling() else given.over(generating(self))
         if self.training and run_time.policy is None:
             run_time = run_time.over(RunTime(policy=self.training_policy, seed=self._training_seeds(sequences)))
         run_time.check_batch(sequences)
         return run_time
 
     def _training_seeds(self, sequences: int) -> int | Tensor:
-        """A seed for each sequence, of ``training_seed``: another one in each forward and for each sequence."""
+        """Derives a seed for each sequence from ``training_seed``, which changes with every forward."""
         if self.training_seed is None:
             return 0
         return sequence_seeds(0, (self.training_seed << 32) + torch.arange(sequences, device=self.device))
 
     def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:
-        """Cross-entropy in evaluation; in training, or where an objective is given, the method's or the caller's."""
+        """Returns cross-entropy in evaluation; in training or with an objective, the method's loss or the caller's."""
         if self.training and objective is None:
             objective = self.training_objective
         if objective is None and not self.training:
             return CrossEntropy()
         if objective is None:
-            self._tell_of_objective()
+            self._warn_of_objective()
             objective = _PLAIN
         if isinstance(objective, Objective):
             return self.method.objective(objective)
         if not callable(objective):
-            raise InputError(f"objective={objective!r}: an Objective, or a callable(trajectory, score, execution)")
+            raise InputError(
+                f"objective={objective!r} must be an Objective or a callable(trajectory, score, execution)"
+            )
         return objective
 
     def most_iterations(self, max_iterations: int | None) -> int:
-        """How often a forward with this ``max_iterations`` reads a token at most; raises where that cannot be."""
+        """Returns the most iterations of a token in a forward with this ``max_iterations``; raises on a wrong one."""
         if max_iterations is None:
             return self.config.iterations
         most, whole = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
         if not whole or not 1 <= max_iterations <= most:
-            raise InputError(f"max_iterations={max_iterations!r}: from 1 to {most}, the model's iterations")
+            raise InputError(f"max_iterations={max_iterations!r} must be between 1 and {most}, the model's iterations")
         return max_iterations
 
     def check_policy(self, policy: PolicyLike | None) -> None:
-        """Raises where this policy cannot decide for this model; ``None`` always can."""
+        """Raises where this policy cannot decide for this model; ``None`` is always accepted."""
         if policy is None:
             return
         if not self.method.halts:
             raise InputError(
-                f"policy: {self.config.method} reads every token equally often; use max_iterations to read less"
+                f"policy: {self.config.method} reads every token equally often; use max_iterations to read fewer times"
             )
         policy = as_policy(policy)
         policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
         policy.check(self.config.method, self.config.iterations)
 
-    def _policy(self, chosen: PolicyLike | None, *, generates: bool) -> Policy:
-        self.check_policy(chosen)
-        policy = self.method.default_policy(training=self.training) if chosen is None else as_policy(chosen)
+    def _policy(self, given: PolicyLike | None, *, generates: bool) -> Policy:
+        self.check_policy(given)
+        policy = self.method.default_policy(training=self.training) if given is None else as_policy(given)
         if generates and not policy.causal:
             raise InputError(
-                f"policy={policy.spelling} looks at the future: it can be evaluated, not generated with "
-                "(a model in training mode may choose such a one by itself: call model.eval())"
+                f"policy={policy.spelling} looks at later tokens: it can evaluate, not generate "
+                "(a model in training mode may have such a default: call model.eval())"
             )
         return policy
 
     def _ledger(self, past: Any, *, use_cache: bool | None, iterations: int) -> Ledger | None:
-        """The ledger to go on from, or a new one where one is to be returned; ``None`` where none is."""
+        """Returns the given ledger, or a new one if one is to be returned; else ``None``."""
         if past is None:
             return self.new_ledger(iterations) if use_cache else None
         return check_cache(past, self.new_ledger(iterations))
 
     def new_ledger(self, max_iterations: int | None = None) -> Ledger:
-        """An empty cache for this model, to be filled by forwards with the same ``max_iterations``."""
+        """Returns an empty cache for this model, to be filled by forwards with the same ``max_iterations``."""
         iterations, backbone = self.most_iterations(max_iterations), self.config.backbone_config
         return Ledger(
             layers=self.wrapped.layers,
@@ -330,15 +337,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def _execution(
         self, name: str | None, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
     ) -> Execution:
-        """How this forward computes its rows: as named, else dense in training and compact where work is skipped."""
+        """Returns the execution of a forward: as named, else dense in training and compact where tokens are skipped."""
         if name not in (None, "dense", "compact"):
-            raise InputError(f"execution={name!r}: dense or compact")
+            raise InputError(f"execution={name!r} must be dense or compact")
         if name == "dense" and ledger is not None:
             raise InputError("execution='dense' keeps no ledger: leave out use_cache and past_key_values")
         reuse, iterations = self.method.reuse(), control.iterations
         if allow_mismatch and reuse == "kv":
             warnings.warn(
-                "allow_mismatch: halted tokens are skipped although reuse='kv' would move their hidden state on; "
+                "allow_mismatch: halted tokens are skipped although reuse='kv' would update their hidden state; "
                 "results differ from training",
                 stacklevel=3,
             )
@@ -356,13 +363,13 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             return Packed(*batch, **options)
         return Cached(*batch, **options, ledger=self.new_ledger(iterations) if ledger is None else ledger)
 
-    def _tell_of_objective(self) -> None:
+    def _warn_of_objective(self) -> None:
         """Warns, once, that gates are being trained without the term that teaches them to close."""
-        if not self.method.has_ponder_term or self._told_of_objective or not torch.is_grad_enabled():
+        if not self.method.has_ponder_term or self._warned_of_objective or not torch.is_grad_enabled():
             return
         if torch.compiler.is_compiling():
             return
-        self._told_of_objective = True
+        self._warned_of_objective = True
         warnings.warn(
             "objective: none is given, so gates learn from cross-entropy alone and nothing teaches them to halt; under "
             "transformers.Trainer add adaponder.integrations.PonderCallback, in a loop of your own pass "
@@ -372,7 +379,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
         limit = self.config.max_position_embeddings
-        # Slots bound the positions we derive, and their number is known without asking the device.
+        # Slots bound derived positions, and their number is known without waiting for the device.
         if limit is None or (not given and tokens.last_slot < limit):
             return
         last = int(tokens.position.max())
@@ -383,11 +390,11 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     # --- training aids ------------------------------------------------------------------------------------------
 
     def compile_passes(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles passes over the backbone, and gates and the like; ``options`` are those of ``torch.compile``.
+        """Compiles passes over the backbone, and small functions between them; ``options`` are ``torch.compile``'s.
 
         One layer is compiled for all of them and for all iterations; ``by="pass"`` makes a graph of a whole pass, which
         takes a minute or two with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward
-        and computes the rest again. The model can be saved, loaded and changed as before. ``torch.compile(model)``
+        and recomputes the rest. The model can be saved, loaded and changed as before. ``torch.compile(model)``
         works too, and makes one graph of all iterations: it takes K times as long to compile as a pass.
         """
         self.wrapped.compile(by=by, memory_budget=memory_budget, **options)
@@ -395,11 +402,11 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Keeps one pass's activations at a time; each iteration is replayed in backward."""
+        """Keeps one pass's activations at a time; each iteration is recomputed in backward."""
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         if options.pop("use_reentrant") or options:
             raise BackboneError(
-                "gradient_checkpointing_kwargs: only use_reentrant=False gives right gradients through reused K/V"
+                "gradient_checkpointing_kwargs: only use_reentrant=False gives correct gradients through reused K/V"
             )
         if any(value not in (None, 1, False) for value in kwargs.values()):
             raise BackboneError(f"gradient checkpointing here is per iteration and takes no {', '.join(kwargs)}")
@@ -409,11 +416,49 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         self.gradient_checkpointing = False
 
 
+class AdaPonderModel(AdaPonderForCausalLM):
+    """The model that ``AutoModel`` opens: the same weights; returns hidden states instead of logits.
+
+    The head stays: the recurrence mixes embeddings by the distribution that it predicts.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> AdaPonderModelOutput | tuple:
+        """Returns the hidden states and depths of :meth:`AdaPonderForCausalLM.forward`, without logits or loss."""
+        for name in ("labels", "targets", "objective", "output_logits", "output_iteration_logits"):
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
+                raise InputError(f"{name}: AutoModel returns hidden states only; open it with AutoModelForCausalLM")
+        every = kwargs.pop("output_hidden_states", None)
+        every = self.config.output_hidden_states if every is None else every
+        read: Any = super().forward(
+            input_ids, attention_mask, position_ids, **kwargs, output_logits=False, output_hidden_states=True
+        )
+        output = AdaPonderModelOutput(
+            last_hidden_state=read.hidden_states[-1],
+            past_key_values=read.past_key_values,
+            hidden_states=read.hidden_states if every else None,
+            depth=read.depth,
+            gates=read.gates,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError("generate: AutoModel returns hidden states only; open it with AutoModelForCausalLM")
+
+
 def _train_padding(stock: PreTrainedModel) -> None:
-    """Lets the token that pads be trained like any other, where texts hold it.
+    """Gives the padding token's embedding a gradient, like any other token's, where texts contain it.
 
     Some families build the embedding of ``pad_token_id`` without a gradient, and which token that is may change after
-    the build: a saved model, built anew, would train others than before. Padding itself is masked and gives none.
+    the build: a saved model, built anew, would train other tokens than before. Padding itself is masked.
     """
     embedding = cast(Any, stock.get_input_embeddings())
     if getattr(embedding, "padding_idx", None) is not None:

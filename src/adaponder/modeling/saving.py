@@ -1,4 +1,4 @@
-"""Saving and loading through Hugging Face's own methods, strictly: no code is run, every key must fit."""
+"""Strict saving and loading through Hugging Face's methods: no code is run, every key must fit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from adaponder.checkpoints.loading import (
     require_finite,
     require_room,
 )
-from adaponder.checkpoints.manifest import verify_files, write_manifest
-from adaponder.checkpoints.saving import share_weights
+from adaponder.checkpoints.manifest import share_weights, verify_files, write_manifest
 from adaponder.checkpoints.special_tokens import require_agreement
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError
@@ -39,14 +38,14 @@ class StrictCheckpointMixin:
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, verify: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Hugging Face's ``from_pretrained``, strict: safetensors only, and any key that does not fit is an error.
+        """Runs Hugging Face's ``from_pretrained``: safetensors only, and any key that does not fit is an error.
 
-        Where the folder has a manifest, every file in it is read once more and its checksum compared (a second or two
-        for each gigabyte); config, generation config and tokenizer must name the same end and padding tokens.
-        ``verify=False`` leaves both out, and so does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
+        Where the folder has a manifest, the checksum of every file is compared (a second or two per gigabyte); config,
+        generation config and tokenizer must name the same end and padding tokens. ``verify=False`` skips both, and so
+        does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
         """
         for name, reason in _NEVER.items():
-            # lm-eval passes subfolder="" and trust_remote_code=False: what is empty or off asks for nothing.
+            # lm-eval passes subfolder="" and trust_remote_code=False, which have no effect.
             if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
                 raise InputError(f"{name}: {reason}")
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
@@ -58,7 +57,7 @@ class StrictCheckpointMixin:
         wants_info = kwargs.pop("output_loading_info", False)
         with in_our_words(where):
             require_room(where, AdaPonderConfig.from_pretrained(where))
-            # Mismatched sizes are let through here so that all of them can be listed below.
+            # Mismatched sizes are accepted here so that all of them can be listed below.
             loaded: Any = super().from_pretrained(
                 where,
                 *args,
@@ -75,9 +74,9 @@ class StrictCheckpointMixin:
         return (model, info) if wants_info else model
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """torch's, but weights that would be thrown away are an error with ``strict=False`` too.
+        """Runs torch's ``load_state_dict``, but weights without a place are an error with ``strict=False`` too.
 
-        ``transformers.Trainer`` resumes so, and a head under another name would stay as it was.
+        ``transformers.Trainer`` resumes that way, and a head under another name would keep its old weights.
         """
         unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
         if unknown:
@@ -90,18 +89,18 @@ class StrictCheckpointMixin:
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, manifest: bool = True, is_main_process: bool = True, **kwargs: Any
     ) -> None:
-        """Hugging Face's, with a model card and a manifest of checksums that loading verifies.
+        """Runs Hugging Face's ``save_pretrained`` and adds a model card and a manifest of checksums.
 
-        A tokenizer that lies in the folder already must name the same end and padding tokens as the model.
+        A tokenizer that is in the folder already must name the same end and padding tokens as the model.
         """
         folder = Path(save_directory)
         for name, module in self.named_modules():
             if not getattr(module, "can_be_saved", True):
-                raise CheckpointError(f"{name} is quantised (--weights): save the model that it was made from")
+                raise CheckpointError(f"{name} is quantised (--weights): save the original model")
         if folder.is_dir():
             require_agreement(folder, self.config.backbone_config.to_dict(), self.generation_config.to_dict())
-        # Weights are named as the model names them. Hugging Face would write older names (GPT-NeoX: embed_out), under
-        # which its Trainer does not find them again.
+        # Weights keep the model's names. Hugging Face would write older ones (GPT-NeoX: embed_out), under which its
+        # Trainer does not find them again.
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
         if not is_main_process:
@@ -112,6 +111,6 @@ class StrictCheckpointMixin:
             added = sum(parameter.numel() for parameter in self.method.parameters())
             card.write_text(model_card(self.config, self.num_parameters(), added))
         if manifest:
-            # Tokenizers and cards are often written or edited afterwards: they are not vouched for here.
+            # Tokenizers and cards are often written or edited afterwards: the manifest leaves them out.
             patterns = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
             write_manifest(folder, [path.name for pattern in patterns for path in folder.glob(pattern)])

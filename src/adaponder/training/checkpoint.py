@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files, write_manifest
-from adaponder.checkpoints.saving import saving
+from adaponder.checkpoints.manifest import MANIFEST, read_manifest, saving, verify_files, write_manifest
 from adaponder.errors import CheckpointError
 from adaponder.files import read_json
 from adaponder.modeling import AdaPonderForCausalLM

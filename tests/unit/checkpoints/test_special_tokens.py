@@ -233,7 +233,7 @@ def test_folders_without_tokenizer_or_generation_config_load(tmp_path):
 def test_weights_that_are_not_numbers_are_named_when_wrapping_too():
     spoiled = stock(dtype=torch.float32)
     spoiled.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.data[0, 0] = float("nan")
-    with pytest.raises(BackboneError, match=r"weights hold NaN: gpt_neox\.layers\.1\.mlp\.dense_h_to_4h\.weight"):
+    with pytest.raises(BackboneError, match=r"NaN: gpt_neox\.layers\.1\.mlp\.dense_h_to_4h\.weight"):
         AdaPonderForCausalLM.from_backbone(spoiled)
     overflowing = stock(dtype=torch.float32)
     overflowing.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.data.fill_(3e38)

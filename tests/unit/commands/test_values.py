@@ -69,7 +69,7 @@ def no_work(monkeypatch, place, parser):
         "adaponder.analysis.trace.make_trace",
         "adaponder.training.run.train",
         "adaponder.conversion.convert.convert",
-        "adaponder.export.folder.export",
+        "adaponder.conversion.export.export",
         "adaponder.serving.server.run",
     ):
         name = (place_of_work,) if isinstance(place_of_work, str) else place_of_work

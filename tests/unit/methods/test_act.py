@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
-from adaponder.methods.objectives.ponder_cost import remainder
+from adaponder.methods.act import remainder
 from adaponder.policies import ExitThreshold
 from adaponder.training.run import train
 from support import VOCABULARY, ids, tiny

@@ -342,7 +342,7 @@ def test_experts_are_refused_rather_than_undercounted():
 def test_a_weight_that_is_borrowed_from_its_layer_is_refused_rather_than_miscounted():
     layers = {"activation_sparsity_pattern": [0.0, 0.0], "layer_types": ["full_attention"] * 2}
     sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4, "laurel_rank": 2}
-    with pytest.raises(BackboneError, match="met 0 rows"):
+    with pytest.raises(BackboneError, match="0 rows"):
         shape_of(Gemma3nTextConfig(**SMALL, **layers, **sizes, num_kv_shared_layers=0))
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
-from adaponder.methods.objectives.geometric import geometric_log_probabilities, mean_exit
-from adaponder.methods.pondernet import PonderNet
+from adaponder.methods.pondernet import PonderNet, geometric_log_probabilities, mean_exit
 from adaponder.policies import ExitThreshold, SampledExit, sequence_seeds
 from adaponder.training.run import train
 from support import VOCABULARY, ids, stock, tiny

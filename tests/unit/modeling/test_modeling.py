@@ -22,7 +22,7 @@ from adaponder.errors import ConfigError
 from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed
 from adaponder.execution.dense import Dense
-from adaponder.methods.objectives.exits import improvement_loss
+from adaponder.methods.ouro import improvement_loss
 from adaponder.modeling import model as modeling
 from packed_support import PADDED, packed_results
 from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
@@ -118,7 +118,7 @@ def test_targets_are_labels_shifted(method):
     labels[1, 3:5] = -100
     targets = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], 1)
     torch.testing.assert_close(model(ids(), labels=labels).loss, model(ids(), targets=targets).loss, rtol=0, atol=1e-12)
-    with pytest.raises(AdaPonderError, match="give one"):
+    with pytest.raises(AdaPonderError, match="targets"):
         model(ids(), labels=labels, targets=targets)
 
 

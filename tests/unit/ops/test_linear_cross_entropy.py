@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from adaponder.methods.objectives import Trajectory
-from adaponder.methods.objectives.scoring import scorer
+from adaponder.methods.objectives import Trajectory, scorer
 from adaponder.ops.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_sum,

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.commands import train as command
+from adaponder.conversion.card import training_of
 from adaponder.data import Shards
 from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.prepare import prepare
 from adaponder.errors import ConfigError, InputError
-from adaponder.export.history import training_of
 from adaponder.files import read_json
 from adaponder.recipes import load_recipe, recipe_names
 from adaponder.training import lora

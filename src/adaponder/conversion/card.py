@@ -1,10 +1,12 @@
-"""The model card of an exported folder: what is known of the model, measured where it was, and what is not known."""
+"""The model card of an exported folder: the model, its training as recorded, and measurements."""
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from adaponder.backbones.shape import shape_of
 from adaponder.config import AdaPonderConfig
-from adaponder.export.history import Training
+from adaponder.errors import AdaPonderError
+from adaponder.files import read_bytes, read_json
 from adaponder.methods import method_class
 from adaponder.methods.cost import parameters_of, per_depth
 from adaponder.version import __version__
@@ -22,8 +25,90 @@ LEAST_TRANSFORMERS = "5.17"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A text scored once: at the model's own depths, or with every token read equally often."""
+class Validation:
+    """The run's validation at the step of the checkpoint: mean loss and depth over its first ``tokens`` tokens."""
+
+    loss: float
+    depth: float | None
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a checkpoint was trained, by its ``state.json``; ``None`` where that does not record it."""
+
+    recipe: str | None
+    data: str | None
+    tokenizer: str | None
+    steps: int | None
+    tokens: int | None
+    seed: int | None
+    validation: Validation | None
+
+
+def training_of(folder: Path) -> Training | None:
+    """Returns how the checkpoint in ``folder`` was trained; ``None`` without a readable record."""
+    try:
+        state = read_json(folder / "state.json")
+    except AdaPonderError:  # conversions have none
+        return None
+    recipe = _section(state, "recipe")
+    data, train, step = _section(recipe, "data"), _section(recipe, "train"), _whole(state.get("step"))
+    factors = [step, _whole(train.get("global_batch")), _whole(data.get("sequence"))]
+    return Training(
+        recipe=_text(recipe.get("name")),
+        data=_named(data.get("source")),
+        # The data may have been prepared with another tokenizer than the recipe's.
+        tokenizer=_named(state.get("tokenizer_name")) or _named(data.get("tokenizer")),
+        steps=step,
+        tokens=factors[0] * factors[1] * factors[2] if None not in factors else None,  # type: ignore[operator]
+        seed=_whole(train.get("seed")),
+        validation=None if step is None else _validation(folder, step, _whole(train.get("eval_tokens"))),
+    )
+
+
+def _validation(folder: Path, step: int, tokens: int | None) -> Validation | None:
+    """Returns the validation after ``step`` steps in the metrics of the run that ``folder`` belongs to."""
+    for run in (folder.parent, folder.parent.parent):
+        path = run / "metrics.jsonl"
+        if not path.is_file():
+            continue
+        for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines()):
+            try:
+                entry = json.loads(line)
+            except ValueError:  # the last line of a run that was killed
+                continue
+            if isinstance(entry, dict) and entry.get("step") == step - 1 and "validation_loss" in entry:
+                return Validation(entry["validation_loss"], entry.get("validation_depth"), tokens)
+        return None
+    return None
+
+
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    section = settings.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _named(value: Any) -> str | None:
+    """Returns a source's name; for a path its last part, so that no local path is published."""
+    text = _text(value)
+    return PurePath(text).name if text is not None and PurePath(text).is_absolute() else text
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# --- the card -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CardRow:
+    """One row of the results: a text scored at the model's own depths, or at one depth for every token."""
 
     label: str
     loss: float
@@ -35,29 +120,29 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured when the folder was exported; the first row is at the model's own depths."""
+class CardResults:
+    """The measurements of an export; the first row is at the model's own depths."""
 
     data: str
     split: str | None
     tokens: int
     windows: str
-    rows: Sequence[Row]
+    rows: Sequence[CardRow]
 
 
 @dataclass(frozen=True)
 class Card:
-    """All that a card tells; ``name`` is what the reader will open: a hub name, or the folder."""
+    """The content of a card; ``name`` is what the reader opens: a hub name, or the folder."""
 
     name: str
     config: AdaPonderConfig
     dtype: str
     training: Training | None
-    measured: Measured | None
+    measured: CardResults | None
     license: str | None
 
     def text(self) -> str:
-        """README.md: the hub's metadata, then the page."""
+        """Returns the text of README.md: the hub's metadata, then the page."""
         sections = (_title, _use, _model, _trained, _results, _limits)
         return f"---\n{self._metadata()}\n---\n\n" + "\n\n".join(section(self) for section in sections) + "\n"
 
@@ -74,12 +159,12 @@ class Card:
     def _eval_results(self) -> Iterable[EvalResult]:
         if self.measured is None:
             return
-        own = self.measured.rows[0]
+        first = self.measured.rows[0]
         values: dict[str, tuple[str, float | None]] = {
-            "loss": ("cross-entropy, nats per token", own.loss),
-            "perplexity": ("perplexity", own.perplexity),
-            "bits_per_byte": ("bits per byte", own.bits_per_byte),
-            "mean_depth": ("iterations per token", own.depth),
+            "loss": ("cross-entropy, nats per token", first.loss),
+            "perplexity": ("perplexity", first.perplexity),
+            "bits_per_byte": ("bits per byte", first.bits_per_byte),
+            "mean_depth": ("iterations per token", first.depth),
         }
         for kind, (words, value) in values.items():
             if value is not None:
@@ -159,22 +244,22 @@ def _model(card: Card) -> str:
 
 
 def _trained(card: Card) -> str:
-    known = card.training
-    if known is None:
+    training = card.training
+    if training is None:
         words = (
             "The checkpoint does not record how it was trained: data, number of tokens and schedule are not known here."
         )
         return f"## Training\n\n{words}"
     facts = {
-        "data": known.data,
-        "tokens": None if known.tokens is None else f"{known.tokens:,}",
-        "tokenizer": known.tokenizer,
-        "steps": None if known.steps is None else f"{known.steps:,}",
-        "recipe": known.recipe,
-        "seed": known.seed,
+        "data": training.data,
+        "tokens": None if training.tokens is None else f"{training.tokens:,}",
+        "tokenizer": training.tokenizer,
+        "steps": None if training.steps is None else f"{training.steps:,}",
+        "recipe": training.recipe,
+        "seed": training.seed,
     }
     rows = [(name, "not recorded" if value is None else value) for name, value in facts.items()]
-    validation = known.validation
+    validation = training.validation
     if validation is not None:
         many = "" if validation.tokens is None else f" (first {validation.tokens:,} tokens)"
         deep = "" if validation.depth is None else f" at mean depth {validation.depth:.3f}"
@@ -196,7 +281,7 @@ def _results(card: Card) -> str:
     )
 
 
-def _measured(measured: Measured) -> str:
+def _measured(measured: CardResults) -> str:
     rows = [
         (
             row.label,
@@ -232,6 +317,6 @@ def _limits(card: Card) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """Formats a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -12,8 +12,8 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 
 from adaponder import AdaPonderForCausalLM
-from adaponder.export import modeling_adaponder
-from adaponder.export.configuration_adaponder import AdaPonderConfig
+from adaponder.conversion.exported import modeling_adaponder
+from adaponder.conversion.exported.configuration_adaponder import AdaPonderConfig
 from support import ids, tiny, widen_norms
 
 SOURCE = Path(modeling_adaponder.__file__)
@@ -46,9 +46,9 @@ def package(family: str) -> AdaPonderForCausalLM:
 
 def module_of(source: str) -> types.ModuleType:
     """The modelling file with this source, as a module of the same room."""
-    name = "adaponder.export.planted"
+    name = "adaponder.conversion.exported.planted"
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))
-    module.__package__, module.__file__ = "adaponder.export", str(SOURCE)
+    module.__package__, module.__file__ = "adaponder.conversion.exported", str(SOURCE)
     sys.modules[name] = module  # dataclasses look their module up
     try:
         exec(compile(source, str(SOURCE), "exec"), module.__dict__)

@@ -1,0 +1,18 @@
+"""One model of each method for all tests of policies; no test changes them."""
+
+import pytest
+
+import support
+from adaponder import AdaPonderForCausalLM
+from policy_support import K, calm
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, AdaPonderForCausalLM]:
+    """One model of each method; no test changes them."""
+    return {method: calm(support.tiny(method, iterations=K)) for method in support.METHODS}
+
+
+@pytest.fixture(scope="module")
+def model(models) -> AdaPonderForCausalLM:
+    return models["adaponder"]

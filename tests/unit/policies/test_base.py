@@ -1,0 +1,441 @@
+"""A policy decides which tokens continue, and nothing else: callables, refusals, fingerprints and lines of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import support
+from adaponder import (
+    AdaPonderError,
+    Entropy,
+    ExitThreshold,
+    FixedDepth,
+    ForcedDepths,
+    Geometric,
+    LearnedGate,
+    Policy,
+    PolicyInput,
+    Random,
+    Ranked,
+    Uniform,
+)
+from adaponder.errors import InputError
+from adaponder.policies import (
+    Change,
+    Confidence,
+    Custom,
+    Divergence,
+    RandomRates,
+    RouterThreshold,
+    SampledExit,
+    Shares,
+    Similarity,
+    as_policy,
+    parse_policy,
+)
+from policy_support import DECIDED, EXECUTIONS, K, calm, padded
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("method", DECIDED)
+def test_the_users_own_callable_is_a_policy(models, method, execution):
+    ids, mask = padded()
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    output = models[method](
+        ids,
+        attention_mask=mask,
+        policy=lambda seen: (seen.position + seen.seed) % K > seen.iteration,
+        seed=1,
+        execution=execution,
+    )
+    expected = 1 + ((position + 1) % K).clamp_max(K - 1)
+    assert torch.equal(output.depth, expected * mask)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_policy_sees_one_entry_per_token_in_every_field(model, execution):
+    ids, mask = padded()
+    position = (mask.cumsum(1) - 1).clamp_min(0)
+    seen: list[PolicyInput] = []
+
+    def watch(given: PolicyInput) -> Tensor:
+        seen.append(given)
+        return torch.ones_like(given.active)
+
+    output = model(ids, attention_mask=mask, policy=watch, seed=7, execution=execution, output_iteration_logits=True)
+    assert len(seen) == K - 1
+    for iteration, given in enumerate(seen):
+        real = given.active
+        fields = (given.gate, given.position, given.sequence, given.slot, given.iteration, given.seed)
+        assert {value.shape for value in fields} == {real.shape}
+        assert given.iteration.dtype == given.seed.dtype == torch.int64
+        assert given.iteration.unique().tolist() == [iteration]
+        at = (given.sequence[real], given.slot[real])
+        assert mask[at].all()
+        assert real.sum() == mask.sum()
+        assert torch.equal(given.position[real], position[at])
+        assert torch.equal(given.gate[real], output.gates[..., iteration][at])
+        assert (given.previous is None) == (iteration == 0)
+        if given.previous is not None:
+            before = given.head(given.previous)[real]
+            assert torch.allclose(before, output.iteration_logits[iteration - 1][at], rtol=0, atol=1e-12)
+        assert torch.allclose(given.logits[real], output.iteration_logits[iteration][at], rtol=0, atol=1e-12)
+        assert given.seed.unique().tolist() == [7]
+
+
+def test_the_policy_decides_the_mask_only_and_the_update_stays_weighted_by_s():
+    model = calm(support.tiny(iterations=3, tau=0.99, embedding_scale=2.0))
+    stock, method = model.backbone, model.method
+    token = torch.tensor([[17]])
+    # One token attends to itself alone, so each iteration is a plain forward of the stock model on its embedding.
+    embedding = 2.0 * stock.get_input_embeddings()(token)
+    table = 2.0 * stock.get_input_embeddings().weight
+    for i in range(2):
+        hidden = stock.base_model(inputs_embeds=embedding, use_cache=False).last_hidden_state
+        s = torch.sigmoid(method.gates[i](hidden))
+        assert float(s) < 0.99  # the learned rule would have halted here
+        expected = torch.softmax(stock.get_output_embeddings()(hidden), dim=-1) @ table
+        embedding = embedding + s[..., None] * expected
+    by_hand = stock(inputs_embeds=embedding, use_cache=False).logits
+    for execution in EXECUTIONS:
+        kept = model(token, policy=FixedDepth(3), execution=execution)
+        assert kept.depth.item() == 3
+        assert float((kept.logits - by_hand).abs().max()) <= 1e-12
+    assert model(token).depth.item() == 1
+
+
+def test_the_policy_of_mor_decides_the_mask_only_and_the_update_stays_weighted_by_the_router():
+    model = calm(support.tiny("mor", iterations=2))
+    backbone, router = model.wrapped, model.method.routers[0]
+
+    def stream_of(x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = backbone.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        model.backbone.base_model(inputs_embeds=x, use_cache=False)
+        hook.remove()
+        return seen[0]
+
+    halted = 0
+    for token in range(8):
+        ids = torch.tensor([[token]])
+        x = stream_of(model.backbone.get_input_embeddings()(ids))
+        logit = router(x)
+        by_hand = x + model.config.router_alpha * torch.sigmoid(logit)[..., None] * stream_of(x)
+        logits = model.backbone.get_output_embeddings()(backbone.norm(by_hand))
+        kept = model(ids, policy=FixedDepth(2))
+        # mor's sigmoid is taken in float32.
+        assert torch.allclose(kept.logits, logits, rtol=1e-6, atol=1e-6)
+        halted += int(model(ids).depth.item() == 1)
+    assert halted > 0  # the learned rule would have sent some of them away
+
+
+def test_the_answers_about_halted_tokens_do_not_matter(model):
+    ids, mask = padded()
+
+    def resurrect(seen: PolicyInput) -> Tensor:
+        return (seen.iteration > 0) | (seen.position % 2 == 0)
+
+    depth = model(ids, attention_mask=mask, policy=resurrect, execution="dense").depth
+    even = (mask.cumsum(1) - 1) % 2 == 0
+    assert torch.equal(depth, torch.where(even, K, 1) * mask)
+
+
+class _Oracle(Policy):
+    """A user's own policy that looks ahead, and says so."""
+
+    causal = False
+
+    def __call__(self, seen: PolicyInput) -> Tensor:
+        return torch.ones_like(seen.active)
+
+
+@pytest.mark.parametrize(
+    "policy", [Ranked(Uniform(keep=0.5)), Ranked(Geometric(rate=0.5)), _Oracle()], ids=["uniform", "geometric", "own"]
+)
+def test_the_policies_that_look_ahead_are_refused_with_a_cache_and_in_generation(model, policy):
+    ids = support.ids()
+    assert model(ids, policy=policy).depth.shape == ids.shape
+    with pytest.raises(AdaPonderError, match="policy"):
+        model(ids, policy=policy, use_cache=True)
+    ledger = model(ids, use_cache=True).past_key_values
+    with pytest.raises(AdaPonderError, match="policy"):
+        model(ids[:, :1], policy=policy, past_key_values=ledger)
+    for use_cache in (True, False):
+        with pytest.raises(AdaPonderError, match="policy"):
+            model.generate(ids, policy=policy, max_new_tokens=2, do_sample=False, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    "policy", [FixedDepth(1), Random(0.5), lambda seen: seen.active], ids=["fixed", "random", "own"]
+)
+@pytest.mark.parametrize("method", [name for name in support.METHODS if name not in support.HALTING])
+def test_the_methods_that_never_halt_take_no_policy(models, method, policy):
+    with pytest.raises(AdaPonderError, match=r"policy.*max_iterations"):
+        models[method](support.ids(), policy=policy)
+    with pytest.raises(AdaPonderError, match=r"policy.*max_iterations"):
+        models[method].generate(support.ids(), policy=policy, max_new_tokens=2, do_sample=False)
+
+
+WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
+    ("tau", lambda: LearnedGate(1.5)),
+    ("tau", lambda: LearnedGate(-0.1)),
+    ("tau", lambda: LearnedGate((0.5, 2.0))),
+    ("q", lambda: ExitThreshold(0.0)),
+    ("q", lambda: ExitThreshold(1.1)),
+    ("depth", lambda: FixedDepth(0)),
+    ("depth", lambda: FixedDepth(2.5)),
+    ("depths", lambda: ForcedDepths(torch.tensor([1, 2, 3]))),
+    ("depths", lambda: ForcedDepths(torch.ones(2, 3))),
+    ("threshold", lambda: Entropy((1.0, math.nan))),
+    ("keep", lambda: Random(1.5)),
+    ("keep", lambda: Uniform(keep=2.0)),
+    ("thresholds", lambda: Uniform(keep=0.5, thresholds=(0.1, math.nan))),
+    ("rate", lambda: Geometric(rate=-1.0)),
+    ("shares", lambda: Shares(shares=(0.5, 1.2))),
+    ("schedule", lambda: Ranked(FixedDepth(2))),
+    ("parse_policy", lambda: as_policy("fixed:2")),
+    ("policy", lambda: as_policy(None)),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "make"), WRONG_VALUES, ids=[f"{i}-{name}" for i, (name, _) in enumerate(WRONG_VALUES)]
+)
+def test_the_wrong_values_are_refused_where_they_enter_and_the_field_is_named(field, make):
+    with pytest.raises(AdaPonderError, match=rf"\b{field}\b"):
+        make()
+
+
+TOO_SHORT: list[tuple[str, Policy]] = [
+    ("tau", LearnedGate((0.0, 0.0))),
+    ("threshold", Entropy((0.0, 0.0))),
+    ("thresholds", Uniform(keep=1.0, thresholds=(0.0, 0.0))),
+    ("shares", Ranked(Shares(shares=(1.0, 1.0)))),
+    ("depths", ForcedDepths(torch.full((2, 5), K))),
+    ("depths", ForcedDepths(torch.full((1, 9), K))),
+]
+
+
+@pytest.mark.parametrize(("field", "policy"), TOO_SHORT, ids=[f"{i}-{name}" for i, (name, _) in enumerate(TOO_SHORT)])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_settings_too_short_for_the_run_are_refused_and_named(model, field, policy, execution):
+    with pytest.raises(AdaPonderError, match=rf"\b{field}\b"):
+        model(support.ids(), policy=policy, execution=execution)
+
+
+UNFIT: list[tuple[str, str, Policy]] = [
+    ("adaponder", "policy=fixed:9", FixedDepth(9)),
+    ("mor", f"policy=fixed:{K + 1}", FixedDepth(K + 1)),
+    ("ouro", "ForcedDepths", ForcedDepths(torch.full((2, 9), K + 1))),
+    ("adaponder", "policy=gate:.*tau", LearnedGate((0.1,) * K)),
+    ("adaponder", "policy=entropy:.*threshold", Entropy((0.1,) * K)),
+    ("adaponder", "policy=uniform:0.5@.*thresholds", Uniform(keep=0.5, thresholds=(0.1,) * K)),
+    ("mor", "policy=shares:.*shares", Ranked(Shares(shares=(0.9,) * K))),
+    ("adaponder", "policy=router", RouterThreshold()),
+    ("ouro", "policy=router", RouterThreshold()),
+    ("adaponder", "policy=exit:0.9", ExitThreshold(0.9)),
+    ("mor", "policy=exit:0.9", ExitThreshold(0.9)),
+]
+
+
+@pytest.mark.parametrize(("method", "said", "policy"), UNFIT, ids=[f"{i}-{row[0]}" for i, row in enumerate(UNFIT)])
+def test_a_policy_that_does_not_fit_the_model_is_refused_and_both_are_named(models, method, said, policy):
+    with pytest.raises(AdaPonderError, match=said) as error:
+        models[method](support.ids(), policy=policy)
+    assert "\n" not in str(error.value)
+    with pytest.raises(AdaPonderError, match=said):
+        models[method].generate(support.ids(), policy=policy, max_new_tokens=2, do_sample=False)
+
+
+WRONG_ANSWERS: dict[str, Callable[[PolicyInput], object]] = {
+    "too-short": lambda seen: torch.ones_like(seen.active)[..., :-1],
+    "one-axis-more": lambda seen: torch.ones_like(seen.active)[..., None],
+    "a-scalar": lambda seen: True,
+    "nothing": lambda seen: None,
+    # A gate's probabilities instead of a comparison: every one of them is "true".
+    "not-bool": lambda seen: seen.gate,
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_ANSWERS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_users_callable_must_answer_with_one_bool_per_token(model, answer, execution):
+    with pytest.raises(AdaPonderError, match="policy"):
+        model(support.ids(), policy=WRONG_ANSWERS[answer], execution=execution)
+
+
+def _own(seen: PolicyInput) -> Tensor:
+    return seen.active
+
+
+def _own_too(seen: PolicyInput) -> Tensor:
+    return ~seen.active
+
+
+DISTINCT: list[Callable[[], Policy]] = [
+    lambda: LearnedGate(0.1),
+    lambda: LearnedGate(0.2),
+    lambda: LearnedGate((0.1, 0.2)),
+    lambda: FixedDepth(2),
+    lambda: FixedDepth(3),
+    lambda: ForcedDepths(torch.tensor([[1, 2], [3, 1]])),
+    lambda: ForcedDepths(torch.tensor([[1, 2], [3, 2]])),
+    lambda: ForcedDepths(torch.tensor([[1, 2, 3, 1]])),
+    # Large enough that printing a tensor would leave the middle out.
+    lambda: ForcedDepths(torch.ones(2, 2000, dtype=torch.long)),
+    lambda: ForcedDepths(torch.ones(2, 2000, dtype=torch.long).index_fill(1, torch.tensor([1000]), 2)),
+    lambda: Random(0.5),
+    lambda: Random(0.25),
+    lambda: Entropy(1.0),
+    lambda: Entropy((1.0, 2.0)),
+    lambda: Divergence(1.0),
+    lambda: Divergence((1.0, 2.0)),
+    lambda: Change(1.0),
+    lambda: Confidence(1.0),
+    lambda: Confidence((0.5, 1.0)),
+    lambda: Similarity(1.0),
+    lambda: SampledExit(),
+    lambda: Uniform(keep=0.5),
+    lambda: Uniform(keep=0.5, thresholds=(0.1, 0.2)),
+    lambda: Uniform(keep=0.5, thresholds=(0.1, 0.2000000001)),
+    lambda: Geometric(rate=0.5),
+    lambda: Shares(shares=(0.5,)),
+    lambda: Ranked(Uniform(keep=0.5)),
+    lambda: Ranked(Geometric(rate=0.5)),
+    lambda: Ranked(Uniform(keep=0.25)),
+    lambda: RouterThreshold(),
+    lambda: ExitThreshold(0.5),
+    lambda: ExitThreshold(0.6),
+    lambda: as_policy(_own),
+    lambda: as_policy(_own_too),
+]
+
+
+def test_a_policy_is_spelled_as_it_is_typed_where_it_can_be():
+    typed = {"fixed:2": FixedDepth(2), "gate:0.1,0.2": LearnedGate((0.1, 0.2)), "router": RouterThreshold()}
+    typed |= {"uniform:0.5@0.1,0.2": Uniform((0.1, 0.2), keep=0.5), "ranked-uniform:0.5": Ranked(Uniform(keep=0.5))}
+    for text, policy in typed.items():
+        assert policy.spelling == text
+        assert parse_policy(text) == policy
+    own = ForcedDepths(torch.ones(1, 2, dtype=torch.long))
+    assert own.spelling == own.fingerprint == "ForcedDepths([[1, 1]])"
+    assert Uniform(keep=0.5).spelling == "uniform:0.5"
+
+
+def test_the_fingerprints_of_equal_policies_are_equal_and_of_others_differ():
+    first = [make().fingerprint for make in DISTINCT]
+    assert first == [make().fingerprint for make in DISTINCT]
+    assert len(set(first)) == len(DISTINCT)
+
+
+@pytest.mark.parametrize(
+    ("policy", "twin"),
+    [
+        (LearnedGate(1), LearnedGate(1.0)),
+        (Random(0), Random(0.0)),
+        (Uniform(keep=1), Uniform(keep=1.0)),
+        (ExitThreshold(1), ExitThreshold(1.0)),
+        (Shares(shares=[1, 0.5]), Shares(shares=(1.0, 0.5))),
+    ],
+    ids=repr,
+)
+def test_the_fingerprint_does_not_tell_a_whole_number_from_the_same_float(policy, twin):
+    assert policy == twin
+    assert policy.fingerprint == twin.fingerprint
+
+
+def test_the_policy_object_is_its_own_policy_and_a_callable_becomes_one():
+    policy = FixedDepth(2)
+    assert as_policy(policy) is policy
+    own = as_policy(_own)
+    assert isinstance(own, Custom)
+    assert own.causal
+    assert as_policy(own) is own
+
+
+LINES = {
+    "gate:0.01": LearnedGate(0.01),
+    "gate:0.1,0.2,inf": LearnedGate((0.1, 0.2, math.inf)),
+    "fixed:2": FixedDepth(2),
+    "random:0.5": Random(0.5),
+    "entropy:2.5": Entropy(2.5),
+    "kl:0.01": Divergence(0.01),
+    "change:0.1,0.2": Change((0.1, 0.2)),
+    "confidence:0.9": Confidence(0.9),
+    "similarity:0.5,0.99": Similarity((0.5, 0.99)),
+    "sampled-exit": SampledExit(),
+    "exit:0.9": ExitThreshold(0.9),
+    "router": RouterThreshold(),
+    "uniform:0.9@0.1,0.2": Uniform((0.1, 0.2), keep=0.9),
+    "geometric:0.5@0.1,inf": Geometric((0.1, math.inf), rate=0.5),
+    "shares:0.9,0.5@0.1,0.2": Shares((0.1, 0.2), shares=(0.9, 0.5)),
+    "ranked-uniform:0.9": Ranked(Uniform(keep=0.9)),
+    "ranked-geometric:0.95": Ranked(Geometric(rate=0.95)),
+    "ranked-shares:0.9,0.5": Ranked(Shares(shares=(0.9, 0.5))),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_and_the_policy_are_each_other(line):
+    assert parse_policy(line) == LINES[line]
+    assert LINES[line].as_line() == line
+
+
+def test_the_line_loses_no_digit():
+    policy = LearnedGate((1 / 3, math.nextafter(1.0, 0.0), 6.90378840e-07))
+    assert parse_policy(policy.as_line()) == policy
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("fast:1", "name one of .*gate.*ranked-shares.*, then a colon"),
+        ("gate", "not a number"),
+        ("gate:x", "not a number"),
+        ("gate:0.1@0.2", "name one of"),
+        ("gate:1.5", "tau"),
+        ("fixed:2.5", "whole number"),
+        ("fixed:nan", "whole number"),
+        ("random:0.1,0.2", "one value"),
+        ("uniform:0.9", "calibrate --rule uniform"),
+        ("ranked-uniform:0.9@0.1", "name one of"),
+        ("router:1", "name one of"),
+        ("", "name one of"),
+    ],
+)
+def test_the_wrong_line_is_refused_with_the_cure(line, says):
+    with pytest.raises(AdaPonderError, match=says):
+        parse_policy(line)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (LearnedGate, "tau"),
+        (Entropy, "threshold"),
+        (ExitThreshold, "q"),
+        (Random, "keep"),
+        (RandomRates, "prior"),
+        (lambda value: Uniform(keep=value), "keep"),
+        (lambda value: Geometric(rate=value), "rate"),
+        (lambda value: Shares(shares=value), "shares"),
+        (lambda value: Shares((value,), shares=(1.0,)), "thresholds"),
+        (FixedDepth, "depth"),
+        (ForcedDepths, "depths"),
+    ],
+)
+@pytest.mark.parametrize("value", ["0.5", None, True, [None], math.nan])
+def test_what_is_no_number_is_refused_by_the_name_of_its_field(make, field, value):
+    with pytest.raises(InputError, match=f"{field}="):
+        make(value)
+
+
+def test_the_policy_that_no_line_can_say_is_refused():
+    for policy in (as_policy(_own), ForcedDepths(torch.ones(1, 1, dtype=torch.long))):
+        with pytest.raises(AdaPonderError, match="one line"):
+            policy.as_line()
