@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from adaponder.data.prepare import prepare
 from adaponder.recipes import Recipe, load_recipe
@@ -62,3 +67,18 @@ def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:
             *overrides,
         ],
     )
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in a run folder."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """The training loss of every logged step."""
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in a model folder."""
+    return load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Under ``transformers.Trainer`` and TRL's ``SFTTrainer`` the objective follows the step, as in our own loop."""
+"""Schedules the two-stage objective under ``transformers.Trainer`` and TRL's ``SFTTrainer``, as in our own loop."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from transformers.trainer_callback import CallbackHandler
 
 from adaponder.errors import ConfigError, InputError
 from adaponder.recipes import TrainRecipe
-from adaponder.training.member import DepthCounts, member_of
 from adaponder.training.schedule import objective_at, policy_at
-from adaponder.training.watch import collapse
+from adaponder.training.watch import DepthCounts, collapse, member_of
 
 
 class PonderCallback(TrainerCallback):
     """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
-    Steps are the Trainer's updates, resumed ones included. Each process ranks its own gates, and a micro-batch weighs
-    by its share of the update's targets. A policy that draws gets another seed for each sequence of each micro-batch,
-    the same in a resumed run. The model's ``training_objective``, ``training_policy`` and ``training_seed`` are the
-    callback's: it empties them when training begins, as one that raised leaves them set, and when it ends.
+    Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch has the
+    weight of its share of the update's targets. A random policy gets another seed for each sequence of each
+    micro-batch, the same in a resumed run. The callback sets the model's ``training_objective``, ``training_policy``
+    and ``training_seed``, and clears them when training begins (an earlier one may have raised) and ends.
 
-    Logs gain ``depth``, the mean over the tokens read since the last log, and ``halted_1 … halted_{K-1}``, the shares
-    of them that were read at most so often; evaluation's logs, and what ``evaluate`` and ``predict`` return, gain
-    ``eval_depth`` and so on, by the prefix of their figures. It moves itself before the Trainer's other callbacks, so
-    that reporters are told them too. A warning says when gates have collapsed. Padding does not count; each process
-    counts its own tokens, by a hook that stays on the model.
+    Logs gain ``depth``, the mean over the tokens since the last log, and ``halted_1 … halted_{K-1}``, the shares of
+    tokens of at most that depth; logs of an evaluation, and the results of ``evaluate`` and ``predict``, gain
+    ``eval_depth`` and so on, with the prefix of their metrics. The callback moves itself before the Trainer's other
+    callbacks, so that reporters log these values too. It warns when gates have collapsed. Padding does not count; each
+    process counts its own tokens, by a hook that stays on the model.
 
     Args:
         ponder_weight: the paper's lambda.
         k_max: the share of gates that bottom-K averages, once warm.
         ponder_start: the step at which stage 2 begins (S0): before it, cross-entropy alone.
         ponder_full: the step at which k has reached ``k_max`` (S1).
-        gate_start: gates are not updated before this step; ``None``: a third into stage 1 for adaponder, whose gates a
-            ponder term presses on; at once for mor and ouro.
+        gate_start: gates are not updated before this step; ``None``: a third into stage 1 for methods with a ponder
+            term, else at once.
         halt_before_ponder: whether gates may halt tokens in stage 1.
-        capacity_warmup: mor, steps over which capacity shrinks from 1.
-        exit_stage: ouro's stage; freeze the backbone for 2, which trains exits alone.
+        capacity_warmup: for mor, steps over which capacity shrinks from 1.
+        exit_stage: ouro's stage; freeze the backbone for 2, which trains only the exits.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class PonderCallback(TrainerCallback):
         capacity_warmup: int = 0,
         exit_stage: Literal[1, 2] = 1,
     ):
-        # One schedule for both loops, and one place where its values are checked.
+        # The same schedule, and the same checks, as in our own loop.
         try:
             self.schedule = TrainRecipe(
                 steps=max(1, ponder_full),
@@ -82,12 +81,12 @@ class PonderCallback(TrainerCallback):
     def _come_first(self) -> None:
         """Moves itself before reporters, which a Trainer lists first.
 
-        A Trainer hands its callbacks everything but the list they are in, so it is taken from whoever called.
+        A Trainer does not pass the list of callbacks to them, so it is taken from the calling frame.
         """
         frame = inspect.currentframe()
         while frame is not None:
             if isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
-                handler.callbacks.sort(key=lambda one: one is not self)
+                handler.callbacks.sort(key=lambda callback: callback is not self)
                 return
             frame = frame.f_back
 
@@ -96,8 +95,8 @@ class PonderCallback(TrainerCallback):
     ) -> None:
         model = member_of(kwargs["model"], "PonderCallback")
         if not model.method.halts:
-            raise InputError(f"PonderCallback: {model.config.method} never halts, so there is nothing to schedule")
-        self._come_first()  # it may have been added since the Trainer was made
+            raise InputError(f"PonderCallback: {model.config.method} never halts; remove the callback")
+        self._come_first()  # it may have been added after the Trainer was created
         self.depths.watch(model)
         self.depths.sums.clear()
         model.training_objective = model.training_policy = model.training_seed = None
@@ -108,7 +107,7 @@ class PonderCallback(TrainerCallback):
         model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = objective_at(self.schedule, state.global_step)
         model.training_policy = policy_at(self.schedule, model.method, state.global_step)
-        # The number of this forward among those of all processes; the further micro-batches of the step count on.
+        # The number of this forward among those of all processes; later micro-batches of the step count up.
         first = (state.global_step * args.world_size + args.process_index) * args.gradient_accumulation_steps
         model.training_seed = first
 
@@ -125,8 +124,8 @@ class PonderCallback(TrainerCallback):
         method = member_of(kwargs["model"], "PonderCallback").method
         if not self.depths.trained:
             raise InputError(
-                "PonderCallback: this trainer computes a loss of its own, which has no ponder term: leave out "
-                "label_smoothing_factor and compute_loss_func; of TRL's, use adaponder.integrations.PonderSFTTrainer"
+                "PonderCallback: this trainer computes its own loss, which has no ponder term: drop "
+                "label_smoothing_factor and compute_loss_func; with TRL, use adaponder.integrations.PonderSFTTrainer"
             )
         if state.global_step < self.schedule.gates_begin(pressed=method.has_ponder_term):
             for parameter in method.parameters():
@@ -149,17 +148,17 @@ class PonderCallback(TrainerCallback):
         if logs is None:
             return
         if "loss" not in logs:
-            self.evaluated = self._read(logs)
+            self.evaluated = self._depths(logs)
             for entry in (logs, state.log_history[-1]):
                 entry |= self.evaluated
             return
-        read = self.depths.take(training=True)
+        depths = self.depths.take(training=True)
         for entry in (logs, state.log_history[-1]):
-            entry |= read
+            entry |= depths
         method = member_of(kwargs["model"], "PonderCallback").method
         schedule = replace(self.schedule, steps=max(state.max_steps, self.schedule.steps))
         step = max(0, state.global_step - 1)
-        halted = [share for name, share in read.items() if name != "depth"]
+        halted = [share for name, share in depths.items() if name != "depth"]
         warning = collapse({"step": step, "halted": halted}, schedule, pressed=method.has_ponder_term)
         if warning is not None and warning[0] not in self.warned:
             self.warned.add(warning[0])
@@ -170,11 +169,11 @@ class PonderCallback(TrainerCallback):
     ) -> None:
         self.depths.evaluated(kwargs["eval_dataloader"])
 
-    def _read(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """What the evaluation of these metrics read, by their prefix; others tell of no evaluation's time: empty."""
+    def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """Returns the depths of the evaluation that ``metrics`` are of, with their prefix; empty for other metrics."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
-        read = {} if prefix == "train" else self.depths.take(training=False)
-        return {f"{prefix}_{name}": value for name, value in read.items()}
+        depths = {} if prefix == "train" else self.depths.take(training=False)
+        return {f"{prefix}_{name}": value for name, value in depths.items()}
 
     def on_evaluate(
         self,
@@ -184,7 +183,7 @@ class PonderCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if metrics is not None:  # a trainer may have logged a copy of them
+        if metrics is not None:  # a trainer may have logged a copy
             metrics |= self.evaluated
         self.evaluated = {}
 
@@ -196,11 +195,11 @@ class PonderCallback(TrainerCallback):
         metrics: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        metrics |= self._read(metrics)
+        metrics |= self._depths(metrics)
 
 
 def __getattr__(name: str) -> Any:
-    """``PonderSFTTrainer``, imported when it is first used: TRL is an extra."""
+    """Imports ``PonderSFTTrainer`` when it is first used: TRL is an extra."""
     if name != "PonderSFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from adaponder.analysis.tables import spearman
-from adaponder.data.generated import needed
-from adaponder.data.symbols import SYMBOLS
+from adaponder.data.puzzles import SYMBOLS, needed
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import check_fits

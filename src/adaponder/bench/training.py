@@ -18,7 +18,7 @@ from adaponder.methods.cost import cost_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe
-from adaponder.training.optim import build_optimizer
+from adaponder.training.schedule import build_optimizer
 
 
 @dataclass(frozen=True)

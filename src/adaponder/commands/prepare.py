@@ -100,10 +100,9 @@ def prepare(
 
 def _has_shards(out: Path) -> bool:
     """Whether an earlier run, interrupted since, has left a complete shard."""
-    from adaponder.data.journal import Journal
-    from adaponder.data.manifest import JOURNAL
+    from adaponder.data.shards import WriterState
 
-    return os.path.isfile(out / JOURNAL) and any(Journal.load(out).shards.values())
+    return (state := WriterState.load(out)) is not None and any(state.shards.values())
 
 
 def _bar() -> Bar:

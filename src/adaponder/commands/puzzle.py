@@ -17,7 +17,7 @@ from adaponder.terminal import by_depth, console, depth_style, legend, line, tab
 if TYPE_CHECKING:
     import numpy as np
 
-    from adaponder.data.hops import Hops
+    from adaponder.data.puzzles import Hops
     from adaponder.modeling import AdaPonderForCausalLM
 
 # Puzzles that are read at once, and steps of one that are shown in a line.
@@ -40,7 +40,7 @@ def puzzle(
     [dim]adaponder puzzle --seed 5[/]
     """
     from adaponder.conversion.open import load
-    from adaponder.data.symbols import SYMBOLS
+    from adaponder.data.puzzles import SYMBOLS
     from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
     from adaponder.evaluation.text import open_vocabulary
 
@@ -62,9 +62,8 @@ def hops_of(folder: Path) -> Hops:
 
     Raises where they name another puzzle, whose tokens are the same.
     """
-    from adaponder.data.generated import is_generated, settings_of
-    from adaponder.data.hops import Hops
     from adaponder.data.manifest import MANIFEST, Manifest
+    from adaponder.data.puzzles import Hops, is_generated, settings_of
     from adaponder.files import read_json
     from adaponder.training.checkpoint import STATE
 
@@ -105,8 +104,7 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
     import torch
 
     from adaponder.analysis.demand import at_depth
-    from adaponder.data.generated import documents, questions
-    from adaponder.data.symbols import END_ID, ids_of
+    from adaponder.data.puzzles import END_ID, documents, ids_of, questions
 
     words = list(documents(settings))
     ids = torch.from_numpy(np.stack([ids_of(each) for each in words])).to(model.device)
@@ -172,7 +170,7 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
 
 def _steps(read: Readings, deepest: int) -> Text:
     """The first puzzle's steps, every word coloured by how often it was read."""
-    from adaponder.data.hops import BAR, STOP
+    from adaponder.data.puzzles import BAR, STOP
 
     words = read.words[0][: read.words[0].index(BAR)]
     breaks = range(3 * _IN_A_LINE - 1, len(words), 3 * _IN_A_LINE)
@@ -184,8 +182,7 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
     """The first puzzle's questions, fewest hops first: the letter asked, the chain, the answer, and the depth."""
     import numpy as np
 
-    from adaponder.data.hops import BAR
-    from adaponder.data.symbols import words_of
+    from adaponder.data.puzzles import BAR, words_of
 
     words, found = read.words[0], []
     leads = {words[place]: words[place + 1] for place in range(0, words.index(BAR), 3)}

@@ -25,8 +25,7 @@ from adaponder.version import __version__
 
 if TYPE_CHECKING:
     from adaponder.analysis.sensitivity import Point
-    from adaponder.training.sweeps.plan import PlannedRun
-    from adaponder.training.sweeps.summary import RunSummary
+    from adaponder.training.sweep import PlannedRun, RunSummary
 
 
 class SweepEnd(NamedTuple):
@@ -91,9 +90,7 @@ def run_sweep(
     ``dry_run`` only shows the plan. With ``quiet``, runs show no progress.
     """
     from adaponder.training.build import config_of
-    from adaponder.training.sweeps.plan import plan
-    from adaponder.training.sweeps.summary import FAILED, PENDING, STOPPED, pending
-    from adaponder.training.sweeps.sweep import carry_out, examine
+    from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
 
     runs = plan(name, grid, overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
     folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
@@ -169,7 +166,7 @@ def show_plan(
 def show(name: str, summaries: Sequence[RunSummary]) -> None:
     """Prints a table with one line per setting (the mean over its seeds), and the errors of failed runs."""
     from adaponder.analysis.sensitivity import points
-    from adaponder.training.sweeps.summary import FAILED
+    from adaponder.training.sweep import FAILED
 
     averaged = points([dataclasses.asdict(summary) for summary in summaries])
     axes = list(averaged[0].fields)
@@ -207,7 +204,7 @@ def _number(value: float | None, spec: str) -> str:
 
 def _ended(summary: RunSummary) -> str:
     """The sentence that is printed when a run has ended."""
-    from adaponder.training.sweeps.summary import FAILED, FINISHED
+    from adaponder.training.sweep import FAILED, FINISHED
 
     if summary.status == FAILED:
         return f"failed: {summary.error}"
@@ -268,7 +265,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     """Saves the sensitivity figure of the finished runs in ``folder``, as PNG and SVG."""
     from adaponder.analysis.sensitivity import sensitivity
     from adaponder.analysis.style import save
-    from adaponder.training.sweeps.summary import FINISHED
+    from adaponder.training.sweep import FINISHED
 
     if not any(each["status"] == FINISHED for each in result["runs"]):
         console.print("no run has finished yet: no figure")

@@ -1,4 +1,4 @@
-"""Conversations as text, by the tokenizer's own template, with the parts that the assistant wrote marked as learned."""
+"""Conversations: from records to text, by the tokenizer's chat template, and from text to tokens with learned spans."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from adaponder.data.compression import without_compression
-from adaponder.data.formats import Conversation, Counts, InputPart, sound
+import numpy as np
+from tokenizers import Tokenizer
+
 from adaponder.data.manifest import CHAT_TEMPLATE, DataError
-from adaponder.data.records import records
-from adaponder.data.tokenizers import SpecialTokens, special_tokens, tokenizer_file
+from adaponder.data.readers import Conversation, Counts, InputPart, records, valid_unicode, without_compression
+from adaponder.data.tokenizers import SpecialTokens, encoding, special_tokens, tokenizer_file
 from adaponder.errors import InputError, in_one_line
 from adaponder.files import read_bytes, read_json
 
 ASSISTANT = "assistant"
-# A template says itself which parts the assistant wrote, in transformers' own words for it.
+# transformers' tag with which a template marks the assistant's own words.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# The most characters of one conversation: it is encoded at once.
+# Maximum characters of one conversation: it is encoded at once.
 _LONGEST = 2**22
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How records become conversations.
+    """Turns records into conversations.
 
     Attributes:
         fields: one field with a list of messages; or two, a prompt and its completion, each text or a list of messages.
-        template: the Jinja template that writes messages as text.
+        template: the Jinja template that renders messages as text.
         tokens: the tokenizer's special tokens, which the template may write.
     """
 
@@ -41,24 +42,20 @@ class ChatFormat:
 
     @classmethod
     def of(cls, fields: Sequence[str], tokenizer: str, end_token: str | None, template: Path | None) -> ChatFormat:
-        """The format with the template in that file, or else the tokenizer's own; one there must be."""
+        """Returns the format with the template of that file, or else with the tokenizer's own."""
         if not 1 <= len(fields) <= 2 or not all(fields):
-            raise InputError(f"--chat {','.join(fields)}: one field of messages, or two, PROMPT,COMPLETION")
-        tokens = special_tokens(tokenizer, end_token)
-        if template is not None:
-            text = _text_of(template)
-        elif (own := own_template(tokenizer)) is not None:
-            text = own
-        else:
+            raise InputError(f"--chat {','.join(fields)}: name one field of messages, or two, PROMPT,COMPLETION")
+        text = own_template(tokenizer) if template is None else _text_of(template)
+        if text is None:
             raise InputError(f"--chat: the tokenizer {tokenizer} has no chat template; name one with --chat-template")
-        return cls(tuple(fields), text, tokens)
+        return cls(tuple(fields), text, special_tokens(tokenizer, end_token))
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, sorted(self.tokens.all, key=len, reverse=True))))
 
     def reader(self, part: InputPart) -> InputPart:
-        """``part``, read as conversations."""
+        """Returns ``part`` with a reader that yields conversations."""
         return part._replace(reader=partial(self._read, original=part))
 
     def _read(self, part: InputPart, counts: Counts, *, original: InputPart) -> Iterator[Conversation]:
@@ -67,21 +64,19 @@ class ChatFormat:
             source = source if isinstance(source, str) else without_compression(part.path).stem or part.argument
             yield self.conversation(self._messages(fields, place, counts), source, place)
 
-    # --- records to messages ------------------------------------------------------------------------------------
-
     def _messages(self, fields: Mapping[str, Any], place: str, counts: Counts) -> list[dict[str, Any]]:
-        """The messages of a record, each with a role and a text; raises where they are not that."""
+        """Returns the checked messages of a record, each with a role and a content."""
         messages: list[Any] = []
         for name, role in zip(self.fields, ("user", ASSISTANT), strict=False):
             value = fields[name]
             if isinstance(value, str) and len(self.fields) == 2:
                 value = [{"role": role, "content": value}]
             if not isinstance(value, list) or not value:
-                wanted = "text or a list of messages" if len(self.fields) == 2 else "a list of messages"
-                raise DataError(f"{place}: {name} must be {wanted}, at least one")
-            messages += [self._message(one, f"{place}: {name}[{at}]", counts) for at, one in enumerate(value)]
+                kinds = "text or a list of messages" if len(self.fields) == 2 else "a list of messages"
+                raise DataError(f"{place}: {name} must be {kinds}, at least one")
+            messages += [self._message(entry, f"{place}: {name}[{at}]", counts) for at, entry in enumerate(value)]
         if not any(message["role"] == ASSISTANT for message in messages):
-            raise DataError(f"{place}: no message has the role {ASSISTANT!r}, so there is nothing to learn from it")
+            raise DataError(f"{place}: no message has the role {ASSISTANT!r}, so there is nothing to learn")
         return messages
 
     def _message(self, message: Any, place: str, counts: Counts) -> dict[str, Any]:
@@ -89,55 +84,53 @@ class ChatFormat:
             raise DataError(f"{place}: a message must be an object with a role and a content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise DataError(f"{place}.{key}: text is needed, it is {str(message.get(key))[:40]!r}")
+                raise DataError(f"{place}.{key} must be text, it is {str(message.get(key))[:40]!r}")
         if (forged := self._special.search(message["content"])) is not None:
             raise DataError(
-                f"{place}.content spells the special token {forged[0]!r}, with which a text could end its own turn: "
-                "take it out or spell it otherwise"
+                f"{place}.content contains the special token {forged[0]!r}, with which a text could end its own turn: "
+                "remove it or spell it differently"
             )
-        content = sound(message["content"])
+        content = valid_unicode(message["content"])
         counts.invalid_utf8 += content is not message["content"]
-        # Columns of a table that a message does not have come as null.
+        # A table stores null for a key that a message does not have.
         return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
-    # --- messages to text ---------------------------------------------------------------------------------------
-
     def conversation(self, messages: list[dict[str, Any]], source: str, place: str) -> Conversation:
-        """The messages written by the template, and what of that the assistant wrote."""
-        text, marked = self._written(messages, place)
+        """Renders messages with the template and marks the assistant's turns as learned."""
+        text, marked = self._render(messages, place)
         learned = marked if _MARKED.search(self.template) else self._turns(messages, text, place)
         if len(text) > _LONGEST:
-            raise DataError(f"{place}: {len(text):,} characters, a conversation has at most {_LONGEST:,}")
+            raise DataError(f"{place}: {len(text):,} characters, a conversation may have at most {_LONGEST:,}")
         if not any(text[first:last].strip() for first, last in learned):
-            raise DataError(f"{place}: the template writes nothing of what the assistant says")
+            raise DataError(f"{place}: the template writes none of the assistant's words")
         return Conversation(text, source, tuple((first, last) for first, last in learned if last > first), place)
 
     def _turns(self, messages: list[dict[str, Any]], text: str, place: str) -> list[tuple[int, int]]:
-        """Each turn of the assistant: what the template adds for it to the prompt that asks for it."""
+        """Returns the span of each turn of the assistant: what the template adds to the prompt before it."""
         turns = []
         for at, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             prompt = self._prompt(messages[:at], place)
-            whole = self._written(messages[: at + 1], place)[0]
+            whole = self._render(messages[: at + 1], place)[0]
             if not text.startswith(whole) or not whole.startswith(prompt):
-                raise _not_told_apart(place, f"writes message {at} otherwise when others follow")
+                raise _ambiguous(place, f"writes message {at} differently when others follow")
             turns.append((len(prompt), len(whole)))
         return turns
 
     def _prompt(self, messages: list[dict[str, Any]], place: str) -> str:
-        """What the template writes before a turn of the assistant, be it the first message of all."""
+        """Returns the text before a turn of the assistant, which may be the first message."""
         try:
-            return self._written(messages, place, asks=True)[0]
+            return self._render(messages, place, generation_prompt=True)[0]
         except DataError:
             if messages:
                 raise
-            raise _not_told_apart(place, "cannot write what comes before a first message of the assistant") from None
+            raise _ambiguous(place, "cannot write the text before a first message of the assistant") from None
 
-    def _written(
-        self, messages: list[dict[str, Any]], place: str, *, asks: bool = False
+    def _render(
+        self, messages: list[dict[str, Any]], place: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """(text, the spans that the template marks) of messages; ``asks``: up to where the assistant goes on."""
+        """Returns (text, spans that the template marks as generated) of messages."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marks = bool(_MARKED.search(self.template))
@@ -145,26 +138,26 @@ class ChatFormat:
             rendered: Any = render_jinja_template(
                 [messages],
                 chat_template=self.template,
-                add_generation_prompt=asks,
+                add_generation_prompt=generation_prompt,
                 return_assistant_tokens_mask=marks,
                 bos_token=self.tokens.begin,
                 eos_token=self.tokens.end,
             )
         except Exception as problem:  # a template is a program, in transformers' sandbox: it may raise anything
-            raise DataError(f"{place}: the chat template refuses it: {in_one_line(problem)}") from None
+            raise DataError(f"{place}: the chat template fails: {in_one_line(problem)}") from None
         texts, spans = rendered
         return texts[0], [(first, last) for first, last in spans[0]] if marks else []
 
 
-def _not_told_apart(place: str, why: str) -> DataError:
+def _ambiguous(place: str, why: str) -> DataError:
     return DataError(
-        f"{place}: the template {why}, so what the assistant wrote cannot be told apart; mark it in the template, "
-        "{% generation %}…{% endgeneration %}, and give that with --chat-template"
+        f"{place}: the template {why}, so the assistant's words cannot be located; mark them in the template, "
+        "{% generation %}…{% endgeneration %}, and name it with --chat-template"
     )
 
 
 def own_template(tokenizer: str) -> str | None:
-    """The chat template of a tokenizer's folder, beside its ``tokenizer.json``; ``None`` where it has none."""
+    """Returns the chat template beside a ``tokenizer.json``, or ``None`` if there is none."""
     if (file := tokenizer_file(tokenizer)) is None:
         return None
     if os.path.isfile(file.parent / CHAT_TEMPLATE):
@@ -172,7 +165,7 @@ def own_template(tokenizer: str) -> str | None:
     settings = file.parent / "tokenizer_config.json"
     stated = read_json(settings, InputError).get("chat_template") if os.path.isfile(settings) else None
     if isinstance(stated, list):  # several, by name
-        stated = next((one.get("template") for one in stated if one.get("name") == "default"), None)
+        stated = next((entry.get("template") for entry in stated if entry.get("name") == "default"), None)
     return stated if isinstance(stated, str) else None
 
 
@@ -181,3 +174,58 @@ def _text_of(path: Path) -> str:
         return read_bytes(path, InputError).decode()
     except UnicodeDecodeError:
         raise InputError(f"--chat-template {path}: not UTF-8 text") from None
+
+
+class ConversationEncoder:
+    """Encodes text that a chat template wrote; special tokens in it are special tokens.
+
+    A turn begins with a new token: the text before it is encoded as a server encodes the prompt. A turn ends with the
+    first end token in it, as generation does; what the template writes after that is not learned. A conversation that
+    ends with the assistant's turn gets an end token if the template has not written one.
+    """
+
+    def __init__(self, tokenizer_json: str, end_id: int):
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.tokenizer.encode_special_tokens = False
+        self.end_id = end_id
+
+    def __call__(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
+        """Returns (ids with a final end token, (first token, tokens) of each learned span, flattened).
+
+        ``spans`` are (first, last + 1) of the characters that the assistant wrote.
+        """
+        ids, starts, ends = self._encode(text, [])
+        torn = sorted({first for first, _ in spans if ((starts < first) & (first < ends)).any()})
+        if torn:
+            ids, starts, ends = self._encode(text, torn)
+        learned = np.zeros(len(ids) + 1, bool)
+        ended = False
+        for first, last in spans:
+            turn = np.flatnonzero((starts >= first) & (starts < last))
+            stops = np.flatnonzero(ids[turn] == self.end_id)
+            ended = bool(len(stops))
+            learned[turn[: stops[0] + 1] if ended else turn] = True
+        if len(ids) and ids[-1] == self.end_id:
+            learned = learned[:-1]
+        else:
+            ids = np.append(ids, self.end_id)
+            learned[-1] = bool(spans) and spans[-1][1] == len(text) and not ended
+        return ids, _runs(learned)
+
+    def _encode(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (ids, first character of each, last + 1) of the text, encoded in pieces between ``cuts``."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            with encoding():
+                encoded = self.tokenizer.encode(text[start:stop], add_special_tokens=False)
+            ids += encoded.ids
+            offsets += [(first + start, last + start) for first, last in encoded.offsets]
+        places = np.array(offsets, np.int64).reshape(-1, 2)
+        return np.array(ids, np.int64), places[:, 0], places[:, 1]
+
+
+def _runs(flags: np.ndarray) -> list[int]:
+    """Returns (first, length) of each run of true entries, flattened."""
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
+    return np.stack([edges[::2], edges[1::2] - edges[::2]], 1).ravel().tolist()

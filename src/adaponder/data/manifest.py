@@ -1,4 +1,4 @@
-"""``manifest.json``: what a prepared folder holds, in numbers and checksums; its last line is a checksum of itself."""
+"""``manifest.json``: counts and checksums of a prepared folder; its last line is a checksum of the file itself."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 DOCS = pa.schema(
     [
         ("start", pa.int64()),  # offset of the first token within the shard
-        ("length", pa.int64()),  # tokens, the end token counted
+        ("length", pa.int64()),  # tokens, including the end token
         ("source", pa.string()),
         ("utf8_bytes", pa.int64()),
         ("hash", pa.uint64()),  # first 8 bytes of the text's SHA-256, big-endian
     ]
 )
-
-
-# Of conversations: (first token, tokens) of each part that is learned, one after another, within the document.
+# Of conversations: (first token, tokens) of each learned span within the document, flattened.
 MASKED_DOCS = DOCS.append(pa.field("learned", pa.list_(pa.int64())))
 
-# More than any corpus has, and sums of them still fit into the int64 of offsets.
-_MOST = 2**48
+# Larger than any corpus, while sums still fit into the int64 of offsets.
+_LARGEST = 2**48
 
 
 class DataError(AdaPonderError):
@@ -45,13 +43,13 @@ class DataError(AdaPonderError):
 
 
 def dtype_of(vocab_size: int) -> str:
-    """The narrower of the two token types that holds every id."""
+    """Returns the narrower of the two token types that holds every id."""
     return "uint16" if vocab_size < 65536 else "uint32"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One entry of the manifest: what ``tokens-NNNNN.bin`` and ``docs-NNNNN.parquet`` must hold."""
+    """One entry of the manifest: counts and checksums of ``tokens-NNNNN.bin`` and ``docs-NNNNN.parquet``."""
 
     number: int
     tokens: int
@@ -70,26 +68,26 @@ class Shard:
 
 
 SKIPPED = {
-    "hidden": "hidden files and folders left out",
-    "special": "pipes, devices, broken links and links to folders left out",
-    "binary": "binary files left out",
-    "empty": "empty documents left out",
-    "invalid_utf8": "documents with invalid UTF-8, mended with U+FFFD",
+    "hidden": "hidden files and folders skipped",
+    "special": "pipes, devices, broken links and links to folders skipped",
+    "binary": "binary files skipped",
+    "empty": "empty documents skipped",
+    "invalid_utf8": "documents with invalid UTF-8, repaired with U+FFFD",
 }
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared folder holds.
+    """The content of a prepared folder.
 
     Attributes:
-        tokenizer_hash: of what the tokenizer does, see :func:`adaponder.data.tokenizers.hash_of_content`.
-        tokenizer_sha256: of the bytes of ``tokenizer.json``.
-        splits: split name to its shards, in order.
+        tokenizer_hash: hash of the tokenizer's behaviour, see :func:`adaponder.data.tokenizers.hash_of_content`.
+        tokenizer_sha256: SHA-256 of ``tokenizer.json``.
+        splits: the shards of each split, in order.
         fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
-        skipped: what preparation left out or mended, counted by kind.
-        template_sha256: of the bytes of ``chat_template.jinja``; ``None`` where the tokenizer has no template.
-        begin_token: the text of the token that begins a text, where it is not the end token.
+        skipped: number of documents or files skipped or repaired, by kind.
+        template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.
+        begin_token: the token that begins a text, if it is not the end token.
     """
 
     dtype: str
@@ -106,20 +104,20 @@ class Manifest:
 
     @property
     def puzzles(self) -> bool:
-        """Whether documents are puzzles whose answers are learned: all of one length, each read from its beginning."""
+        """Whether documents are puzzles of which only the answers are learned: all of one length."""
         return "answers" in self.fingerprint
 
     @property
     def masked(self) -> bool:
-        """Whether only a part of each document is learned."""
+        """Whether only some tokens of each document are learned."""
         return is_masked(self.fingerprint)
 
     def total(self, split: str, what: str) -> int:
-        """The sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
+        """Returns the sum of ``tokens``, ``documents`` or ``utf8_bytes`` over the shards of a split."""
         return sum(getattr(shard, what) for shard in self.splits[split])
 
     def remarks(self) -> list[str]:
-        """What preparation left out or mended, and a split that was wanted and is empty, in words."""
+        """Returns sentences about documents that were skipped or repaired, and about an empty split."""
         remarks = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
         share = self.fingerprint["validation"]
         for split, other, chance, change in (
@@ -128,8 +126,8 @@ class Manifest:
         ):
             if chance and not self.total(split, "documents"):
                 remarks.append(
-                    f"no document fell to {_SIDES[split]}: of {self.total(other, 'documents'):,}, each does with "
-                    f"probability {chance:g}; give more documents, or a {change} share to --validation"
+                    f"no document was assigned to {_SIDES[split]}: each of {self.total(other, 'documents'):,} is with "
+                    f"probability {chance:g}; add documents, or use a {change} --validation"
                 )
         return remarks
 
@@ -144,7 +142,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """The manifest of a finished folder; an unfinished one is named as such."""
+        """Reads and checks the manifest of a finished folder."""
         path = folder / MANIFEST
         if not os.path.lexists(path):
             if os.path.lexists(folder / JOURNAL):
@@ -177,17 +175,17 @@ class Manifest:
             raise DataError(f"{path}: skipped must count {', '.join(SKIPPED)}")
         share = self.fingerprint.get("validation") if isinstance(self.fingerprint, dict) else None
         if not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise DataError(f"{path}: fingerprint must be an object, its validation a share from 0 up to, but not, 1")
+            raise DataError(f"{path}: fingerprint must be an object, its validation a share of at least 0 and below 1")
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
     if set(content) != set(SPLITS):
-        raise ValueError(f"splits {', '.join(content)}, needed {' and '.join(SPLITS)}")
+        raise ValueError(f"splits {', '.join(content)} must be {' and '.join(SPLITS)}")
     return {name: _shards_of(content[name]) for name in SPLITS}
 
 
 def shard_from(content: dict[str, Any]) -> Shard:
-    """The shard of one entry; raises ``ValueError`` where a number is no count or a checksum is none."""
+    """Returns the shard of one entry; raises ``ValueError`` for a number or checksum that is invalid."""
     shard = Shard(**content)
     for name, value in asdict(shard).items():
         if not (_is_sum(value) if name.endswith("sha256") else _is_count(value)):
@@ -196,7 +194,7 @@ def shard_from(content: dict[str, Any]) -> Shard:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST
+    return type(value) is int and 0 <= value <= _LARGEST
 
 
 def _is_sum(value: Any) -> bool:
@@ -214,7 +212,7 @@ def _shards_of(split: dict[str, Any]) -> tuple[Shard, ...]:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """The content of a :func:`adaponder.checkpoints.manifest.sealed` file, if it is byte for byte what that wrote."""
+    """Reads a :func:`adaponder.checkpoints.manifest.sealed` file; raises if a byte of it was changed."""
     raw = read_bytes(path, DataError)
     content = parse_json(raw, path, DataError)
     if content.get("format") != FORMAT:
@@ -229,5 +227,5 @@ def unsealed(path: Path) -> dict[str, Any]:
 
 
 def is_masked(fingerprint: Mapping[str, Any]) -> bool:
-    """Whether what a folder was made from says what is learned of it: conversations, and puzzles, whose answers are."""
+    """Returns whether only some tokens are learned: of conversations, and of puzzles whose answers are learned."""
     return "chat" in fingerprint or "answers" in fingerprint

@@ -1,8 +1,6 @@
-"""Turns inputs into token shards. It may be stopped at any instant: the same command goes on and gives the same bytes.
+"""Turns inputs into token shards. It may be stopped at any time: the same command continues and gives the same bytes.
 
-Shards are complete or absent, ``progress.json`` says which are done, of which inputs, and from which document on each
-split is still open, and ``manifest.json`` comes last. A rerun reads past what is done; it encodes only what no complete
-shard holds.
+A rerun reads past the documents of complete shards and encodes only the rest (see :mod:`adaponder.data.shards`).
 """
 
 from __future__ import annotations
@@ -17,26 +15,13 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from adaponder.checkpoints.manifest import sealed
 from adaponder.data import sources
 from adaponder.data.chat import ChatFormat, own_template
-from adaponder.data.encoding import Encoded, Encoder, Item, content_hash, encode_in_order
-from adaponder.data.formats import Conversation
-from adaponder.data.generated import is_generated, learns_answers
-from adaponder.data.journal import Journal, claimed, finished, owned
-from adaponder.data.manifest import (
-    CHAT_TEMPLATE,
-    JOURNAL,
-    MANIFEST,
-    SPLITS,
-    TOKENIZER,
-    DataError,
-    Manifest,
-    dtype_of,
-    is_masked,
-)
-from adaponder.data.sources import Counts, Document, InputPart
-from adaponder.data.symbols import SYMBOLS
+from adaponder.data.encode import Encoder, Item, content_hash, encode_in_order
+from adaponder.data.manifest import CHAT_TEMPLATE, MANIFEST, TOKENIZER, DataError, Manifest, dtype_of
+from adaponder.data.puzzles import SYMBOLS, is_generated, learns_answers
+from adaponder.data.readers import Conversation, Counts, InputPart, Pretokenised
+from adaponder.data.shards import ShardWriter, finished
 from adaponder.data.tokenizers import (
     TRAIN,
     check_tokenizer,
@@ -46,17 +31,16 @@ from adaponder.data.tokenizers import (
     tokenizer_hash,
     vocabulary_size,
 )
-from adaponder.data.writer import ShardWriter
 from adaponder.errors import InputError
-from adaponder.files import sha256_of, write_whole
-from adaponder.terminal import errors
+from adaponder.files import lock, sha256_of, write_whole
+from adaponder.journal import on_interrupt
 
 _CHUNK_DOCUMENTS, _CHUNK_CHARACTERS = 1024, 2**20
 _MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
-    """Where it stands: ``stage`` is inputs, tokenizer, tokens or done; ``read`` of ``total`` bytes, in this stage."""
+    """Progress of one ``stage`` (inputs, tokenizer, tokens or done): ``read`` of ``total`` bytes."""
 
     stage: str
     documents: int
@@ -78,32 +62,34 @@ def prepare(
     chat_template: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Tokenises ``inputs`` into ``out``; equal arguments give equal bytes, however often it was interrupted.
+    """Tokenizes ``inputs`` into ``out``; equal arguments give equal bytes, however often it was interrupted.
 
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
-    2**64, lies below ``validation``: the same text always lands on the same side. A finished ``out`` is left as it is.
-    Puzzles need no ``tokenizer`` named: theirs is ``symbols``. Of most the answers alone are learned, so that no other
-    text can be prepared beside them.
+    2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
+    Puzzles need no ``tokenizer``: theirs is ``symbols``. Puzzles of which only the answers are learned cannot be
+    prepared together with other text.
 
-    ``chat`` names the field of each record that holds the messages of a conversation, or two: a prompt and its
-    completion. They are written by the tokenizer's chat template, or by ``chat_template``, and what the assistant says
-    is learned. The template stays with the tokenizer.
+    ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
+    completion. The tokenizer's chat template, or ``chat_template``, renders them, and the assistant's turns are
+    learned. The template is stored beside the tokenizer.
     """
     tokenizer = tokenizer or _tokenizer_of(inputs)
     _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
     if chat_template is not None and not chat:
-        raise InputError(f"--chat-template {chat_template}: name the field of the conversations too, with --chat")
+        raise InputError(f"--chat-template {chat_template}: also name the field of the conversations, with --chat")
     counts = Counts()
     parts = sources.find(inputs, counts)
-    puzzles = [part.argument for part in parts if learns_answers(part.argument)]
-    if puzzles and len(puzzles) < len(parts):
-        raise InputError(f"input {puzzles[0]}: its answers alone are learned (answers=0: all); prepare others apart")
-    if not os.path.isfile(out / MANIFEST):  # what is finished needs its tokenizer no more
+    answers = [part.argument for part in parts if learns_answers(part.argument)]
+    if answers and len(answers) < len(parts):
+        raise InputError(
+            f"input {answers[0]}: only its answers are learned; prepare other inputs separately, or set answers=0"
+        )
+    if not os.path.isfile(out / MANIFEST):  # a finished folder needs its tokenizer no more
         check_tokenizer(tokenizer, end_token)
     form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
-    with owned(out):
+    with _locked(out):
         fingerprint: dict[str, Any] = {
-            # Of every byte: an input that was rewritten since must not be mixed with what was made of it before.
+            # Checksums of every byte: an input that was rewritten since must not be mixed with the earlier one.
             "inputs": sources.describe(parts, _counting(parts, progress)),
             "tokenizer": tokenizer,
             "tokenizer_file": _file_hash(tokenizer),
@@ -115,21 +101,39 @@ def prepare(
             template = hashlib.sha256(form.template.encode()).hexdigest()
             fingerprint["chat"] = {"fields": list(form.fields), "template": template, "begin": form.tokens.begin}
             parts = [form.reader(part) for part in parts]
-        if puzzles:
+        if answers:
             fingerprint["answers"] = True
         before = finished(out, fingerprint)
         if before is not None:
             return before
-        journal = claimed(out, fingerprint)
+        writer = ShardWriter(out, fingerprint)
+        with on_interrupt(f"{out}: interrupted; run the same command again to continue"):
+            return _prepare(parts, counts, writer, workers=workers, progress=progress, form=form)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Holds the lock of a folder: only one preparation writes there; the lock ends with the process."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"--out {out}: {error.strerror}") from None
+    try:
         try:
-            return _prepare(parts, counts, journal, out, workers=workers, progress=progress, form=form)
-        except KeyboardInterrupt:
-            errors.print(f"{out}: interrupted; the same command goes on from here", soft_wrap=True)
-            raise
+            alone = lock(descriptor)
+        except OSError:
+            # Neither Windows nor every network file system can lock a folder; there the user must not start two.
+            alone = True
+        if not alone:
+            raise InputError(f"--out {out}: another preparation is writing there")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _counting(parts: Sequence[InputPart], progress: Callable[[Progress], None]) -> Callable[[int], None]:
-    """Turns bytes hashed, by any thread, into progress of the stage ``inputs``."""
+    """Returns a function that reports bytes hashed, from any thread, as progress of the stage ``inputs``."""
     lock, read, total = threading.Lock(), 0, sum(part.size for part in parts)
 
     def advance(size: int) -> None:
@@ -144,52 +148,44 @@ def _counting(parts: Sequence[InputPart], progress: Callable[[Progress], None]) 
 def _prepare(
     parts: Sequence[InputPart],
     counts: Counts,
-    journal: Journal,
-    out: Path,
+    writer: ShardWriter,
     *,
     workers: int,
     progress: Callable[[Progress], None],
     form: ChatFormat | None,
 ) -> Manifest:
-    """Does what ``journal`` says is left to do, up to the manifest."""
-    total = sum(part.size for part in parts)
-    tokenizer, end_id = _tokenizer(journal, out, parts, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
+    """Writes the shards that are missing, and the manifest."""
+    fingerprint, total = writer.state.fingerprint, sum(part.size for part in parts)
+    tokenizer, end_id = _tokenizer(writer, parts, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
     encoder = Encoder(
         tokenizer_json=tokenizer.to_str(),
         end_id=end_id,
         vocab_size=vocabulary_size(tokenizer),
         dtype=dtype_of(vocabulary_size(tokenizer)),
-        validation=journal.fingerprint["validation"],
-        done=(journal.documents["train"], journal.documents["validation"]),
+        validation=fingerprint["validation"],
+        done=(writer.state.documents["train"], writer.state.documents["validation"]),
     )
     items = _Items(parts, counts, skip=min(encoder.done))
-    writing = _Writing(out, journal, dtype=encoder.dtype)
     with contextlib.closing(encode_in_order(encoder, items.chunks(), workers=workers)) as encoded:
         for chunk in encoded:
-            writing.add(chunk)
-            progress(Progress("tokens", items.count, writing.tokens, counts.read, total))
+            writer.add(chunk)
+            progress(Progress("tokens", items.count, writer.tokens, counts.read, total))
     if not items.count:
-        raise DataError("the inputs hold not one document that is not empty")
-    writing.finish(items.count)
-    manifest = Manifest(
+        raise DataError("all input documents are empty")
+    manifest = writer.finish(
+        items.count,
         dtype=encoder.dtype,
         vocab_size=encoder.vocab_size,
         end_id=end_id,
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        tokenizer_sha256=sha256_of(out / TOKENIZER, DataError),
-        splits={split: tuple(shards) for split, shards in journal.shards.items()},
-        fingerprint=journal.fingerprint,
         skipped=counts.skipped(),
-        **_template(journal.fingerprint["tokenizer"], form, out),
+        **_template(fingerprint["tokenizer"], form, writer.out),
     )
-    write_whole(out / MANIFEST, sealed(manifest.as_dict()).encode(), DataError)
-    (out / JOURNAL).unlink()
-    progress(Progress("done", items.count, writing.tokens, total, total))
+    progress(Progress("done", items.count, writer.tokens, total, total))
     return manifest
 
 
 def _template(tokenizer: str, form: ChatFormat | None, out: Path) -> dict[str, Any]:
-    """Writes the tokenizer's chat template, if it has one, beside it; returns what the manifest says of it."""
+    """Writes the chat template, if there is one, beside the tokenizer; returns the manifest's fields about it."""
     template = own_template(tokenizer) if form is None else form.template
     if template is None:
         return {}
@@ -201,22 +197,22 @@ def _template(tokenizer: str, form: ChatFormat | None, out: Path) -> dict[str, A
 
 def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int, shard_tokens: int) -> None:
     if not inputs:
-        raise InputError("inputs: name at least one file, folder or stdlib")
+        raise InputError("no inputs: name at least one file, folder or stdlib")
     for argument in inputs:
         if os.path.isdir(argument) and out.resolve().is_relative_to(Path(argument).resolve()):
             raise InputError(
-                f"--out {out} lies inside the input {argument}: its shards would become input; name another"
+                f"--out {out} is inside the input {argument}, so its shards would become input: name another folder"
             )
     if not 0 <= validation < 1:
-        raise InputError(f"--validation {validation}: a share from 0 up to, but not, 1")
+        raise InputError(f"--validation {validation} must be at least 0 and below 1")
     if not 1 <= workers <= _MOST_WORKERS:
-        raise InputError(f"--workers {workers}: from 1 to {_MOST_WORKERS} processes can share the work")
+        raise InputError(f"--workers {workers} must be between 1 and {_MOST_WORKERS}")
     if shard_tokens < 1:
-        raise InputError(f"--shard-tokens {shard_tokens}: a shard must hold at least one token")
+        raise InputError(f"--shard-tokens {shard_tokens} must be at least 1")
 
 
 class _Items:
-    """The documents of the inputs, numbered, in chunks; ``count`` is how many were read, ``skip`` are done."""
+    """Numbers the input documents and groups them in chunks; ``count`` were read, the first ``skip`` are done."""
 
     def __init__(self, parts: Sequence[InputPart], counts: Counts, *, skip: int):
         self.parts, self.counts, self.skip, self.count = parts, counts, skip, 0
@@ -228,7 +224,7 @@ class _Items:
             index, self.count = self.count, self.count + 1
             if index < self.skip:
                 continue
-            origin = "" if isinstance(document, Document) else document.origin
+            origin = document.origin if isinstance(document, Pretokenised) else ""
             learned = document.learned if isinstance(document, Conversation) else None
             chunk.append(Item(index, document[0], document.source, origin, learned))
             size += len(document[0])
@@ -239,91 +235,42 @@ class _Items:
             yield chunk
 
 
-class _Writing:
-    """Writes both splits, and the journal after each shard."""
-
-    def __init__(self, out: Path, journal: Journal, *, dtype: str):
-        self.out, self.journal = out, journal
-        self.tokens = sum(shard.tokens for shards in journal.shards.values() for shard in shards)
-        shard_tokens = journal.fingerprint["shard_tokens"]
-        self.writers = {
-            split: ShardWriter(
-                out / split,
-                dtype=dtype,
-                shard_tokens=shard_tokens,
-                number=len(shards),
-                masked=is_masked(journal.fingerprint),
-            )
-            for split, shards in journal.shards.items()
-        }
-
-    def add(self, chunk: Encoded) -> None:
-        start = 0
-        for document, length in enumerate(chunk.lengths):
-            split = SPLITS[chunk.validation[document]]
-            writer = self.writers[split]
-            writer.add(
-                chunk.tokens[start : start + length],
-                source=chunk.sources[document],
-                utf8_bytes=chunk.utf8_bytes[document],
-                content_hash=chunk.hashes[document],
-                learned=chunk.learned[document],
-            )
-            start += length
-            self.tokens += length
-            if writer.full:
-                self._write(split, chunk.indices[document] + 1)
-
-    def finish(self, documents: int) -> None:
-        for split, writer in self.writers.items():
-            if writer.tokens:
-                self._write(split, documents)
-
-    def _write(self, split: str, documents: int) -> None:
-        self.journal.shards[split].append(self.writers[split].write())
-        self.journal.documents[split] = documents
-        self.journal.save(self.out)
-
-
 def _tokenizer(
-    journal: Journal, out: Path, parts: Sequence[InputPart], progress: Callable[[int], None]
+    writer: ShardWriter, parts: Sequence[InputPart], progress: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
-    """(tokenizer, id of its end token) of the journal's arguments; an interrupted run's own, if it got so far."""
-    if journal.end_token is not None:
-        tokenizer, end_id = load_tokenizer(str(out / TOKENIZER), end_token=journal.end_token)
-        if tokenizer_hash(tokenizer) != journal.tokenizer_hash:
-            raise DataError(f"{out / TOKENIZER} is not the one begun with: delete {out} and prepare again")
+    """Returns (tokenizer, id of its end token); an interrupted run's own tokenizer if it was written before."""
+    path, state = writer.out / TOKENIZER, writer.state
+    if state.end_token is not None:
+        tokenizer, end_id = load_tokenizer(str(path), end_token=state.end_token)
+        if tokenizer_hash(tokenizer) != state.tokenizer_hash:
+            raise DataError(f"{path} is not the tokenizer begun with: delete {writer.out} and prepare again")
         return tokenizer, end_id
-    texts = _training_texts(parts, journal.fingerprint["validation"], progress)
-    tokenizer, end_id = load_tokenizer(
-        journal.fingerprint["tokenizer"], texts, end_token=journal.fingerprint["end_token"]
-    )
-    write_whole(out / TOKENIZER, tokenizer.to_str(pretty=True).encode(), DataError)
-    journal.tokenizer_hash, journal.end_token = tokenizer_hash(tokenizer), tokenizer.id_to_token(end_id)
-    journal.save(out)
+    texts = _training_texts(parts, state.fingerprint["validation"], progress)
+    tokenizer, end_id = load_tokenizer(state.fingerprint["tokenizer"], texts, end_token=state.fingerprint["end_token"])
+    writer.set_tokenizer(tokenizer, end_id)
     return tokenizer, end_id
 
 
 def _training_texts(parts: Iterable[InputPart], validation: float, progress: Callable[[int], None]) -> Iterator[str]:
-    """Texts of the training split only: the vocabulary is not trained on validation documents."""
+    """Yields the texts of the training split: the vocabulary is not trained on validation documents."""
     counts = Counts()
     for document in sources.read(parts, counts):
-        if not isinstance(document, Document | Conversation):
-            raise InputError(f"{document.origin}: tokens already; name the tokenizer that made them, not {TRAIN}N")
+        if isinstance(document, Pretokenised):
+            raise InputError(f"{document.origin} holds tokens: name the tokenizer that made them, not {TRAIN}N")
         progress(counts.read)
         if content_hash(document.text) / 2**64 >= validation:
             yield document.text
 
 
 def _tokenizer_of(inputs: Sequence[str]) -> str:
-    """The tokenizer of inputs that are all puzzles; any other has none of its own."""
+    """Returns the tokenizer of inputs that are all puzzles; raises for others."""
     for argument in inputs:
         if not is_generated(argument):
-            raise InputError(f"--tokenizer is missing: {argument} has none of its own; name one, or {TRAIN}N")
+            raise InputError(f"--tokenizer is missing: {argument} has no tokenizer of its own; name one, or {TRAIN}N")
     return SYMBOLS
 
 
 def _file_hash(spec: str) -> str | None:
-    """SHA-256 of a tokenizer that is a local file; ``None`` where the hub or training gives it."""
+    """Returns the SHA-256 of a tokenizer that is a local file; ``None`` if it comes from the hub or is trained."""
     file = tokenizer_file(spec) if os.path.exists(spec) else None
     return None if file is None else sha256_of(file, InputError)

@@ -1,4 +1,4 @@
-"""A batch is a pure function of seed and step: no state to save, the same order for any number of processes."""
+"""Draws batches as a pure function of seed and step: no state to save, the same order for any number of processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """Windows that a model is trained on together; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """The windows of a step; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
 
     Attributes:
         tokens: ``int64[windows, sequence + 1]``.
-        documents: ``int64[windows, sequence + 1]``, the running number of each token's document in the split.
+        documents: ``int64[windows, sequence + 1]``, the number of each token's document in the split.
         windows: ``int64[windows]``, the number of each window in the split.
-        learned: ``bool[windows, sequence + 1]``, of conversations: whether a token is a target; ``None``: all are.
+        learned: ``bool[windows, sequence + 1]``, whether a token is a target; ``None``: all are.
     """
 
     tokens: np.ndarray
@@ -34,20 +34,20 @@ class Batch(NamedTuple):
 
 
 def count_windows(shards: Shards, sequence: int) -> int:
-    """Number of windows in the split: disjoint blocks of ``sequence + 1`` tokens. A shorter rest is never read."""
+    """Returns the number of disjoint blocks of ``sequence + 1`` tokens in the split; a shorter rest is never read."""
     if sequence < 1:
-        raise InputError(f"sequence={sequence}: a window must predict at least one token")
+        raise InputError(f"sequence={sequence} must be at least 1")
     windows = shards.tokens // (sequence + 1)
     if not windows:
         raise DataError(
-            f"{shards.folder}/{shards.split} has {shards.tokens} tokens, one window takes "
+            f"{shards.folder}/{shards.split} has {shards.tokens} tokens, but one window takes "
             f"sequence + 1 = {sequence + 1}: prepare more text or shorten the sequence"
         )
     return windows
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int) -> Batch:
-    """The windows of these numbers, in this order (``np.arange(…)`` for evaluation)."""
+    """Reads the windows of these numbers, in this order (``np.arange(…)`` for evaluation)."""
     starts = windows * (sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
@@ -55,17 +55,17 @@ def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int) -> Batch
 
 
 class Sampler:
-    """The n-th window of step s is number ``permute(i % windows)`` of epoch ``i // windows``, i = s * global_batch + n.
+    """Draws windows: the n-th of step s is ``permute(i % windows)`` in epoch ``i // windows``, i = s * batch + n.
 
-    An epoch visits every window once, in an order of its own; a batch may straddle two epochs.
+    An epoch visits every window once, each epoch in another order; a batch may span two epochs.
 
     Attributes:
-        windows: how many windows an epoch has.
+        windows: number of windows of an epoch.
     """
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):
         if global_batch < 1:
-            raise InputError(f"global_batch={global_batch}: a step needs at least one window")
+            raise InputError(f"global_batch={global_batch} must be at least 1")
         self.shards, self.sequence, self.global_batch, self.seed = shards, sequence, global_batch, seed
         self.windows = count_windows(shards, sequence)
         if self.windows < global_batch:
@@ -76,18 +76,18 @@ class Sampler:
             )
 
     def batch(self, step: int) -> Batch:
-        """All windows of a step."""
+        """Returns all windows of a step."""
         return self.part(step, 0, self.global_batch)
 
     def part(self, step: int, first: int, count: int) -> Batch:
-        """Windows ``first … first + count - 1`` of ``batch(step)``; only those are read."""
+        """Returns windows ``first … first + count - 1`` of ``batch(step)``; only those are read."""
         if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
             last = self.global_batch - 1
             raise InputError(f"step {step}: {count} windows from {first} on; a step has windows 0 … {last}")
         return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
 
     def fingerprint(self) -> str:
-        """A hash of all that decides every batch: the data's checksums and these settings."""
+        """Returns a hash of everything that determines the batches: the data's checksums and these settings."""
         manifest = self.shards.manifest
         content = [
             (shard.tokens, shard.tokens_sha256, *([shard.docs_sha256] if manifest.masked else []))
@@ -99,25 +99,25 @@ class Sampler:
     def _windows(self, step: int, first: int, count: int) -> np.ndarray:
         index = step * self.global_batch + first + np.arange(count, dtype=np.int64)
         epochs, positions = np.divmod(index, self.windows)
-        chosen = np.empty_like(positions)
+        windows = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
-            chosen[in_epoch] = permute(positions[in_epoch], self.windows, keys=round_keys(self.seed, epoch))
-        return chosen
+            windows[in_epoch] = permute(positions[in_epoch], self.windows, keys=round_keys(self.seed, epoch))
+        return windows
 
 
 @lru_cache(maxsize=4)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Eight 64-bit keys that any change of seed or epoch changes."""
+    """Returns eight 64-bit keys that depend on seed and epoch."""
     digest = hashlib.shake_256(f"adaponder sampler {seed} {epoch}".encode()).digest(8 * _ROUNDS)
     return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8))
 
 
 def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarray:
-    """A bijection of ``[0, size)`` chosen by ``keys``, applied to ``values``; nothing of length ``size`` is made.
+    """Applies to ``values`` a bijection of ``[0, size)`` selected by ``keys``, without an array of length ``size``.
 
-    A Feistel network permutes the next square number; a value thrown outside ``[0, size)`` walks on along its cycle,
-    which leads back inside because it started there.
+    A Feistel network permutes the next square number; a value that lands outside ``[0, size)`` is permuted again until
+    it is inside, which happens because its cycle started there.
     """
     root = max(2, math.isqrt(size - 1) + 1)
     moved = _feistel(values.astype(np.uint64), np.uint64(root), keys)
@@ -127,7 +127,7 @@ def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarr
 
 
 def _feistel(values: np.ndarray, root: np.uint64, keys: tuple[int, ...]) -> np.ndarray:
-    """Digits to base ``root`` take turns: each round adds to one a keyed hash of the other, so each can be undone."""
+    """Permutes pairs of digits to base ``root``: each round adds a keyed hash of one to the other."""
     left, right = np.divmod(values, root)
     for key in keys:
         left, right = right, (left + _mix(right ^ np.uint64(key)) % root) % root
@@ -135,7 +135,7 @@ def _feistel(values: np.ndarray, root: np.uint64, keys: tuple[int, ...]) -> np.n
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: each bit of the result depends on each bit given."""
+    """The finaliser of splitmix64: each bit of the result depends on each bit of the input."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -1,36 +1,251 @@
-"""Reads the tokens of a prepared folder, once tokens, document tables and manifest are known to agree."""
+"""The shards of a prepared folder: writes them so that an interruption loses nothing, and verifies and reads them.
+
+Writing: shards are complete or absent, ``progress.json`` lists the complete ones, and ``manifest.json`` comes last.
+
+Verifying: each file is read once per start and hashed by several threads, about 1.2 GB per second and core.
+``ADAPONDER_VERIFY=0`` skips the checksums of tokens and document tables, for data that takes too long to read; sizes,
+types and counts are checked all the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
+import time
 from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.filesize import decimal
 from tokenizers import Tokenizer
 
-from adaponder.data.manifest import CHAT_TEMPLATE, DTYPES, TOKENIZER, DataError, Manifest, Shard
-from adaponder.data.verify import (
-    DocumentTable,
-    check_size,
-    check_template,
-    check_tokenizer,
-    document_table,
-    sums_of,
-    verify_sums,
+from adaponder.checkpoints.manifest import sealed
+from adaponder.data.encode import EncodedDocument
+from adaponder.data.manifest import (
+    CHAT_TEMPLATE,
+    DOCS,
+    DTYPES,
+    FORMAT,
+    JOURNAL,
+    MANIFEST,
+    MASKED_DOCS,
+    SPLITS,
+    TOKENIZER,
+    DataError,
+    Manifest,
+    Shard,
+    is_masked,
+    shard_from,
+    unsealed,
 )
+from adaponder.data.tokenizers import hash_of_content, tokenizer_hash
+from adaponder.errors import InputError
+from adaponder.files import (
+    checksums_wanted,
+    open_plain,
+    parse_json,
+    read_bytes,
+    sha256_of,
+    sha256_of_each,
+    write_whole,
+)
+from adaponder.journal import changed_settings
+from adaponder.terminal import errors
+
+# From this size on verifying takes noticeably long, and prints its progress.
+_LARGE = 2**33
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WriterState:
+    """The content of ``progress.json``: the complete shards of each split, and the first document not in one."""
+
+    fingerprint: dict[str, Any]
+    tokenizer_hash: str | None = None
+    end_token: str | None = None
+    shards: dict[str, list[Shard]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+
+    def save(self, out: Path) -> None:
+        write_whole(out / JOURNAL, sealed(asdict(self) | {"format": FORMAT}).encode(), DataError)
+
+    @classmethod
+    def load(cls, out: Path) -> WriterState | None:
+        """Returns the state of an unfinished folder; ``None`` if it has none."""
+        if not os.path.isfile(out / JOURNAL):
+            return None
+        content = unsealed(out / JOURNAL)
+        try:
+            del content["format"]
+            content["shards"] = {split: [shard_from(shard) for shard in content["shards"][split]] for split in SPLITS}
+            return cls(**content)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{out / JOURNAL}: damaged ({error}); delete {out} and prepare again") from None
+
+
+class ShardWriter:
+    """Writes the documents of both splits as shards, the journal after each shard, and at the end the manifest.
+
+    ``out`` is an empty folder, or one that was begun with the same ``fingerprint`` (arguments and inputs): its complete
+    shards are kept. A shard is closed by the document that fills it: no document is split between two.
+
+    Attributes:
+        state: what is done.
+        tokens: tokens added so far, including those of an earlier run.
+    """
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any]):
+        state = WriterState.load(out)
+        if state is None and any(path.name != JOURNAL + ".tmp" for path in out.iterdir()):
+            raise InputError(f"--out {out} is not empty and was not made by adaponder prepare: name another folder")
+        if state is None or state.end_token is None:
+            # Nothing is written yet: after a mistyped tokenizer the same folder may be used.
+            state = WriterState(fingerprint)
+            state.save(out)
+        _require_same(out, state.fingerprint, fingerprint)
+        self.out, self.state = out, state
+        self._require_whole()
+        try:
+            for leftover in (*out.glob("*.tmp"), *out.glob("*/*.tmp")):
+                leftover.unlink()
+            for split in SPLITS:
+                (out / split).mkdir(exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from None
+        self.tokens = sum(shard.tokens for shards in state.shards.values() for shard in shards)
+        # Of each split the documents that no shard holds yet, and their tokens.
+        self._open: dict[str, list[EncodedDocument]] = {split: [] for split in SPLITS}
+        self._size: dict[str, int] = dict.fromkeys(SPLITS, 0)
+
+    def _require_whole(self) -> None:
+        """Raises unless every complete shard is as it was written: nothing continues from a damaged one."""
+        sums = [_sums(self.out / split, self.state.shards[split]) for split in SPLITS]
+        try:
+            _verify_sums(self.out, sums[0] | sums[1])
+        except DataError as error:
+            raise DataError(f"{error}; delete {self.out} and prepare again") from None
+
+    def set_tokenizer(self, tokenizer: Tokenizer, end_id: int) -> None:
+        """Writes ``tokenizer.json``; from here on the folder belongs to this tokenizer."""
+        write_whole(self.out / TOKENIZER, tokenizer.to_str(pretty=True).encode(), DataError)
+        self.state.tokenizer_hash, self.state.end_token = tokenizer_hash(tokenizer), tokenizer.id_to_token(end_id)
+        self.state.save(self.out)
+
+    def add(self, documents: Iterable[EncodedDocument]) -> None:
+        """Adds documents, and writes each shard that they fill."""
+        for document in documents:
+            split = SPLITS[document.validation]
+            self._open[split].append(document)
+            self._size[split] += len(document.tokens)
+            self.tokens += len(document.tokens)
+            if self._size[split] >= self.state.fingerprint["shard_tokens"]:
+                self._write(split, document.index + 1)
+
+    def _write(self, split: str, documents: int) -> None:
+        """Writes the open shard of a split; ``documents`` have been read so far. Tokens come after their table."""
+        gathered, self._open[split], self._size[split] = self._open[split], [], 0
+        joined = np.concatenate([document.tokens for document in gathered])
+        tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
+        lengths = [len(document.tokens) for document in gathered]
+        columns = {"start": list(accumulate(lengths[:-1], initial=0)), "length": lengths}
+        schema = MASKED_DOCS if is_masked(self.state.fingerprint) else DOCS
+        columns |= {name: [getattr(document, name) for document in gathered] for name in schema.names[2:]}
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns, schema=schema), sink)
+        docs = sink.getvalue().to_pybytes()
+        shard = Shard(
+            number=len(self.state.shards[split]),
+            tokens=len(joined),
+            documents=len(gathered),
+            utf8_bytes=sum(columns["utf8_bytes"]),
+            tokens_sha256=hashlib.sha256(tokens).hexdigest(),
+            docs_sha256=hashlib.sha256(docs).hexdigest(),
+        )
+        write_whole(self.out / split / shard.docs_name, docs, DataError)
+        write_whole(self.out / split / shard.tokens_name, tokens, DataError)
+        self.state.shards[split].append(shard)
+        self.state.documents[split] = documents
+        self.state.save(self.out)
+
+    def finish(self, documents: int, **facts: Any) -> Manifest:
+        """Writes what is left and then the manifest; ``facts`` are its fields that the writer does not know."""
+        for split in SPLITS:
+            if self._open[split]:
+                self._write(split, documents)
+        assert self.state.tokenizer_hash is not None
+        manifest = Manifest(
+            tokenizer_hash=self.state.tokenizer_hash,
+            tokenizer_sha256=sha256_of(self.out / TOKENIZER, DataError),
+            splits={split: tuple(shards) for split, shards in self.state.shards.items()},
+            fingerprint=self.state.fingerprint,
+            **facts,
+        )
+        write_whole(self.out / MANIFEST, sealed(manifest.as_dict()).encode(), DataError)
+        (self.out / JOURNAL).unlink()
+        return manifest
+
+
+def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
+    """Returns the manifest of a whole folder prepared with the same arguments; ``None`` if there is work to do."""
+    if not (out / MANIFEST).is_file():
+        return None
+    manifest = Manifest.load(out)
+    _require_same(out, manifest.fingerprint, fingerprint)
+    for split in manifest.splits:
+        Shards.open(out, split)
+    (out / JOURNAL).unlink(missing_ok=True)
+    return manifest
+
+
+def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises if a folder was begun with other arguments or inputs, and lists them."""
+    if changes := changed_settings(before, now, _text_of):
+        raise InputError(f"--out {out} was begun with other arguments: {'; '.join(changes)}; delete it or name another")
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        return ", ".join(
+            f"{entry['input']} ({entry['files']} files, {entry['bytes']} bytes, {entry['contents'][:8]})"
+            for entry in value
+        )
+    return str(value)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class DocumentTable(NamedTuple):
+    """The documents of a shard.
+
+    Attributes:
+        starts: ``int64[documents]``, the first token of each.
+        learned: ``int64[spans, 2]``, first token and last + 1 of each learned span; ``None`` if all tokens are learned.
+    """
+
+    starts: np.ndarray
+    learned: np.ndarray | None
 
 
 class Shards:
-    """One split of a prepared folder, as the concatenation of its shards.
+    """Reads one split of a prepared folder, as the concatenation of its shards.
 
-    Files are read by offset rather than mapped: thousands of shards need no open files, the object pickles, and a file
-    that shrinks while in use is an error with a name, where a map would end the process with SIGBUS.
+    Files are read by offset, not memory-mapped: thousands of shards need no open files, the object pickles, and a file
+    that shrinks while in use raises an error, where a map would end the process with SIGBUS.
 
     Attributes:
-        tokens, documents: how many the split holds.
+        tokens, documents, utf8_bytes: counts of the split.
         vocab_size, end_id, tokenizer_hash: of the tokenizer that made it.
     """
 
@@ -39,11 +254,8 @@ class Shards:
         self.tokens = manifest.total(split, "tokens")
         self.documents = manifest.total(split, "documents")
         self.utf8_bytes = manifest.total(split, "utf8_bytes")
-        self.vocab_size, self.end_id, self.tokenizer_hash = (
-            manifest.vocab_size,
-            manifest.end_id,
-            manifest.tokenizer_hash,
-        )
+        self.vocab_size, self.end_id = manifest.vocab_size, manifest.end_id
+        self.tokenizer_hash = manifest.tokenizer_hash
         self._dtype = DTYPES[manifest.dtype]
         self._shards = manifest.splits[split]
         self._bounds = list(accumulate((shard.tokens for shard in self._shards), initial=0))
@@ -53,24 +265,23 @@ class Shards:
     def open(
         cls, folder: Path | str, split: str = "train", *, verify: bool = True, share: tuple[int, int] = (0, 1)
     ) -> Shards:
-        """Checks sizes, types, counts and checksums of every shard of the split before anything is read.
+        """Opens a split after checking sizes, types, counts and checksums of all its shards.
 
-        ``verify=False`` leaves out checksums of tokens and document tables, as ``ADAPONDER_VERIFY=0`` does for every
-        open. ``share=(n, N)``: this is process n of the N on one machine, and hashes only its part of the files.
+        ``verify=False`` skips the checksums of tokens and document tables, as ``ADAPONDER_VERIFY=0`` does everywhere.
+        ``share=(n, N)``: this is process n of the N on one machine, and hashes only its share of the files.
         """
         folder = Path(folder)
         manifest = Manifest.load(folder)
         if split not in manifest.splits:
             raise DataError(f"{folder} has no split {split!r}: it has {', '.join(manifest.splits)}")
-        check_tokenizer(folder / TOKENIZER, manifest)
-        check_template(folder, manifest)
+        _check_tokenizer(folder, manifest)
         for shard in manifest.splits[split]:
-            check_size(folder / split / shard.tokens_name, shard, DTYPES[manifest.dtype])
+            _check_size(folder / split / shard.tokens_name, shard, DTYPES[manifest.dtype])
         if verify:
-            verify_sums(folder, sums_of(folder / split, manifest.splits[split]), share=share)
+            _verify_sums(folder, _sums(folder / split, manifest.splits[split]), share=share)
         starts, learned, base = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
         for shard in manifest.splits[split]:
-            table = document_table(folder / split / shard.docs_name, shard, masked=manifest.masked)
+            table = _document_table(folder / split / shard.docs_name, shard, masked=manifest.masked)
             starts.append(base + table.starts)
             if table.learned is not None:
                 learned.append(base + table.learned)
@@ -79,11 +290,11 @@ class Shards:
         return cls(folder, split, manifest, whole)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """``int64[count]``: tokens ``start … start + count - 1`` of the split."""
+        """Returns ``int64[count]``: tokens ``start … start + count - 1`` of the split."""
         return self.read_blocks(np.array([start]), count)[0]
 
     def read_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``int64[len(starts), count]``: ``read(start, count)`` of each start."""
+        """Returns ``int64[len(starts), count]``: ``read(start, count)`` of each start."""
         self._check_range(starts, count)
         blocks = np.empty((len(starts), count), self._dtype)
         for block, start in zip(blocks, starts.tolist(), strict=True):
@@ -93,9 +304,9 @@ class Shards:
         return blocks.astype(np.int64)
 
     def number_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """``int64[len(starts), count]``: for each token of ``read_blocks`` the running number of its document."""
+        """Returns ``int64[len(starts), count]``: the document number of each token of ``read_blocks``."""
         self._check_range(starts, count)
-        # A 1 where a document begins inside a block: numbers are running sums of these.
+        # 1 where a document begins inside a block: document numbers are running sums of these.
         first = np.searchsorted(self._document_starts, starts, "right")
         inside = np.searchsorted(self._document_starts, starts + count, "left") - first
         inside = np.maximum(inside, 0)
@@ -106,7 +317,7 @@ class Shards:
         return (first - 1)[:, None] + np.cumsum(begins, 1)
 
     def learned_blocks(self, starts: np.ndarray, count: int) -> np.ndarray | None:
-        """``bool[len(starts), count]``: whether each token is one to be learned; ``None`` where every one is."""
+        """Returns ``bool[len(starts), count]``: whether each token is learned; ``None`` if all are."""
         if self._learned is None:
             return None
         self._check_range(starts, count)
@@ -117,7 +328,7 @@ class Shards:
         return (part >= 0) & (places < self._learned[part, 1])
 
     def tokenizer_files(self) -> dict[str, str]:
-        """The files, by name, with which a model folder's tokenizer opens in transformers."""
+        """Returns the content of the files, by name, with which transformers opens the tokenizer of a model folder."""
         content = (self.folder / TOKENIZER).read_text(encoding="utf-8")
         end = Tokenizer.from_str(content).id_to_token(self.end_id)
         begin = self.manifest.begin_token or end
@@ -128,36 +339,36 @@ class Shards:
         return files
 
     def content_hash(self) -> str:
-        """A hash of the tokens of all splits and of the tokenizer: equal for equal data, wherever it lies."""
+        """Returns a hash of the tokens of all splits and of the tokenizer: equal for equal data, in any folder."""
         sums = [[shard.tokens_sha256 for shard in split] for split in self.manifest.splits.values()]
-        if self.manifest.masked:  # what is learned of it stands in the tables
+        if self.manifest.masked:  # the document tables say what is learned
             sums += [[shard.docs_sha256 for shard in split] for split in self.manifest.splits.values()]
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
-        """Refuses to go on with ids that mean something else to ``whose`` tokenizer."""
+        """Raises if ``whose`` tokenizer is not the one that made the data: its ids would mean something else."""
         if tokenizer_hash != self.tokenizer_hash:
             raise DataError(
-                f"{self.folder} was tokenised with tokenizer {self.tokenizer_hash[:12]}, {whose} has "
-                f"{tokenizer_hash[:12]}: prepare the data with the tokenizer of {whose}, or the other way round"
+                f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {whose} has "
+                f"{tokenizer_hash[:12]}: prepare the data with the tokenizer of {whose}, or use another checkpoint"
             )
 
     def _check_range(self, starts: np.ndarray, count: int) -> None:
         if count < 0 or (len(starts) and (starts.min() < 0 or starts.max() + count > self.tokens)):
-            raise DataError(f"{count} tokens from {starts} asked of {self.folder}/{self.split}, it has {self.tokens}")
+            raise DataError(f"{self.folder}/{self.split} has {self.tokens} tokens, not {count} from {starts} on")
 
     def _fill(self, block: np.ndarray, start: int) -> None:
-        """Writes the tokens from ``start`` on into ``block``, from as many shards as they lie in."""
+        """Fills ``block`` with the tokens from ``start`` on, across shards."""
         number = bisect_right(self._bounds, start) - 1
         filled = 0
         while filled < len(block):
             offset = start + filled - self._bounds[number]
-            part = self._read_shard(self._shards[number], offset, len(block) - filled)
-            block[filled : filled + len(part)] = part
-            filled, number = filled + len(part), number + 1
+            tokens = self._read_shard(self._shards[number], offset, len(block) - filled)
+            block[filled : filled + len(tokens)] = tokens
+            filled, number = filled + len(tokens), number + 1
 
     def _read_shard(self, shard: Shard, offset: int, count: int) -> np.ndarray:
-        """At most ``count`` tokens: as many as the shard has from ``offset`` on."""
+        """Reads at most ``count`` tokens from ``offset`` on."""
         path = self.folder / self.split / shard.tokens_name
         count = min(count, shard.tokens - offset)
         try:
@@ -165,7 +376,7 @@ class Shards:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from error
         if len(tokens) < count:
-            raise DataError(f"{path}: truncated since it was opened: {count} tokens from {offset}, found {len(tokens)}")
+            raise DataError(f"{path}: truncated since it was opened: only {len(tokens)} of {count} tokens at {offset}")
         return tokens
 
     def _refuse_foreign(self, blocks: np.ndarray, starts: np.ndarray) -> None:
@@ -176,6 +387,131 @@ class Shards:
         path = self.folder / self.split / self._shards[number].tokens_name
         raise DataError(
             f"{path}: token id {blocks[block, offset]} at offset {token - self._bounds[number]} "
-            f"lies outside the vocabulary of {self.vocab_size}: "
-            "the shard is corrupt, prepare the data again"
+            f"is outside the vocabulary of {self.vocab_size}: the shard is damaged, prepare the data again"
         )
+
+
+# --- verifying --------------------------------------------------------------------------------------------------------
+
+
+def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
+    """Raises unless tokenizer and chat template are, byte for byte, those that made the data."""
+    path = folder / TOKENIZER
+    raw = read_bytes(path, DataError)
+    content_hash = hash_of_content(parse_json(raw, path, DataError))
+    if content_hash != manifest.tokenizer_hash:
+        raise DataError(
+            f"{path} has hash {content_hash[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
+            "restore the right tokenizer or prepare the data again"
+        )
+    sums = {path: (raw, manifest.tokenizer_sha256)}
+    if manifest.template_sha256 is not None:
+        template = folder / CHAT_TEMPLATE
+        sums[template] = (read_bytes(template, DataError), manifest.template_sha256)
+    for file, (content, checksum) in sums.items():
+        if hashlib.sha256(content).hexdigest() != checksum:
+            raise DataError(f"{file}: its checksum differs, so it was damaged or edited: prepare the data again")
+
+
+def _check_size(path: Path, shard: Shard, dtype: np.dtype) -> None:
+    """Raises unless the file has the size of the shard's tokens."""
+    expected, size = shard.tokens * dtype.itemsize, _size_of(path)
+    if size != expected:
+        raise DataError(f"{path}: {size} bytes, {shard.tokens} tokens of {dtype.name} take {expected}: damaged")
+
+
+def _document_table(path: Path, shard: Shard, *, masked: bool) -> DocumentTable:
+    """Returns the document table of a shard; raises unless its documents are exactly the shard's tokens."""
+    schema = MASKED_DOCS if masked else DOCS
+    try:
+        with open_plain(path, DataError) as raw, pq.ParquetFile(raw) as file:
+            if file.schema_arrow.remove_metadata() != schema:
+                raise DataError(f"{path}: columns {file.schema_arrow.names} must be {schema.names} of their types")
+            table = file.read(columns=["start", "length", *(["learned"] if masked else [])])
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: truncated or not a Parquet file ({error})") from None
+    start, length = (table.column(name).to_numpy() for name in ("start", "length"))
+    if len(start) != shard.documents or length.sum() != shard.tokens:
+        raise DataError(
+            f"{path}: {len(start)} documents of {length.sum()} tokens, "
+            f"the manifest lists {shard.documents} of {shard.tokens}: the files do not belong together"
+        )
+    if (length < 1).any() or (start != np.cumsum(length) - length).any():
+        raise DataError(f"{path}: documents do not follow one another: damaged or foreign")
+    return DocumentTable(start, _learned(path, table, start, length) if masked else None)
+
+
+def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Returns the learned spans of a shard; raises unless they follow one another within their documents."""
+    column = table.column("learned").combine_chunks()
+    counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    if (counts % 2).any() or counts.sum() != len(values):
+        raise DataError(f"{path}: learned must hold pairs of numbers: damaged or foreign")
+    first, size = values.reshape(-1, 2).T
+    owner = np.repeat(np.arange(len(counts)), counts // 2)
+    spans = np.stack([start[owner] + first, start[owner] + first + size], 1)
+    wrong = (first < 0) | (size < 1) | (first + size > length[owner])
+    if wrong.any() or (spans[1:, 0] < spans[:-1, 1]).any():
+        raise DataError(f"{path}: learned spans do not follow one another within documents: damaged or foreign")
+    return spans
+
+
+def _sums(folder: Path, shards: Iterable[Shard]) -> dict[Path, str]:
+    """Returns the SHA-256 that each file of ``shards`` in ``folder`` must have."""
+    sums = {}
+    for shard in shards:
+        sums[folder / shard.tokens_name] = shard.tokens_sha256
+        sums[folder / shard.docs_name] = shard.docs_sha256
+    return sums
+
+
+def _size_of(path: Path) -> int:
+    """Returns the bytes of an ordinary file that can be opened."""
+    with open_plain(path, DataError) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def _verify_sums(folder: Path, sums: Mapping[Path, str], *, share: tuple[int, int] = (0, 1)) -> None:
+    """Raises unless every file has its SHA-256; ``share=(n, N)``: process n of N hashes its share of the files.
+
+    With ``ADAPONDER_VERIFY=0`` nothing is read, and the first process prints that.
+    """
+    number, processes = share
+    if not 0 <= number < processes:
+        raise InputError(f"share={share} must be (number of this process, number of processes)")
+    if not checksums_wanted():
+        if number == 0:
+            errors.print(f"{folder}: checksums are not verified (ADAPONDER_VERIFY=0)", soft_wrap=True)
+        return
+    files = list(sums)[number::processes]
+    advance = _progress_printer(folder, sum(map(_size_of, files))) if number == 0 else None
+    actual = sha256_of_each(files, DataError, advance=advance)
+    wrong = [(path, sha) for path, sha in zip(files, actual, strict=True) if sha != sums[path]]
+    if wrong:
+        path, sha = wrong[0]
+        more = f"; {len(wrong) - 1} more files likewise" if len(wrong) > 1 else ""
+        raise DataError(
+            f"{path}: checksum {sha[:12]}, the manifest lists {sums[path][:12]}: damaged, prepare the data again{more}"
+        )
+
+
+def _progress_printer(folder: Path, total: int) -> Callable[[int], None] | None:
+    """Returns a function that prints the progress of a long verification; ``None`` for a short one."""
+    if total < _LARGE:
+        return None
+    errors.print(
+        f"{folder}: verifying checksums of {decimal(total)} (once per start; ADAPONDER_VERIFY=0 skips it)",
+        soft_wrap=True,
+    )
+    lock, done, printed = threading.Lock(), 0, time.monotonic()
+
+    def advance(size: int) -> None:
+        nonlocal done, printed
+        with lock:
+            done += size
+            if time.monotonic() - printed > 30:
+                printed = time.monotonic()
+                errors.print(f"{folder}: {done / total:.0%} verified", soft_wrap=True)
+
+    return advance

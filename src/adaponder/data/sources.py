@@ -1,11 +1,10 @@
 """Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
 
-What happens to the odd ones: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); a mark of UTF-8 at
-the beginning of a file (BOM) is none of its text; an empty document is left out (counted); one of a single character or
-token is kept; NUL is a character like any other in records, while a file with NUL near its start, or little UTF-8
-there, is binary: an error where it was named, left out of a folder (counted), as are hidden ones, pipes, devices and
-links that lead to folders or nowhere; what cannot be read is an error; a document may have
-:data:`adaponder.data.formats.LONGEST` bytes.
+Odd inputs: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); the byte-order mark of UTF-8 at the
+start of a file is dropped; an empty document is skipped (counted). NUL is a character like any other in records, but a
+file with NUL near its start, or with little UTF-8 there, is binary: an error if it was named, skipped in a folder
+(counted). In folders hidden files, pipes, devices and links to folders or to nothing are skipped too (counted). A file
+that cannot be read is an error, as is a document of more than :data:`adaponder.data.readers.LONGEST` bytes.
 """
 
 from __future__ import annotations
@@ -20,88 +19,84 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaponder.data import formats, generated
-from adaponder.data.compression import compression_of, inner_suffix
-from adaponder.data.formats import AnyDocument, Conversation, Counts, Document, InputPart, Pretokenised
+from adaponder.data import puzzles, readers
 from adaponder.data.manifest import DataError
-from adaponder.data.megatron import megatron
+from adaponder.data.readers import AnyDocument, Conversation, Counts, Document, InputPart, Pretokenised
 from adaponder.errors import InputError
 from adaponder.files import read_json, sha256_of_each
 
 STDLIB = "stdlib"
 HUB = "hf:"
-# Tests, vendored or abandoned parts, and files that differ from one machine to the next.
+# Tests, vendored or abandoned packages, and files that differ between machines.
 _STDLIB_WITHOUT = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"),
 }
-# Files of files, and tables that are read as such but not from inside a compressed file.
+# Archives; and tables, which are not read from inside a compressed file.
 _ARCHIVES = {".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".arrow"}
 _UNCOMPRESSED_ONLY = {".parquet", ".idx", ".bin"}
 
-__all__ = ["Counts", "Document", "InputPart", "Pretokenised", "describe", "documents", "find", "megatron", "read"]
-
 
 def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document | Conversation]:
-    """The documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles or ``hf:NAME[:CONFIG][:SPLIT]``.
+    """Yields the documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles, ``hf:NAME[:CONFIG][:SPLIT]``.
 
-    ``.jsonl`` and ``.parquet`` hold records with ``text`` and perhaps ``source``; any other file is one document. Text
-    and records may be compressed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one that
-    ``datasets`` saved is read as that dataset. Puzzles are named in :mod:`adaponder.data.generated`.
+    ``.jsonl`` and ``.parquet`` hold records with ``text`` and optionally ``source``; any other file is one document.
+    Text and records may be compressed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one
+    that ``datasets`` saved is read as that dataset. Puzzles: see :mod:`adaponder.data.puzzles`.
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):
         if isinstance(document, Pretokenised):
             raise InputError(f"{document.origin}: holds tokens, not text")
-        yield document if isinstance(document, Conversation) else Document(document.text, document.source)
+        yield document
 
 
 def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[AnyDocument]:
-    """The documents of ``parts``: valid Unicode, none empty. A file that changes meanwhile is an error."""
+    """Yields the documents of ``parts``: valid Unicode, none empty. A file that changes meanwhile is an error."""
     before = counts.read
     for part in parts:
         for document in part.reader(part, counts):
             if len(document[0]):
-                yield formats.mended(document, counts)
+                yield readers.repaired(document, counts)
             else:
                 counts.empty += 1
         if tuple(map(_stamp, part.files)) != part.stamps:
-            raise DataError(f"{part.path} changed while it was read: start again when nobody writes to it")
+            raise DataError(f"{part.path} changed while it was read: start again when it no longer changes")
         before += part.size
         counts.read = before
 
 
 def find(inputs: Sequence[str], counts: Counts) -> list[InputPart]:
-    """The files behind ``inputs`` in the order in which they are read."""
+    """Returns the files and other parts of ``inputs`` in reading order."""
     parts = []
     for argument in inputs:
         path = Path(argument)
         if argument == STDLIB:
             parts += _stdlib()
-        elif generated.is_generated(argument):
-            generated.settings_of(argument)  # wrong ones are refused before anything is read
-            parts.append(InputPart(argument, argument, path, 0, generated.read))
+        elif puzzles.is_generated(argument):
+            puzzles.settings_of(argument)  # raises for wrong settings before anything is read
+            parts.append(InputPart(argument, argument, path, 0, readers.puzzle))
         elif argument.startswith(HUB):
-            parts.append(InputPart(argument, argument, path, 0, formats.hub))
+            parts.append(InputPart(argument, argument, path, 0, readers.hub))
         elif (kind := _kind(argument)) == "folder":
             parts += _folder(argument, path, counts)
         elif kind == "file":
             parts += _named_file(argument, path)
         elif kind == "special":
             raise InputError(
-                f"input {argument}: a pipe or device, which cannot be read twice; write it to a file first"
+                f"input {argument} is a pipe or device, which cannot be read twice: write its content to a file first"
             )
         elif _kind(argument + ".idx") == "file":
-            parts += _file(argument, path.name, path.with_name(path.name + ".idx"), text=formats.text)
+            parts += _file(argument, path.name, path.with_name(path.name + ".idx"), text=readers.text)
         else:
-            raise InputError(f"input {argument}: no such file or folder (nor {STDLIB}, nor {HUB}NAME)")
+            raise InputError(f"input {argument}: no such file or folder (nor {STDLIB}, a puzzle or {HUB}NAME)")
     return parts
 
 
 def describe(parts: Sequence[InputPart], advance: Callable[[int], None] = lambda _: None) -> list[dict[str, Any]]:
-    """For each input its number of files, their bytes, and a hash of their names and of every byte in them.
+    """Returns for each input its number of files, their bytes, and a hash of their names and contents.
 
-    ``advance`` is told of bytes as they are hashed, by any thread.
+    ``advance`` is called with the number of bytes just hashed, from any thread.
     """
     files = [path for part in parts for path in part.files]
     sums = dict(zip(files, sha256_of_each(files, DataError, advance=advance), strict=True))
@@ -120,9 +115,12 @@ def describe(parts: Sequence[InputPart], advance: Callable[[int], None] = lambda
 
 
 def _contents(part: InputPart, sums: dict[Path, str]) -> list[str]:
+    """Returns what decides the content of a part: checksums, a puzzle's settings, or the state of a hub dataset."""
     if part.files:
         return [part.name, *(sums[path] for path in part.files)]
-    return [part.name, generated.version(part) if part.reader is generated.read else formats.hub_version(part)]
+    if part.reader is readers.puzzle:
+        return [part.name, puzzles.version(part.argument)]
+    return [part.name, str(getattr(readers.load_hub(part.argument), "_fingerprint", ""))]
 
 
 def stdlib_root() -> Path:
@@ -135,7 +133,7 @@ def _stdlib() -> Iterator[InputPart]:
         folders[:] = sorted(set(folders) - _STDLIB_WITHOUT)
         for path in (Path(folder, name) for name in sorted(files)):
             if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and _kind(path) == "file":
-                yield _part(STDLIB, path.relative_to(root).as_posix(), path, formats.stdlib_text)
+                yield _part(STDLIB, path.relative_to(root).as_posix(), path, readers.stdlib_text)
 
 
 def _folder(argument: str, folder: Path, counts: Counts) -> Iterator[InputPart]:
@@ -145,21 +143,21 @@ def _folder(argument: str, folder: Path, counts: Counts) -> Iterator[InputPart]:
     for root, folders, files in os.walk(folder, onerror=_refuse_unreadable):
         counts.hidden += sum(name.startswith(".") for name in (*folders, *files))
         shown = sorted(name for name in folders if not name.startswith("."))
-        # A link may lead back up, and then there is no end.
+        # A link may lead back up: the walk would never end.
         folders[:] = [name for name in shown if not Path(root, name).is_symlink()]
         counts.special += len(shown) - len(folders)
         for path in (Path(root, name) for name in sorted(files) if not name.startswith(".")):
             if _kind(path) == "file":
-                yield from _file(argument, path.relative_to(folder).as_posix(), path, text=formats.text_unless_binary)
+                yield from _file(argument, path.relative_to(folder).as_posix(), path, text=readers.text_unless_binary)
             else:
                 counts.special += 1
 
 
 def _kind(path: Path | str) -> str:
-    """``file``, ``folder``, ``special`` (a pipe, socket or device), or nothing where there is no such thing."""
+    """Returns ``file``, ``folder``, ``special`` (a pipe, socket or device), or an empty string if nothing is there."""
     try:
         mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a NUL in the name
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         return ""
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -170,7 +168,7 @@ def _kind(path: Path | str) -> str:
 
 def _refuse_unreadable(error: OSError) -> NoReturn:
     raise InputError(
-        f"{error.filename} cannot be read: {error.strerror}; make it readable, or leave it out of the inputs"
+        f"{error.filename} cannot be read: {error.strerror}; make it readable, or remove it from the inputs"
     ) from None
 
 
@@ -183,24 +181,24 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
-    """A part that is read from ``files``, or from ``path`` alone; its size is that of the last of them."""
+    """Returns a part that is read from ``files``, or from ``path`` alone; its size is that of the last file."""
     files = files or (path,)
     stamps = tuple(map(_stamp, files))
     return InputPart(argument, name, path, stamps[-1][1], reader, files, stamps)
 
 
 def _named_file(argument: str, path: Path) -> Iterator[InputPart]:
-    """A file that was named by itself; one that would be read as garbage, a container or a program, is refused."""
-    inner = inner_suffix(path)
-    if inner in _ARCHIVES or (compression_of(path) and inner in _UNCOMPRESSED_ONLY):
+    """Yields the part of a file that was named by itself; refuses archives and binary files."""
+    inner = readers.inner_suffix(path)
+    if inner in _ARCHIVES or (readers.compression_of(path) and inner in _UNCOMPRESSED_ONLY):
         raise InputError(
-            f"input {argument}: {path.name} is no text but a container: unpack it (of a saved dataset, name the folder)"
+            f"input {argument}: {path.name} is an archive, not text: unpack it (for a saved dataset, name its folder)"
         )
-    for part in _file(argument, path.name, path, text=formats.text):
-        if part.reader is formats.text and formats.looks_binary(path):
+    for part in _file(argument, path.name, path, text=readers.text):
+        if part.reader is readers.text and readers.looks_binary(path):
             raise InputError(
-                f"input {argument}: it looks binary, not like UTF-8 text; leave it out, or make it UTF-8 first (text "
-                "in UTF-16: iconv -f UTF-16 -t UTF-8)"
+                f"input {argument} looks binary, not like UTF-8 text: remove it, or convert it to UTF-8 first (from "
+                "UTF-16: iconv -f UTF-16 -t UTF-8)"
             )
         yield part
 
@@ -208,40 +206,40 @@ def _named_file(argument: str, path: Path) -> Iterator[InputPart]:
 def _file(argument: str, name: str, path: Path, *, text: Callable[..., Iterator[Document]]) -> Iterator[InputPart]:
     suffix = path.suffix.lower()
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
-    if inner_suffix(path) == ".jsonl":
-        yield _part(argument, name, path, formats.jsonl)
+    if readers.inner_suffix(path) == ".jsonl":
+        yield _part(argument, name, path, readers.jsonl)
     elif suffix == ".parquet":
-        yield _part(argument, name, path, formats.parquet)
+        yield _part(argument, name, path, readers.table)
     elif path == index and _kind(data) == "file":
-        yield _part(argument, name, path, formats.megatron_documents, index, data)
+        yield _part(argument, name, path, readers.megatron_documents, index, data)
     elif path == data and _kind(index) == "file":
-        # Named by itself it stands for the pair; in a folder the pair is found by its .idx.
-        if text is formats.text:
-            yield _part(argument, name, path, formats.megatron_documents, index, data)
+        # A .bin named by itself means the pair; in a folder the pair is found by its .idx.
+        if text is readers.text:
+            yield _part(argument, name, path, readers.megatron_documents, index, data)
     else:
         yield _part(argument, name, path, text)
 
 
 def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
-    """The train split, or the only one, of a folder that ``datasets.save_to_disk`` wrote."""
+    """Yields the files of the train split, or of the only one, of a folder that ``datasets.save_to_disk`` wrote."""
     if _kind(folder / "dataset_dict.json") == "file":
         splits = _names(folder / "dataset_dict.json", "splits")
         if "train" not in splits and len(splits) != 1:
-            raise InputError(f"input {argument}: splits {', '.join(splits)}; name the folder of one: {argument}/SPLIT")
+            raise InputError(f"input {argument}: name one of its splits {', '.join(splits)} as {argument}/SPLIT")
         folder = folder / ("train" if "train" in splits else splits[0])
     for name in _names(folder / "state.json", "_data_files", "filename"):
         path = folder / name
         if _kind(path) != "file":
-            raise DataError(f"{path} is missing, state.json names it")
-        yield _part(argument, name, path, formats.arrow)
+            raise DataError(f"{path} is missing, but state.json lists it")
+        yield _part(argument, name, path, readers.table)
 
 
 def _names(path: Path, key: str, inner: str | None = None) -> list[str]:
-    """The names within the folder that a JSON file lists under ``key`` (``inner``: each in an object, under that)."""
+    """Returns the file names that a JSON file lists under ``key``, as strings or as objects with the key ``inner``."""
     listed = read_json(path, DataError).get(key, [])
     try:
         names = [entry[inner] if inner else entry for entry in listed]
-        # Nothing outside the folder is reached.
+        # Only the last component: nothing outside the folder is read.
         return [Path(name).name for name in names]
     except (TypeError, KeyError, ValueError):
         raise DataError(f"{path}: {key} must list names") from None

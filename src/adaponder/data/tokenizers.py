@@ -1,4 +1,4 @@
-"""Loads or trains the tokenizer of a corpus, and hashes it; text that spells a special token stays text."""
+"""Loads, trains and hashes tokenizers; text that spells a special token stays text."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adaponder.checkpoints.shipped import shipped
-from adaponder.data.symbols import SYMBOLS, symbol_tokenizer
+from adaponder.data.puzzles import SYMBOLS, symbol_tokenizer
 from adaponder.errors import InputError, in_one_line
 from adaponder.files import read_bytes, read_json
 
 END = "<|endoftext|>"
 TRAIN = "train-bpe:"
-# Text beyond this does not improve the vocabulary, and counting its words takes memory.
+# More text does not improve the vocabulary, and counting its words takes memory.
 TRAINING_BYTES = 2**28
-# The library allocates as many entries as it is told.
+# The library allocates the requested number of entries.
 MOST_ENTRIES = 2**22
-# A longer document is encoded piece by piece: memory and time stay bounded for one line of any length.
+# A longer document is encoded in pieces: memory and time stay bounded for a line of any length.
 PIECE = 2**20
 
 
 def load_tokenizer(
     spec: str, documents: Iterable[str] | None = None, *, end_token: str | None = None
 ) -> tuple[Tokenizer, int]:
-    """(tokenizer, id of the end token) of ``spec``.
+    """Returns (tokenizer, id of the end token) of ``spec``.
 
     ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, a run folder, ``sample``,
     ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained
     on ``documents`` (a small corpus has fewer pairs to merge).
-    ``end_token`` is, unless given, what ``tokenizer_config.json`` calls ``eos_token``, else ``<|endoftext|>``.
+    ``end_token`` defaults to ``eos_token`` of ``tokenizer_config.json``, else to ``<|endoftext|>``.
 
     The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
     cannot forge its own end.
@@ -47,7 +47,7 @@ def load_tokenizer(
         tokenizer = train_bpe(_entries(spec), documents, end_token=end_token or END)
     elif spec == SYMBOLS:
         if end_token not in (None, END):
-            raise InputError(f"--end-token {end_token}: the tokenizer {SYMBOLS} has {END} alone; leave it out")
+            raise InputError(f"--end-token {end_token}: the tokenizer {SYMBOLS} has only {END}; drop --end-token")
         tokenizer = symbol_tokenizer(END)
     else:
         path = _file_of(spec)
@@ -63,7 +63,7 @@ def load_tokenizer(
 
 
 def check_tokenizer(spec: str, end_token: str | None) -> None:
-    """Raises where :func:`load_tokenizer` would, before there are documents to train on."""
+    """Raises if :func:`load_tokenizer` would, before there are documents to train on."""
     if spec.startswith(TRAIN):
         _check_end_token(end_token)
         _entries(spec)
@@ -73,11 +73,11 @@ def check_tokenizer(spec: str, end_token: str | None) -> None:
 
 def _check_end_token(end_token: str | None) -> None:
     if end_token is not None and any("\ud800" <= character <= "\udfff" for character in end_token):
-        raise InputError(f"--end-token {end_token!a}: not text, it holds bytes that are no UTF-8")
+        raise InputError(f"--end-token {end_token!a} must be valid UTF-8")
 
 
 class SpecialTokens(NamedTuple):
-    """The texts of a tokenizer's special tokens: those that begin and end a text, and all of them."""
+    """The special tokens of a tokenizer: those that begin and end a text, and all of them."""
 
     begin: str
     end: str
@@ -85,56 +85,56 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
-    """The special tokens of the tokenizer that :func:`load_tokenizer` gives; it begins as it ends unless it says."""
+    """Returns the special tokens of :func:`load_tokenizer`'s tokenizer; the end token also begins a text by default."""
     if (path := tokenizer_file(spec)) is None:
         end = end_token or END
         return SpecialTokens(end, end, frozenset([end]))
     settings = path.parent / "tokenizer_config.json"
     end = end_token or _token_named("eos_token", settings) or END
     added = _read(path).get_added_tokens_decoder().values()
-    every = frozenset([end, *(token.content for token in added if token.special)])
-    return SpecialTokens(_token_named("bos_token", settings) or end, end, every)
+    special = frozenset([end, *(token.content for token in added if token.special)])
+    return SpecialTokens(_token_named("bos_token", settings) or end, end, special)
 
 
 def tokenizer_file(spec: str) -> Path | None:
-    """The ``tokenizer.json`` that ``spec`` names; ``None`` for a tokenizer that is made here."""
+    """Returns the ``tokenizer.json`` that ``spec`` names; ``None`` for ``symbols`` and trained ones."""
     return None if spec == SYMBOLS or spec.startswith(TRAIN) else _file_of(spec)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """SHA-256 of the tokenizer's canonical JSON."""
+    """Returns the SHA-256 of the tokenizer's canonical JSON."""
     return hash_of_json(tokenizer.to_str())
 
 
 def hash_of_file(path: Path) -> str:
-    """:func:`tokenizer_hash` of the tokenizer in a ``tokenizer.json``, in whichever version of its format."""
+    """Returns :func:`tokenizer_hash` of a ``tokenizer.json``, in any version of its format."""
     return tokenizer_hash(_read(path))
 
 
 def hash_of_json(text: str) -> str:
-    """:func:`hash_of_content` of a ``tokenizer.json``."""
+    """Returns :func:`hash_of_content` of the text of a ``tokenizer.json``."""
     return hash_of_content(json.loads(text))
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
-    """SHA-256 of a tokenizer's content, however its JSON is laid out; padding and truncation are left out.
+    """Returns the SHA-256 of a tokenizer's content, independent of JSON layout, padding and truncation.
 
-    So is a template that adds no token, which transformers writes where there was none.
+    A template that adds no token, which transformers writes where there was none, is ignored too.
     """
-    kept = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
-    template = kept.get("post_processor") or {}
+    behaviour = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
+    template = behaviour.get("post_processor") or {}
     if template.get("type") == "TemplateProcessing" and not template.get("special_tokens"):
-        kept["post_processor"] = None
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        behaviour["post_processor"] = None
+    return hashlib.sha256(json.dumps(behaviour, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """The highest id plus one: what an embedding table must hold, gaps included."""
+    """Returns the highest id plus one: the rows that an embedding table needs."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str = END) -> Tokenizer:
-    """A byte-level BPE of at most ``entries`` entries, the end token first (0), then the 256 bytes, then merges."""
+    """Trains a byte-level BPE of at most ``entries`` entries: the end token (0), the 256 bytes, then merges."""
     if documents is None:
         raise InputError(f"{TRAIN}{entries} needs documents to train on")
     tokenizer = Tokenizer(models.BPE())
@@ -154,21 +154,21 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
 def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
     """Runs ``work`` in a thread, so that Ctrl-C works meanwhile: the library's training takes minutes and ignores it.
 
-    ``work`` gets a function that turns false when its result is not wanted any more.
+    ``work`` gets a function that returns false once its result is no longer needed.
     """
     wanted, problems = [True], []
 
     def run() -> None:
         try:
             work(lambda _: wanted[0])
-        except BaseException as problem:  # handed to the thread that waits
+        except BaseException as problem:  # raised again in the waiting thread
             problems.append(problem)
 
     thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
         while thread.is_alive():
-            thread.join(0.1)  # not for ever: a signal may wake another thread than this one, which answers it
+            thread.join(0.1)  # with a timeout: a signal may wake another thread, and only this one handles it
     finally:
         wanted[0] = False
     if problems:
@@ -177,7 +177,7 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
     for text in documents:
-        # Training, too, would take one line of any length as one word.
+        # Training would treat one line of any length as one word.
         yield from pieces(text, limit=2**16)
         limit -= len(text)
         if limit <= 0:
@@ -188,7 +188,7 @@ def _entries(spec: str) -> int:
     number = spec.removeprefix(TRAIN)
     if not number.isdecimal() or len(number) > 9 or not 257 <= int(number) <= MOST_ENTRIES:
         raise InputError(
-            f"--tokenizer {spec[:60]}: from {TRAIN}257, the 256 bytes and the end token, to {TRAIN}{MOST_ENTRIES}"
+            f"--tokenizer {spec[:60]} must be from {TRAIN}257 (256 bytes and the end token) to {TRAIN}{MOST_ENTRIES}"
         )
     return int(number)
 
@@ -198,7 +198,7 @@ def _file_of(spec: str) -> Path:
     if os.path.isfile(path):
         return path
     if os.path.isdir(path):
-        # A run folder means its final model, else its newest step, as it does wherever a checkpoint is named.
+        # A run folder means its final model, else its newest step, as in every command.
         steps = sorted(path.glob("checkpoints/step-*"), reverse=True)
         files = [folder / "tokenizer.json" for folder in (path, path / "final", *steps)]
         if (file := next(filter(os.path.isfile, files), None)) is None:
@@ -210,7 +210,7 @@ def _file_of(spec: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    """``tokenizer.json`` of a hub repository; only JSON and a template are fetched, so nothing could execute."""
+    """Downloads the ``tokenizer.json`` of a hub repository; only JSON and a template are fetched, no code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -220,7 +220,7 @@ def _download(name: str) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise InputError(
-            f"--tokenizer {name}: not a file or folder here, and the hub did not give it ({error})"
+            f"--tokenizer {name}: neither a local file or folder nor available on the hub ({error})"
         ) from error
     if not (folder / "tokenizer.json").is_file():
         raise InputError(f"--tokenizer {name}: the hub repository has no tokenizer.json")
@@ -237,7 +237,7 @@ def _read(path: Path) -> Tokenizer:
 
 
 def _token_named(role: str, path: Path) -> str | None:
-    """The text of the token that a ``tokenizer_config.json`` names for a role; ``None`` where it names none."""
+    """Returns the token that a ``tokenizer_config.json`` names for a role; ``None`` if it names none."""
     if not os.path.exists(path):
         return None
     token = read_json(path, InputError).get(role)
@@ -249,18 +249,18 @@ def _token_named(role: str, path: Path) -> str | None:
 
 @contextlib.contextmanager
 def encoding() -> Iterator[None]:
-    """Inside, text that the tokenizer cannot encode is an error in one line."""
+    """Turns an error of the tokenizer in the block into an error of one line."""
     try:
         yield
-    except Exception as error:  # the library raises bare Exception, for a word without an id and no unknown token, say
+    except Exception as error:  # the library raises bare Exception, e.g. for a word without an id
         raise InputError(
-            f"the tokenizer cannot encode the text: {in_one_line(error)}; mend its vocabulary, or name another with "
+            f"the tokenizer cannot encode the text: {in_one_line(error)}; fix its vocabulary, or name another with "
             "--tokenizer"
         ) from None
 
 
 def pieces(text: str, limit: int = PIECE) -> Iterator[str]:
-    """``text`` cut into at most ``limit`` characters each, after a line or before a space where there is one."""
+    """Splits ``text`` into pieces of at most ``limit`` characters, after a line or before a space if possible."""
     start = 0
     while len(text) - start > limit:
         stop = start + limit

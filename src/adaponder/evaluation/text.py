@@ -23,9 +23,9 @@ from torch import Tensor
 
 from adaponder.checkpoints.loading import refuse_code, tokenizer_of
 from adaponder.data import Shards, sources
-from adaponder.data.encoding import Encoder, Item
-from adaponder.data.formats import Conversation
+from adaponder.data.encode import Encoder, Item
 from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
+from adaponder.data.readers import Conversation
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
 from adaponder.terminal import errors, line
@@ -180,13 +180,9 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
                 Item(index, record.text, record.source, learned=spans)
                 for index, (record, spans) in enumerate(zip(batch, learned, strict=True))
             ]
-            encoded = encoder(items)
-            parts = np.split(encoded.tokens.astype(np.int64), np.cumsum(encoded.lengths)[:-1])
-            masks = [
-                None if spans is None else _mask(len(part), runs)
-                for part, spans, runs in zip(parts, learned, encoded.learned, strict=True)
-            ]
-            yield from map(_Piece, parts, encoded.sources, encoded.utf8_bytes, masks)
+            for document, spans in zip(encoder(items), learned, strict=True):
+                mask = None if spans is None else _mask(len(document.tokens), document.learned)
+                yield _Piece(document.tokens.astype(np.int64), document.source, document.utf8_bytes, mask)
     finally:
         if counts.invalid_utf8:
             errors.print(line((f"{data}:", "yellow"), f" {SKIPPED['invalid_utf8']}: {counts.invalid_utf8:,}"))

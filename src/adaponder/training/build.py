@@ -1,4 +1,4 @@
-"""The model of a recipe: from scratch, or from a checkpoint."""
+"""Builds the model of a recipe: from scratch, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaponder.recipes import Recipe
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
-    """The recipe's model on the default device; the seed decides it."""
+    """Returns the recipe's model on the default device, initialised from its seed."""
     torch.manual_seed(recipe.train.seed)
     if isinstance(recipe.model.backbone, str):
         model = _from_checkpoint(recipe.model.backbone, settings_of(recipe))
@@ -29,43 +29,43 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
             depth_scaled_(model.backbone, iterations=model.config.iterations, seed=recipe.train.seed)
     if model.config.vocab_size < vocabulary:
         raise ConfigError(
-            f"model.backbone.vocab_size={model.config.vocab_size} is smaller than the tokenizer's {vocabulary}"
+            f"model.backbone.vocab_size={model.config.vocab_size} must be at least the tokenizer's {vocabulary}"
         )
     nn.Module.to(model, weights_dtype(recipe))
     return model.train()
 
 
 def weights_dtype(recipe: Recipe) -> torch.dtype:
-    """The precision of weights in training: float32, in which bfloat16 runs keep them too, or float64."""
+    """Returns the precision of weights in training: float32 (also of bfloat16 runs) or float64."""
     return torch.float64 if recipe.train.dtype == "float64" else torch.float32
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's settings as keyword arguments of the config; those left open are absent."""
+    """Returns the recipe's settings as keyword arguments of the config; open ones are absent."""
     return recipe.model.settings | {"ponder_on": recipe.train.ponder_on}
 
 
 def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
-    """The config of a model trained from scratch; its vocabulary is the tokenizer's unless the recipe says."""
+    """Returns the config of a model from scratch; its vocabulary is the tokenizer's unless the recipe sets it."""
     if not isinstance(recipe.model.backbone, dict):
-        raise ConfigError("model.backbone: a mapping with model_type, or a checkpoint, is needed")
+        raise ConfigError("model.backbone must be a mapping with model_type, or a checkpoint")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
     _refuse_unknown(backbone)
     try:
         config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
     except ConfigError as error:
-        # The recipe's name of what the config calls backbone_config.
+        # The recipe calls it model.backbone.
         raise ConfigError(str(error).replace("backbone_config", "model.backbone")) from None
-    # The data's end token pads (see align), and the family's own padding token is a word here like any other: some
-    # families would begin its embedding with zeros.
+    # The data's end token pads (see align). The family's padding token is an ordinary word here, whose embedding some
+    # families would initialise with zeros.
     config.pad_token_id = None
     return config
 
 
 def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
-    """The config that a recipe from scratch builds its model from; ``None`` where a checkpoint decides.
+    """Returns the config of a recipe from scratch; ``None`` if a checkpoint decides.
 
-    Where the tokenizer's vocabulary is not known yet, it is taken to be just as large as the recipe needs it.
+    If ``vocabulary`` is not known yet, the smallest that the recipe allows is used.
     """
     if isinstance(recipe.model.backbone, str):
         return None
@@ -74,9 +74,9 @@ def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig 
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
-    """Raises for a field that the family does not have: Hugging Face's configs would take it in silence."""
+    """Raises for a field that the family does not have: Hugging Face's configs would silently accept it."""
     if backbone.get("model_type") not in CONFIG_MAPPING:
-        return  # the config itself says so, with the types there are
+        return  # the config raises, and lists the types
     known = CONFIG_MAPPING[backbone["model_type"]]().to_dict()
     for key in backbone:
         if key not in known:
@@ -85,31 +85,31 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """The checkpoint's model with the recipe's ``settings``; another method keeps its backbone alone."""
+    """Returns the checkpoint's model with the recipe's ``settings``; for another method, only its backbone is used."""
     opened = open_checkpoint(name, dtype="float32")
     if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == settings["method"]:
-        return _trained_on(opened.model, settings)
+        return _with_settings(opened.model, settings)
     stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
     inherited = {"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence
     return AdaPonderForCausalLM.from_backbone(stock, **inherited | settings)
 
 
-def _trained_on(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """The checkpoint's model with its own gates and, where the recipe sets others, the recipe's ``settings``."""
-    own = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
+def _with_settings(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> AdaPonderForCausalLM:
+    """Returns the checkpoint's model, gates included, with the recipe's ``settings`` where they differ."""
+    current = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
     before = model.config
-    after = AdaPonderConfig(backbone_config=model.config.backbone_config, **own | settings)
-    # gate_bias is where gates begin: it means nothing to trained ones.
+    after = AdaPonderConfig(backbone_config=model.config.backbone_config, **current | settings)
+    # gate_bias only initialises gates: it does not apply to trained ones.
     differing = [name for name in settings if name != "gate_bias" and getattr(after, name) != getattr(before, name)]
     if not differing:
         return model
-    changed = AdaPonderForCausalLM.from_backbone(model.backbone, **own | settings)
+    changed = AdaPonderForCausalLM.from_backbone(model.backbone, **current | settings)
     try:
         changed.method.load_state_dict(model.method.state_dict())
     except RuntimeError:
         changes = ", ".join(f"model.{name}={settings[name]}" for name in differing)
         raise ConfigError(
-            f"{changes}: {model.config.method}'s own parameters, which are trained on, have another shape in the "
-            "checkpoint; leave these fields out, or start from its backbone (adaponder convert --method backbone)"
+            f"{changes}: the parameters of {model.config.method} have another shape in the checkpoint; drop these "
+            "fields, or start from its backbone (adaponder convert --method backbone)"
         ) from None
     return changed

@@ -1,7 +1,7 @@
-"""Checkpoint folders: a run killed at any instant leaves its last complete checkpoint whole.
+"""Checkpoint folders: a run killed at any time leaves its last complete checkpoint whole.
 
 A checkpoint is written under another name, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
-A folder without a matching manifest is not a checkpoint. Safetensors and JSON only.
+A folder without a matching manifest is not a checkpoint. Safetensors and JSON only, and only finite numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, saving, verify_files, write_manifest
-from adaponder.errors import CheckpointError
+from adaponder.checkpoints.special_tokens import with_padding
+from adaponder.data import Shards
+from adaponder.errors import CheckpointError, TrainingError
 from adaponder.files import read_json
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.training.lora import LORA
+from adaponder.ops.finite import first_not_finite
+from adaponder.recipes import Recipe
+from adaponder.training.controller import DepthController
+from adaponder.training.distributed import World
+from adaponder.training.lora import LORA, adapters_of, merged
 
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 _PARTIAL = ".partial-"
+CPU = "cpu"
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -38,10 +45,10 @@ def save_checkpoint(
     texts: dict[str, str] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes a checkpoint; on a failure nothing of it is left.
+    """Writes a checkpoint; a failure leaves nothing behind.
 
-    ``texts`` are further files by name, such as the tokenizer's; ``adapters`` what :mod:`adaponder.training.lora`
-    resumes from.
+    ``texts`` are further files by name, such as the tokenizer's; ``adapters`` are those of
+    :mod:`adaponder.training.lora`.
     """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     with saving(folder, partial, intact="earlier checkpoints are untouched", make_way=shutil.rmtree):
@@ -56,41 +63,36 @@ def save_checkpoint(
 
 
 def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """The checkpoint's state, if every file is as it was written; else an error that names the file.
+    """Returns the checkpoint's state; raises if a file is missing or was changed.
 
-    ``weights_only`` can do without the optimizer's file.
+    ``weights_only`` does not need the optimizer's file.
     """
-    _require_whole(folder)
-    if not weights_only and OPTIMIZER in read_manifest(folder)["files"] and not (folder / OPTIMIZER).exists():
+    files = read_manifest(folder)["files"]
+    if not {STATE, "config.json"} <= files.keys() or not any("model" in name for name in files):
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a whole checkpoint")
+    if not weights_only and OPTIMIZER in files and not (folder / OPTIMIZER).exists():
         raise CheckpointError(f"{folder / OPTIMIZER} is missing: exact resume is impossible; use --weights-only")
     verify_files(folder, may_be_missing=(OPTIMIZER,))
     return read_json(folder / STATE)
 
 
-def _require_whole(folder: Path) -> None:
-    """Raises unless the manifest lists a state, a config and weights."""
-    files = read_manifest(folder)["files"]
-    if not {STATE, "config.json"} <= files.keys() or not any("model" in name for name in files):
-        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of a whole checkpoint")
-
-
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that is whole, for each newer one why it was passed over)."""
-    passed_over = []
+    """Returns (the newest checkpoint that is whole, for each newer one the reason it was skipped)."""
+    skipped = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
             verify_checkpoint(folder)
         except CheckpointError as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
         else:
-            return folder, passed_over
-    return None, passed_over
+            return folder, skipped
+    return None, skipped
 
 
 def prune(run: Path, keep: int, *, saved: Path) -> None:
-    """Removes all but the newest ``keep`` checkpoints up to the one just saved, and what interrupted saves left.
+    """Removes all but the newest ``keep`` checkpoints up to the one just saved, and leftovers of interrupted saves.
 
-    Checkpoints of later steps are broken, or of steps that were taken back: they would be taken for newer ones.
+    Checkpoints of later steps go too: they are damaged, or of steps that are trained again.
     """
     folders = sorted((run / "checkpoints").glob("step-*"))
     current = [folder for folder in folders if folder.name <= saved.name]
@@ -100,24 +102,21 @@ def prune(run: Path, keep: int, *, saved: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-# --- optimizer and weights, by parameter name ----------------------------------------------------------------------
-
-
 def full(tensor: Tensor) -> Tensor:
-    """A copy on the CPU of the whole tensor, which may be sharded over processes."""
+    """Returns a copy on the CPU of the whole tensor, which may be sharded over processes."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().to("cpu", copy=True).contiguous()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The model's whole state dict, on the CPU; a weight of two names (a tied head) is one tensor, to be saved once."""
+    """Returns the model's whole state dict on the CPU; a weight of two names (a tied head) is one tensor."""
     weights = model.state_dict(keep_vars=True)  # so that a tied weight is one object under both names
     whole = {id(value): full(value) for value in weights.values()}
     return {name: whole[id(value)] for name, value in weights.items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Adam's moments and step counts as ``parameter name|moment``."""
+    """Returns Adam's moments and step counts as ``parameter name|moment``."""
     moments = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -127,7 +126,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Loads the moments saved in ``folder`` into ``optimizer``; raises where one is missing."""
+    """Loads the moments saved in ``folder`` into ``optimizer``; raises if one is missing."""
     saved = load_file(folder / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -138,7 +137,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
                 value = saved[f"{name}|{moment}"]
                 moments[moment] = value if moment == "step" else _like(value, parameter)
             optimizer.state[parameter] = moments
-    # A fused step counter lives on the device of its parameter.
+    # A fused optimizer keeps its step counter on the device of the parameter.
     for group in optimizer.param_groups:
         if group.get("fused"):
             for parameter in group["params"]:
@@ -152,3 +151,90 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
         value = value.to(parameter.device, parameter.dtype)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
     return value.to(parameter.device, parameter.dtype)
+
+
+def random_states(world: World) -> list[dict[str, str]]:
+    """Returns the states of the CPU's and the device's generator of each process, in hexadecimal; all must call it."""
+    states = {CPU: torch.get_rng_state()}
+    if world.device.type != CPU:
+        states[world.device.type] = torch.get_device_module(world.device).get_rng_state(world.device)
+    gathered = {kind: world.gather(state) for kind, state in states.items()}
+    return [
+        {kind: by_rank[rank].numpy().tobytes().hex() for kind, by_rank in gathered.items()}
+        for rank in range(world.size)
+    ]
+
+
+def parse_random_states(saved: str | dict[str, str] | list[dict[str, str]]) -> list[dict[str, Tensor]]:
+    """Returns the states that :func:`random_states` wrote, as tensors.
+
+    Older checkpoints hold those of the leading process only, without the list; the oldest its CPU's only, bare.
+    """
+    if not isinstance(saved, list):
+        saved = [{CPU: saved} if isinstance(saved, str) else saved]
+    return [
+        {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in by_kind.items()}
+        for by_kind in saved
+    ]
+
+
+def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restores the CPU's generator, and the device's if its state is there."""
+    torch.set_rng_state(states[CPU])
+    if device.type != CPU and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+class Saver:
+    """Saves ``model`` to the run folder. All processes gather tensors; the leading one writes."""
+
+    def __init__(self, recipe: Recipe, run: Path, world: World, model: AdaPonderForCausalLM, shards: Shards):
+        self.recipe, self.run, self.world, self.model, self.shards = recipe, run, world, model, shards
+        self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
+
+    def save_step(self, step: int, optimizer: torch.optim.Optimizer, controller: DepthController | None) -> None:
+        """Writes the checkpoint before ``step``, and removes older ones that the recipe does not keep."""
+        weights, moments = weights_of(self.model), optimizer_state(optimizer)
+        _require_finite(weights | moments, step)
+        adapters = {name: weights[name] for name in adapters_of(self.model)}
+        state = self._state(step, controller)
+        if self.world.leads:
+            folder = step_folder(self.run, step)
+            plain = merged(self.model, weights)
+            save_checkpoint(folder, self.model, plain, moments, state, self.tokenizer_files, adapters)
+            prune(self.run, self.recipe.train.keep, saved=folder)
+        self.world.wait()
+
+    def save_final(self, step: int, controller: DepthController | None) -> Path:
+        """Writes the final model, without an optimizer, and returns its folder."""
+        weights = weights_of(self.model)
+        _require_finite(weights, step)
+        state = self._state(step, controller)
+        if self.world.leads:
+            plain = merged(self.model, weights)
+            save_checkpoint(self.run / "final", self.model, plain, None, state, self.tokenizer_files)
+        self.world.wait()
+        return self.run / "final"
+
+    def _state(self, step: int, controller: DepthController | None) -> dict[str, Any]:
+        """Returns the content of ``state.json``: the settings and the state of the run."""
+        state: dict[str, Any] = {
+            "step": step,
+            "recipe": self.recipe.as_dict(),
+            "fingerprint": self.recipe.fingerprint,
+            "data": self.shards.content_hash(),
+            "tokenizer": self.shards.tokenizer_hash,
+            "tokenizer_name": self.shards.manifest.fingerprint.get("tokenizer"),
+            "world": self.world.size,
+            "rng": random_states(self.world),
+            "torch": torch.__version__,
+        }
+        if controller:
+            state["controller"] = controller.state(self.world.sum(controller.sums.to(self.world.device)))
+        return state
+
+
+def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
+    """Raises if a tensor is not finite: an update can overflow although its gradient was finite."""
+    if (bad := first_not_finite(tensors.items())) is not None:
+        raise TrainingError(f"step {step - 1}: {bad.name} is not finite; the run stops, its last checkpoint is intact")

@@ -1,12 +1,12 @@
-"""Steers the ponder loss towards a mean depth: beyond the paper, which sets weight and k by hand.
+"""Steers the ponder loss towards a mean depth (beyond the paper, which sets weight and k by hand).
 
 The target fixes a first k: to halt at once, a token must close its first gate, and ``(K - target) / (K - 1)`` of the
 tokens must, which is that divided by ``K - 1`` of all gates. From ``ponder_full`` on one number, the pressure ``u``,
-turns both: ``k = first k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It is the integral of the error of the
-mean depth, with one exception: gates need many steps to fall below tau and hardly ever come back, so while the
-depth that their probabilities lead to expect is already below the target, the pressure does not rise.
+scales both: ``k = first k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It is the integral of the error of the
+mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so while the depth
+expected from their probabilities is already below the target, the pressure does not rise.
 
-It only ever presses gates shut. Where cross-entropy alone closes them, the mean depth ends below the target.
+The controller can only close gates. Where cross-entropy alone closes them, the mean depth ends below the target.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 
-# Beyond a factor of 32 either way the ponder loss drowns the cross-entropy, or is not there.
-_MOST = math.log(32.0)
+# Beyond a factor of 32 either way the ponder loss dominates the cross-entropy, or vanishes.
+_LARGEST = math.log(32.0)
 
 
 @dataclass
 class DepthController:
-    """Looks at ``every`` steps together, then turns the pressure by ``gain`` times the relative error.
+    """Updates the pressure every ``every`` steps, by ``gain`` times the relative error of the mean depth.
 
     Attributes:
         target: the mean depth to reach.
         iterations: K.
         start: the first step it acts on.
         pressure: u.
-        sums: since the last turn, on the device and of this process alone: tokens, their depths, and the depths
-            expected if each gate were the probability to go on.
+        sums: since the last update, on the device and of this process: tokens, their depths, and the depths
+            expected if each gate is the probability to continue.
     """
 
     target: float
@@ -50,7 +50,7 @@ class DepthController:
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))
 
     def steer(self, objective: Objective, step: int) -> Objective:
-        """The objective of ``step`` under the present pressure."""
+        """Returns the objective of ``step`` under the current pressure."""
         if step < self.start:
             return objective
         factor = math.exp(self.pressure)
@@ -62,31 +62,31 @@ class DepthController:
         )
 
     def add(self, depth: Tensor, gates: Tensor, step: int) -> None:
-        """Counts a micro-step of ``step``: depths ``[batch, time]``, gates ``[batch, time, K-1]``."""
+        """Adds a micro-step of ``step``: depths ``[batch, time]``, gates ``[batch, time, K-1]``."""
         if step >= self.start:
             expected = 1.0 + gates.detach().cumprod(-1).sum(-1)
             now = torch.stack([(depth > 0).sum().double(), depth.sum().double(), expected.sum().double()])
             self.sums = self.sums.to(now.device) + now
 
     def due(self, step: int) -> bool:
-        """Whether the pressure turns after ``step``."""
+        """Returns whether the pressure is updated after ``step``."""
         return step >= self.start and (step + 1 - self.start) % self.every == 0
 
     def turn(self, sums: Tensor) -> None:
-        """Turns the pressure by ``sums`` over all processes, and starts new sums."""
+        """Updates the pressure from ``sums`` over all processes, and resets the sums."""
         tokens, depths, expected = sums.tolist()
         error = (depths / tokens - self.target) / (self.iterations - 1)
         if error > 0 and expected / tokens < self.target:
             error = 0.0
-        self.pressure = max(-_MOST, min(_MOST, self.pressure + self.gain * error))
+        self.pressure = max(-_LARGEST, min(_LARGEST, self.pressure + self.gain * error))
         self.sums = torch.zeros_like(self.sums)
 
     def state(self, sums: Tensor) -> dict[str, Any]:
-        """What a checkpoint keeps; ``sums`` are over all processes."""
+        """Returns the state for a checkpoint; ``sums`` are over all processes."""
         return {"pressure": self.pressure, "seen": sums.tolist()}
 
     def restore(self, state: dict[str, Any], device: torch.device, *, leads: bool) -> None:
-        """Goes on from :meth:`state`; the leading process starts with the sums of all, the others with zero."""
+        """Restores :meth:`state`; the leading process starts with the sums of all, the others with zero."""
         self.pressure = float(state["pressure"])
         sums = torch.tensor(state["seen"], dtype=torch.double, device=device)
         self.sums = sums if leads else torch.zeros_like(sums)
@@ -95,15 +95,15 @@ class DepthController:
 def controller_of(
     train: TrainRecipe, model: AdaPonderForCausalLM, world: World, state: dict[str, Any] | None
 ) -> DepthController | None:
-    """The controller that ``train.target_depth`` asks for, going on from ``state``; ``None`` where it is not set."""
+    """Returns the controller of ``train.target_depth``, restored from ``state``; ``None`` if it is not set."""
     config = model.config
     if train.target_depth is None:
         return None
     if not model.method.has_ponder_term or not 1 <= train.target_depth < config.iterations:
-        able = " and ".join(name for name in method_names() if method_class(name).has_ponder_term)
+        methods = " or ".join(name for name in method_names() if method_class(name).has_ponder_term)
         raise TrainingError(
-            f"train.target_depth={train.target_depth}: at least 1 and below {config.iterations}, the model's "
-            f"iterations, and for {able} alone; this is {config.method}"
+            f"train.target_depth={train.target_depth} must be at least 1 and below the model's {config.iterations} "
+            f"iterations, and needs a method with a ponder term ({methods}); this is {config.method}"
         )
     controller = DepthController(
         target=train.target_depth,

@@ -1,34 +1,39 @@
-"""The prepared data of a recipe: opened where it is there, prepared first where it is not."""
+"""Data of a run: the prepared folder of a recipe, and the windows that a process trains on in each micro-step."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from adaponder.checkpoints.loading import fetch
-from adaponder.data import Sampler, Shards
+from adaponder.data import Batch, Sampler, Shards
+from adaponder.data.manifest import MANIFEST
 from adaponder.data.prepare import prepare
 from adaponder.data.tokenizers import hash_of_file
-from adaponder.errors import InputError
+from adaponder.errors import InputError, TrainingError
+from adaponder.policies import sequence_seeds
 from adaponder.recipes import Recipe
 from adaponder.terminal import console, line
 from adaponder.training.distributed import World, local_share
 
 
 def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]:
-    """The recipe's training and validation tokens, prepared if need be; processes of a machine share the hashing."""
+    """Opens the recipe's training and validation tokens; the processes of a machine share the hashing."""
     folder = shards_folder(recipe, data, world)
     share = local_share()
     return Shards.open(folder, "train", share=share), Shards.open(folder, "validation", share=share)
 
 
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
-    """The prepared folder that the recipe names, or one prepared from what it names, once, under ``data``."""
+    """Returns the prepared folder that the recipe names; prepares other inputs once, in a folder under ``data``."""
     source = Path(recipe.data.source)
-    if os.path.isfile(source / "manifest.json"):
+    if os.path.isfile(source / MANIFEST):
         return source
-    name = f"{source.name}-{recipe.data.tokenizer.replace(':', '-').replace('/', '-')}"
-    folder = data / name
+    folder = data / f"{source.name}-{recipe.data.tokenizer.replace(':', '-').replace('/', '-')}"
     if world.leads:
         try:
             manifest = prepare(
@@ -52,13 +57,81 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
 
 
 def require_own_tokenizer(recipe: Recipe, shards: Shards) -> None:
-    """Refuses ids that mean something else to the checkpoint that is trained on, where it has a ``tokenizer.json``."""
+    """Raises if the data was made with another tokenizer than that of the checkpoint to train on."""
     name = recipe.model.backbone
     if isinstance(name, str) and os.path.isfile(path := fetch(name) / "tokenizer.json"):
         shards.require_tokenizer(hash_of_file(path), name)
 
 
 def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
-    """Draws the recipe's batches from ``shards``."""
+    """Returns the sampler of the recipe's batches."""
     train = recipe.train
     return Sampler(shards, sequence=recipe.data.sequence, global_batch=train.global_batch, seed=train.seed)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one process.
+
+    Attributes:
+        size: windows of one micro-batch.
+        count: micro-batches of a step.
+        attend_across_documents: see :class:`adaponder.recipes.DataRecipe`.
+        seed: seed of policies that draw random numbers.
+    """
+
+    sampler: Sampler
+    world: World
+    size: int
+    count: int
+    attend_across_documents: bool
+    seed: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, sampler: Sampler, world: World) -> MicroBatches:
+        """Divides the recipe's ``global_batch`` into micro-batches; each process must get whole ones."""
+        share = world.share(recipe.train.global_batch, "train.global_batch")
+        size = min(recipe.train.micro_batch or share, share)
+        if share % size:
+            raise TrainingError(f"train.micro_batch={size} must divide the {share} windows of a process in a step")
+        across = recipe.data.attend_across_documents
+        return cls(sampler, world, size, share // size, across, recipe.train.seed)
+
+    def draw(self, step: int) -> list[Batch]:
+        """Returns this process's windows of every micro-step.
+
+        The windows of a micro-step over all processes are consecutive in the step's batch: a single process with
+        micro-batches of that size would take the same ones.
+        """
+        first = [(index * self.world.size + self.world.rank) * self.size for index in range(self.count)]
+        return [self.sampler.part(step, window, self.size) for window in first]
+
+    def inputs(self, step: int) -> list[dict[str, Tensor]]:
+        """Returns the model's tensor arguments of every micro-step.
+
+        A window has another seed at each step, whichever micro-batch it is in.
+        """
+        return [self._inputs_of(batch) | {"seed": self._seeds(step, batch)} for batch in self.draw(step)]
+
+    def _seeds(self, step: int, batch: Batch) -> Tensor:
+        return sequence_seeds(self.seed, (step << 32) + torch.from_numpy(batch.windows))
+
+    def _inputs_of(self, batch: Batch) -> dict[str, Tensor]:
+        tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
+        inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+        if batch.learned is not None:
+            inputs["targets"][~torch.from_numpy(batch.learned)[:, 1:]] = -100
+        if not self.attend_across_documents:
+            # The first token of the next document cannot be predicted from this one: it is no target.
+            inputs["targets"][documents[:, 1:] != documents[:, :-1]] = -100
+            inputs["document_ids"] = documents[:, :-1]
+        return inputs
+
+    def mean_targets(self, inputs: list[dict[str, Tensor]]) -> Tensor:
+        """Returns the step's targets per forward, in double: each forward divides its cross-entropy by it.
+
+        Losses averaged over micro-steps and processes are then the mean over all targets of the step.
+        """
+        mine = sum(int((arguments["targets"] != -100).sum()) for arguments in inputs)
+        total = self.world.sum(torch.tensor(mine, device=self.world.device))
+        return total.clamp_min(1).double() / (self.world.size * self.count)

@@ -1,4 +1,4 @@
-"""One process or several, on one machine or several: a lone process is a world of one without a process group."""
+"""Distributed training on one or several machines; a single process needs no process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 @dataclass(frozen=True)
 class World:
-    """The number of this process (``rank``), how many there are (``size``), and its device."""
+    """The rank of this process, the number of processes (``size``), and this process's device."""
 
     rank: int = 0
     size: int = 1
@@ -32,33 +32,33 @@ class World:
         return self.rank == 0
 
     def share(self, total: int, name: str) -> int:
-        """How many of the ``total`` windows of ``name`` are this process's."""
+        """Returns this process's share of the ``total`` windows of ``name``."""
         if total % self.size:
-            raise ConfigError(f"{name}={total} cannot be shared evenly by {self.size} processes")
+            raise ConfigError(f"{name}={total} must be divisible by the {self.size} processes")
         return total // self.size
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, on each."""
+        """Returns the sum over all processes, in each."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over all processes, on each."""
+        """Returns the mean over all processes, in each."""
         return values if self.size == 1 else self.sum(values) / self.size
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The values of every process, which must have the same shape, on each, and on the device they came from."""
+        """Returns the values of every process (all of the same shape), in each, on the device of ``values``."""
         if self.size == 1:
             return [values]
         mine = values.to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
-        return [each.to(values.device) for each in everyone]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine)
+        return [tensor.to(values.device) for tensor in gathered]
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true in any process; the same answer in all."""
+        """Returns whether ``flag`` is true in any process, in each."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def wait(self) -> None:
@@ -68,7 +68,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """The world that ``torchrun`` describes in the environment, or a world of one."""
+    """Joins the processes that ``torchrun`` describes in the environment; without it, a world of one."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     target = as_device(device)
     if target.type == "cuda":
@@ -85,18 +85,18 @@ def join(device: str) -> Iterator[World]:
 
 
 def local_share() -> tuple[int, int]:
-    """(number of this process, processes) on this machine, as torchrun says; (0, 1) where it does not."""
+    """Returns (rank, number of processes) on this machine as torchrun sets them; else (0, 1)."""
     if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Module:
-    """The model as it is called in training: replicated or sharded where there are several processes."""
+    """Returns the model replicated (DDP) or sharded (FSDP) over several processes; itself for a single one."""
     if world.size > 1 and parallel == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        # One unit per decoder layer; gates, embedding and head belong to the root, which stays gathered for a step.
+        # One unit per decoder layer; gates, embedding and head belong to the root, which stays gathered in a step.
         for layer in decoder_layers(model.backbone, model.config.num_hidden_layers):
             fully_shard(layer)
         fully_shard(model)
@@ -108,7 +108,7 @@ def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Modu
 
 
 def accumulating(called: nn.Module, *, last: bool) -> Any:
-    """A context in which gradients stay local to the process, except in the last micro-step."""
+    """Returns a context that keeps gradients local to the process, except in the last micro-step."""
     if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
         return called.no_sync()
     if hasattr(called, "set_requires_gradient_sync"):
@@ -117,9 +117,9 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """A bottom-K mean over the gates of all processes: what one process with all windows would compute.
+    """Returns a bottom-K mean over the gates of all processes, equal to that of one process with all windows.
 
-    Each process returns its own part of the mean, times the number of processes, because gradients are averaged.
+    Each process computes its share of the mean, times the number of processes, because gradients are averaged.
     """
 
     def mean(values: Tensor, fraction: float) -> Tensor:
@@ -129,13 +129,13 @@ def global_bottom_k_mean(world: World) -> Any:
         sizes = torch.zeros(world.size, dtype=torch.long, device=flat.device)
         sizes[world.rank] = flat.numel()
         sizes = world.sum(sizes).tolist()
-        everyone = [flat.new_zeros(size) for size in sizes]
-        dist.all_gather(everyone, flat.detach().contiguous())
+        gathered = [flat.new_zeros(size) for size in sizes]
+        dist.all_gather(gathered, flat.detach().contiguous())
         count = pool_count(fraction, sum(sizes))
         if count == 0:
             return flat.new_zeros(())
-        chosen = torch.topk(torch.cat(everyone), count, largest=False, sorted=False).indices - sum(sizes[: world.rank])
-        mine = chosen[(chosen >= 0) & (chosen < flat.numel())]
+        lowest = torch.topk(torch.cat(gathered), count, largest=False, sorted=False).indices - sum(sizes[: world.rank])
+        mine = lowest[(lowest >= 0) & (lowest < flat.numel())]
         return flat[mine].sum() * world.size / count
 
     return mean

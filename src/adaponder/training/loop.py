@@ -1,4 +1,4 @@
-"""The training loop: draw a batch, forward and backward, update, log; a step depends on the state before it alone."""
+"""The training loop: draw a batch, forward and backward, update, log; a step depends only on the state before it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipes import Recipe
-from adaponder.training.checkpoint import load_optimizer
+from adaponder.training.checkpoint import Saver, load_optimizer
 from adaponder.training.controller import DepthController, controller_of
+from adaponder.training.data import MicroBatches
 from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
 from adaponder.training.lora import trains
-from adaponder.training.micro_batches import MicroBatches
-from adaponder.training.optim import build_optimizer, set_learning_rate
-from adaponder.training.saving import Saver
-from adaponder.training.schedule import objective_at, phase_at, phases, policy_at
+from adaponder.training.schedule import (
+    build_optimizer,
+    objective_at,
+    phase_at,
+    phases,
+    policy_at,
+    set_learning_rate,
+)
 from adaponder.training.telemetry import Telemetry
 from adaponder.training.validation import validate
 from adaponder.training.watch import Tally, collapse, utilisation
@@ -42,16 +47,15 @@ class Trainer:
     """One training run in one process.
 
     Attributes:
-        recipe, model: what is trained.
         run: the run folder.
-        world: this process among those of the run.
+        world: this process and the others of the run.
         sampler: draws the training windows.
-        validation: the validation split; ``None`` where it holds no whole window.
-        telemetry: logs; ``None`` except in the leading process.
+        validation: the validation split; ``None`` if it holds no whole window.
+        telemetry: the logs; ``None`` except in the leading process.
         step: the next step to take.
         resumed_from: the checkpoint whose optimizer state is loaded before the first step.
         controller_state: the depth controller's state in that checkpoint.
-        stop_requested: whether to stop after the present step.
+        stop_requested: returns whether to stop after the current step.
     """
 
     recipe: Recipe
@@ -78,23 +82,23 @@ class Trainer:
         self.micro_batches = MicroBatches.of(self.recipe, self.sampler, self.world)
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
-        self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss of the step before, unchecked
-        self.logged: int | None = None  # the last step that has its line of metrics
-        self.before: dict[str, Any] | None = None  # validation of the checkpoint that is trained on
+        self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss, not yet checked
+        self.logged: int | None = None  # the last step with a line of metrics
+        self.before: dict[str, Any] | None = None  # validation of the initial checkpoint
         self.after: dict[str, Any] | None = None  # the latest validation
         self.bottom_k = global_bottom_k_mean(self.world) if train.ponder_scope == "micro" else bottom_k_mean
         self.saver = Saver(self.recipe, self.run, self.world, self.model, self.sampler.shards)
         self.controller: DepthController | None = controller_of(train, self.model, self.world, self.controller_state)
         if train.exit_stage == 2 and self.model.method.has_exit_loss and train.freeze_backbone_steps < train.steps:
             raise TrainingError(
-                f"train.exit_stage=2 trains exits alone, its loss teaches the backbone nothing but to please them: set "
-                f"train.freeze_backbone_steps={train.steps}, and model.backbone to a checkpoint of stage 1"
+                f"train.exit_stage=2 trains the exits only: set train.freeze_backbone_steps={train.steps}, and "
+                "model.backbone to a checkpoint of stage 1"
             )
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Takes all steps that are left, phase by phase; false if it was asked to stop before the end."""
+        """Takes all remaining steps, phase by phase; returns false if it was stopped before the end."""
         for phase in phases(self.recipe.train):
             if self.step >= phase.end:
                 continue
@@ -106,24 +110,24 @@ class Trainer:
         return True
 
     def _enter(self, backbone_trains: bool) -> None:
-        """Begins a phase: sets which parameters train, then makes the wrapper and the optimizer for them."""
+        """Begins a phase: sets which parameters train, then creates the wrapper and the optimizer for them."""
         train = self.recipe.train
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trains(name, train, backbone_trains=backbone_trains))
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise TrainingError(
-                f"train.freeze_backbone_steps={train.freeze_backbone_steps}: "
-                f"{self.recipe.model.method} adds no parameters that could be trained alone"
+                f"train.freeze_backbone_steps={train.freeze_backbone_steps} must be 0: "
+                f"{self.recipe.model.method} adds no parameters of its own to train"
             )
         if train.compile:
-            # Which parameters train is part of a graph. Graphs of earlier phases, or of another run in this process,
-            # count towards the compiler's limit, past which it would go on uncompiled without a word: drop them.
+            # A graph depends on which parameters train. Graphs of earlier phases, or of another run in this process,
+            # count towards the compiler's limit, beyond which it silently stops compiling: drop them.
             torch.compiler.reset()
         if self.wrapped is None or train.parallel == "ddp":
-            # FSDP shards in place, once, and follows requires_grad; DDP looks at it when it is made.
+            # FSDP shards in place, once, and follows requires_grad; DDP reads it when constructed.
             self.wrapped = wrap(self.model, self.world, parallel=train.parallel)
         self.optimizer = build_optimizer(self.model, train)
-        # Moments belong to the phase they were made in: at its first step a new optimizer is right.
+        # Moments belong to their phase: its first step uses a new optimizer.
         if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
             load_optimizer(self.optimizer, self.resumed_from)
         self.resumed_from = None
@@ -132,7 +136,7 @@ class Trainer:
         """One optimizer update: forward and backward of every micro-batch, clipping, AdamW."""
         train, step = self.recipe.train, self.step
         self.rate = set_learning_rate(self.optimizer, train, step)
-        # Micro-steps and processes count equally in every term that is no mean over targets: both are averaged here.
+        # Micro-steps and processes have equal weight in every term that is not a mean over targets.
         objective = replace(objective_at(train, step), share=1.0, bottom_k=self.bottom_k, mean_count=self.world.mean)
         if self.controller:
             objective = self.controller.steer(objective, step)
@@ -140,9 +144,9 @@ class Trainer:
         inputs = self.micro_batches.inputs(step)
         mean_targets = self.micro_batches.mean_targets(inputs)
         total = torch.zeros((), device=self.world.device)
-        for index, each in enumerate(inputs):
+        for index, arguments in enumerate(inputs):
             with accumulating(self._wrapped(), last=index + 1 == len(inputs)):
-                output = self._forward(each, objective, mean_targets)
+                output = self._forward(arguments, objective, mean_targets)
                 assert output.loss is not None
                 loss = output.loss / len(inputs)
                 loss.backward()
@@ -160,16 +164,16 @@ class Trainer:
             self.controller.turn(self.world.sum(self.controller.sums))
 
     def _clip(self, largest: float) -> Tensor:
-        """Clips the gradients and returns the norm they had; where gates learn apart, the backbone's norm."""
+        """Clips the gradients and returns their norm before; the backbone's norm if gates are clipped separately."""
         gates = list(self.model.method.parameters())
         if not self.model.method.gates_apart or not gates:
             return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
-        own = nn.utils.clip_grad_norm_(gates, largest)
+        gate_norm = nn.utils.clip_grad_norm_(gates, largest)
         norm = nn.utils.clip_grad_norm_(self.model.backbone.parameters(), largest)
-        return norm + 0.0 * own  # so that gates which are not finite are noticed too
+        return norm + 0.0 * gate_norm  # so that a gate norm that is not finite is noticed too
 
     def _after_step(self, phase_end: int) -> bool:
-        """Logs, validates and saves what is due after a step; true if the run must stop here."""
+        """Logs, validates and saves if due after a step; returns true if the run must stop here."""
         train = self.recipe.train
         step, self.step = self.step, self.step + 1
         if self.telemetry:
@@ -203,20 +207,20 @@ class Trainer:
             )
 
     def _wrapped(self) -> nn.Module:
-        """The model as it is called in training: itself, or inside a DDP or FSDP wrapper."""
+        """Returns the model as it is called in training: itself, or inside a DDP or FSDP wrapper."""
         assert self.wrapped is not None  # a phase was entered
         return self.wrapped
 
     # --- checks -------------------------------------------------------------------------------------------------
 
     def _check_step_before(self, norm: Tensor, loss: Tensor) -> None:
-        """Checks the step before while this one runs: a NaN is noticed one step late, and always before a save."""
+        """Checks the previous step while this one runs: a NaN is noticed one step late, but always before a save."""
         before, self.last_step = self.last_step, (norm, loss)
         if before is not None:
             self._require_finite_step(*before, self.step - 1)
 
     def require_finite_so_far(self) -> None:
-        """Raises where the last step was not finite; those before it were checked."""
+        """Raises if the last step was not finite; earlier ones were checked before."""
         if self.last_step is not None:
             self._require_finite_step(*self.last_step, self.step - 1)
             self.last_step = None
@@ -229,13 +233,13 @@ class Trainer:
             self.telemetry.log({"step": step, "loss": float(loss), "grad_norm": value})
         raise TrainingError(
             f"step {step}: the loss is {float(loss):g} and the gradient {value} on windows {windows[:8]}…; the run "
-            "stops and its last checkpoint is untouched. A smaller train.lr or train.clip usually cures it"
+            "stops, its last checkpoint is intact. A smaller train.lr or train.clip usually helps"
         )
 
     # --- logs and validation ------------------------------------------------------------------------------------
 
     def _count(self, output: AdaPonderOutput, parts: int) -> None:
-        """Adds the output of one of the ``parts`` micro-steps to the sums that are logged and steered by."""
+        """Adds the output of one of the ``parts`` micro-steps to the tally and the depth controller."""
         self.tally.count(output, parts, self.model.config.iterations)
         if self.controller and output.gates is not None:
             assert output.depth is not None
@@ -269,19 +273,19 @@ class Trainer:
             self.telemetry.warn(kind, f"step {metrics['step']}: {where}{message}")
 
     def measure_before(self) -> None:
-        """Loss and depths of the checkpoint that is trained on, before its first step, kept in ``before.json``."""
-        kept = self.run / BEFORE
+        """Measures loss and depths of the initial checkpoint before its first step, kept in ``before.json``."""
+        path = self.run / BEFORE
         if self.validation is None or not isinstance(self.recipe.model.backbone, str):
             return
         if self.step == 0:
             self.before = self.evaluate(self.recipe.train.eval_tokens)
             if self.world.leads:
-                write_whole(kept, json.dumps(self.before, indent=1).encode(), TrainingError)
-        elif self.world.leads and kept.is_file():
-            self.before = read_json(kept, TrainingError)
+                write_whole(path, json.dumps(self.before, indent=1).encode(), TrainingError)
+        elif self.world.leads and path.is_file():
+            self.before = read_json(path, TrainingError)
 
     def evaluate(self, tokens: int, **options: Any) -> dict[str, Any]:
-        """Loss and depths on the first ``tokens`` tokens of the validation split; ``options`` are the model's."""
+        """Returns loss and depths on the first ``tokens`` validation tokens; ``options`` go to the model's forward."""
         assert self.validation is not None
         return validate(
             self.model,
@@ -308,7 +312,7 @@ class Trainer:
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes a checkpoint at this step boundary."""
+        """Writes a checkpoint between two steps."""
         self.require_finite_so_far()
         self.saver.save_step(self.step, self.optimizer, self.controller)
         self.tally.began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, through peft) on the linear maps of the backbone: they train, and what they adapt stays.
+"""Low-rank adapters (LoRA, by peft) on the linear layers of the backbone, whose own weights stay fixed.
 
-Checkpoints hold the merged model, which opens like any other; beside it ``lora.safetensors`` keeps the adapters and
-what they adapt, as they were, so that a resumed run goes on with the same numbers.
+Checkpoints hold the merged model, which opens like any other; beside it ``lora.safetensors`` holds the adapters and
+the weights that they adapt, so that a resumed run continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _ADAPTER = "default"
 
 
 def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path | None = None) -> None:
-    """Puts the adapters of ``train`` into the model's backbone, with a checkpoint's values if there is one."""
+    """Adds the adapters of ``train`` to the model's backbone, with a checkpoint's values if there is one."""
     if train.lora_rank is None:
         return
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise InputError(
-            "train.lora_rank: peft is not installed; pip install 'adaponder[finetune]', or leave it out"
+            "train.lora_rank needs peft: pip install 'adaponder[finetune]', or drop train.lora_rank"
         ) from None
     config = LoraConfig(
         r=train.lora_rank,
         lora_alpha=2 * train.lora_rank if train.lora_alpha is None else train.lora_alpha,  # pyright: ignore[reportArgumentType]
-        target_modules="all-linear",  # but the head
+        target_modules="all-linear",  # except the head
     )
     inject_adapter_in_model(config, model.backbone, adapter_name=_ADAPTER)
     if resumed_from is not None:
@@ -41,12 +41,12 @@ def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path |
 
 
 def adapters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters and the weights that they adapt, by their names in the model; empty where there are none."""
+    """Returns the adapters and the weights that they adapt, by their names in the model."""
     return {name: value for name, value in model.state_dict().items() if _is_adapter(name) or ".base_layer." in name}
 
 
 def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` of the model under a stock model's names, each adapter added to what it adapts."""
+    """Returns ``weights`` under a stock model's names, with each adapter added to the weight that it adapts."""
     plain = {name.replace(".base_layer.", "."): value for name, value in weights.items() if not _is_adapter(name)}
     for name, module in model.named_modules():
         if f"{name}.base_layer.weight" in weights:
@@ -57,7 +57,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Whether the parameter of that name is updated: the method's, and the backbone's or the adapters in it."""
+    """Returns whether the parameter of that name is updated: the method's, and the backbone's or its adapters."""
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))
@@ -68,11 +68,11 @@ def _is_adapter(name: str) -> bool:
 
 
 def _restore(model: AdaPonderForCausalLM, folder: Path) -> None:
-    wanted = adapters_of(model)
+    adapters = adapters_of(model)
     if not (folder / LORA).is_file():
         raise CheckpointError(f"{folder / LORA} is missing: exact resume is impossible; use --weights-only")
     saved = load_file(folder / LORA)
-    if saved.keys() != wanted.keys() or any(saved[name].shape != value.shape for name, value in wanted.items()):
-        raise CheckpointError(f"{folder / LORA} holds other adapters than the recipe's; use --weights-only")
-    for name, value in wanted.items():
+    if saved.keys() != adapters.keys() or any(saved[name].shape != value.shape for name, value in adapters.items()):
+        raise CheckpointError(f"{folder / LORA} holds other adapters than the recipe: use --weights-only")
+    for name, value in adapters.items():
         value.copy_(saved[name])

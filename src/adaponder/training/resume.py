@@ -1,4 +1,4 @@
-"""Where a run goes on: from which checkpoint, unless it is finished, and only if the recipe is still the same."""
+"""Finds the checkpoint that a run continues from; refuses one that was trained with other settings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from adaponder.recipes import FREE_TRAIN, Recipe
 from adaponder.registry import scale_from_scratch, scale_of
 from adaponder.terminal import console, line
 from adaponder.training.build import config_of
-from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
+from adaponder.training.checkpoint import OPTIMIZER, newest_complete, parse_random_states, verify_checkpoint
 from adaponder.training.distributed import World
-from adaponder.training.randomness import parse_random_states
 
 
 class Start(NamedTuple):
-    """Where a run begins: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state.
+    """Start of a run: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state.
 
-    ``random_state`` is that of the random generators in an exact resume, by kind of device: to be restored last, since
-    making a model draws.
+    ``random_state`` holds the random generators in an exact resume, by kind of device. It must be restored last,
+    because constructing a model draws random numbers.
     """
 
     folder: Path | None
@@ -33,18 +32,18 @@ class Start(NamedTuple):
 
 
 def check_resume(resume: str | None, *, weights_only: bool, allow_changes: bool) -> None:
-    """Raises where options cannot mean what they say, before anything is read or written."""
+    """Raises for options that contradict each other, before anything is read or written."""
     for flag, given in (("--weights-only", weights_only), ("--allow-changes", allow_changes)):
         if given and resume is None:
-            raise InputError(f"{flag} is of a checkpoint: name one with --resume, or leave it out")
+            raise InputError(f"{flag} needs a checkpoint: name one with --resume, or drop it")
     if resume in (None, "auto"):
         return
     if not Path(resume).is_dir():
-        raise CheckpointError(f"--resume {resume}: there is no such folder; auto takes the newest checkpoint in --out")
+        raise CheckpointError(f"--resume {resume}: no such folder; auto uses the newest checkpoint in --out")
     if (Path(resume) / "checkpoints").is_dir():
         raise CheckpointError(
             f"--resume {resume} is a run folder: name one of the checkpoints in {Path(resume) / 'checkpoints'}, "
-            "or auto, which takes the newest in --out"
+            "or use auto for the newest in --out"
         )
 
 
@@ -58,7 +57,7 @@ def find_start(
     weights_only: bool,
     allow_changes: bool,
 ) -> Start:
-    """The checkpoint to go on from; raises where the run would not be the one that the checkpoint is of."""
+    """Returns the checkpoint to continue from; raises if the run differs from the one that wrote it."""
     folder = _newest(out, world) if resume == "auto" else None if resume is None else Path(resume)
     if folder is None:
         return Start(None, 0)
@@ -68,55 +67,55 @@ def find_start(
     if not (folder / OPTIMIZER).is_file() or "rng" not in state:
         raise CheckpointError(f"{folder} has no optimizer or RNG state: exact resume is impossible; use --weights-only")
     if state["tokenizer"] != sampler.shards.tokenizer_hash:
-        raise CheckpointError(f"{folder} was trained with another tokenizer than the data's: refused")
+        raise CheckpointError(f"{folder} was trained with another tokenizer: prepare the data with that one")
     changes = differences(state, recipe, sampler, world)
     if changes and not allow_changes:
         raise TrainingError(
-            "the run differs from its checkpoint in " + "; ".join(changes) + "; undo that, or say --allow-changes"
+            "the run differs from its checkpoint in " + "; ".join(changes) + "; undo that, or add --allow-changes"
         )
     if shapes := [change for change in changes if change.startswith("model.")]:
         raise TrainingError(
-            f"a checkpoint is resumed as the model it is, and this one differs in {'; '.join(shapes)}; "
-            "start a new run, with model.backbone naming the checkpoint to start from"
+            f"a resumed run keeps the checkpoint's model, but the recipe differs in {'; '.join(shapes)}; "
+            "start a new run, with model.backbone set to that checkpoint"
         )
     random_states = parse_random_states(state["rng"])
     start = Start(folder, int(state["step"]), state.get("controller"), random_states[world.rank % len(random_states)])
     if world.leads:
-        _tell(start, changes, states=len(random_states), world=world)
+        _print_start(start, changes, states=len(random_states), world=world)
     return start
 
 
 def _newest(out: Path, world: World) -> Path | None:
-    """The newest whole checkpoint of the run folder; what is wrong with newer ones is said."""
-    folder, passed_over = newest_complete(out)
+    """Returns the newest whole checkpoint of the run folder; prints why newer ones are skipped."""
+    folder, skipped = newest_complete(out)
     if world.leads:
-        for reason in passed_over:
-            console.print(line(("passed over:", "yellow"), f" {reason}"), soft_wrap=True)
+        for reason in skipped:
+            console.print(line(("skipped:", "yellow"), f" {reason}"), soft_wrap=True)
     return folder
 
 
-def _tell(start: Start, changes: list[str], *, states: int, world: World) -> None:
-    """Says from where an exact resume goes on, and what of it may be otherwise than before."""
+def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
+    """Prints where an exact resume continues, and what may differ from before."""
     kind = world.device.type
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         console.print(line(("it was trained with", "yellow"), f" other settings: {'; '.join(changes)}"), soft_wrap=True)
     if kind not in (start.random_state or {}):
-        console.print(f"it holds no random state of {kind}: dropout, if there is any, draws anew", soft_wrap=True)
+        console.print(f"it holds no random state of {kind}: dropout, if any, draws new numbers", soft_wrap=True)
     if states < world.size:
         console.print(
-            f"it holds random states of {states} of {world.size} processes, and the others go on "
-            "from these: dropout, if there is any, may draw otherwise",
+            f"it holds random states of {states} of {world.size} processes, which the others share: dropout, if any, "
+            "may draw other numbers",
             soft_wrap=True,
         )
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
-    """Whether ``out`` holds the whole final model of ``recipe``, so that nothing is left to train.
+    """Returns whether ``out`` holds the whole final model of ``recipe``, so that nothing is left to train.
 
-    Data and processes are not compared: they decide nothing any more. A final model of another recipe (more steps,
-    say) is an error that names the difference; with ``allow_changes`` the run goes on from its newest checkpoint and
-    makes a new final model. A final model that is damaged does not count: the run goes on and makes it again.
+    Data and number of processes are not compared: they no longer matter. A final model of another recipe (more steps,
+    say) is an error that lists the differences; with ``allow_changes`` the run continues from its newest checkpoint
+    and writes a new final model. A damaged final model does not count: the run continues and writes it again.
     """
     final = out / "final"
     if not final.is_dir():
@@ -125,29 +124,29 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
         state = verify_checkpoint(final)
     except CheckpointError as error:
         if world.leads:
-            console.print(line(("passed over:", "yellow"), f" {error}"), soft_wrap=True)
+            console.print(line(("skipped:", "yellow"), f" {error}"), soft_wrap=True)
         return False
     if weights_only:
         raise InputError(
-            f"--out {out} holds a finished run, which would be lost: to train on from its weights name a new folder, "
+            f"--out {out} holds a finished run, which would be lost: to train from its weights name a new folder, "
             f"with --resume {final} --weights-only"
         )
     changes = recipe_changes(state["recipe"], recipe)
     if changes and not allow_changes:
         raise TrainingError(
-            f"--out {out} holds a finished run, which differs in {'; '.join(changes)}; name another folder, "
-            "or say --allow-changes: its newest checkpoint then goes on, and a new final model takes the place of this"
+            f"--out {out} holds a finished run, which differs in {'; '.join(changes)}; name another folder, or add "
+            "--allow-changes to continue from its newest checkpoint and replace its final model"
         )
     if changes and newest_complete(out)[0] is None:
         raise CheckpointError(
-            f"--out {out} holds a finished run and no checkpoint to go on from: to train on from its weights name a "
+            f"--out {out} holds a finished run and no checkpoint to continue from: to train from its weights name a "
             f"new folder, with --resume {final} --weights-only"
         )
     return not changes
 
 
 def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Each field that decides the result and differs from the recipe a checkpoint holds, as ``field: was → is``."""
+    """Returns ``field: was → is`` for each field that affects the result and differs from a checkpoint's recipe."""
     now = json.loads(json.dumps(recipe.as_dict()))
     was = was | {"model": was["model"] | {"embedding_scale": _recorded_scale(was["model"])}}
     config, changes = config_of(recipe), []
@@ -156,7 +155,7 @@ def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
             free = section == "train" and name in FREE_TRAIN
             before, after = was[section].get(name), now[section].get(name)
             change = f"{section}.{name}: {before} → {after}"
-            if name == "embedding_scale" and config is not None:  # sqrt(d) and the number it comes to are the same
+            if name == "embedding_scale" and config is not None:  # sqrt(d) and its value are the same
                 before, after = (
                     scale_of(scale, config.hidden_size) if isinstance(scale, str) else scale
                     for scale in (before, after)
@@ -167,9 +166,9 @@ def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _recorded_scale(model: dict[str, Any]) -> Any:
-    """The embedding scale in a recorded recipe's ``model``; one left open is what training from scratch used then.
+    """Returns the embedding scale of a recorded recipe's ``model``; one left open is that of the time.
 
-    Records have named it since every method begins with ``scale_from_scratch``; before, only these three did.
+    Recipes without a scale are older than ``scale_from_scratch`` for every method: only three methods used it then.
     """
     scale = model.get("embedding_scale")
     if scale is not None or isinstance(model["backbone"], str):
@@ -178,7 +177,7 @@ def _recorded_scale(model: dict[str, Any]) -> Any:
 
 
 def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:
-    """Everything in which a resumed run would differ from its checkpoint, as ``field: was → is``."""
+    """Returns ``field: was → is`` for everything in which a resumed run would differ from its checkpoint."""
     changes = recipe_changes(state["recipe"], recipe)
     if state["world"] != world.size:
         changes.append(f"processes: {state['world']} → {world.size}")

@@ -1,37 +1,42 @@
-"""Trains one recipe in one run folder, from its first step, or from where it stopped, to its final model."""
+"""Trains one recipe in one run folder, from its first step or its last checkpoint, to its final model."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from adaponder.checkpoints.special_tokens import align
 from adaponder.data import Shards
-from adaponder.errors import TrainingError
-from adaponder.files import write_whole
+from adaponder.devices import product_dtype
+from adaponder.errors import InputError, TrainingError
+from adaponder.files import lock, write_whole
+from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
-from adaponder.terminal import console
+from adaponder.terminal import console, line
 from adaponder.training.build import build_model, config_of, weights_dtype
+from adaponder.training.checkpoint import restore_random_state
 from adaponder.training.data import open_data, require_own_tokenizer, sampler_of
 from adaponder.training.distributed import World, join
-from adaponder.training.files import room_on_disk
 from adaponder.training.loop import Trainer
 from adaponder.training.lora import attach
-from adaponder.training.ownership import owned, stop_signals
-from adaponder.training.randomness import restore_random_state
-from adaponder.training.remarks import remark
 from adaponder.training.resume import Start, check_resume, find_start, is_finished
-from adaponder.training.telemetry import Telemetry
+from adaponder.training.telemetry import Telemetry, room_on_disk, room_to_write
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        final: folder of the final model; ``None`` where the run was stopped before.
-        step: the steps taken in all.
-        trainer: ``None`` where the run had been finished before.
+        final: folder of the final model; ``None`` if the run was stopped before its end.
+        step: number of steps taken in all.
+        trainer: ``None`` if the run had been finished before.
     """
 
     final: Path | None
@@ -55,27 +60,27 @@ def train(
 ) -> Outcome:
     """Trains ``recipe`` in folder ``out``.
 
-    ``resume``: ``None`` starts anew and needs an empty folder; ``auto`` goes on from the newest whole checkpoint, or
-    starts, and leaves a finished run as it is (see :func:`is_finished`); a path goes on from that checkpoint and no
-    other. ``weights_only`` takes a checkpoint's weights and starts step 0 with them. ``allow_changes`` lets a resumed
-    run differ from what its checkpoint was trained with. ``wandb`` names a Weights & Biases project to log to
-    as well. ``trainer_class`` takes the steps; a subclass may do more around each of them.
+    ``resume``: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest whole checkpoint, or
+    starts, and leaves a finished run as it is (see :func:`is_finished`); a path continues from that checkpoint.
+    ``weights_only`` takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ
+    from the settings of its checkpoint. ``wandb`` names a Weights & Biases project to log to as well. ``trainer_class``
+    may be a subclass that does more around each step.
     """
-    config_of(recipe)  # raises where no model can be built, before any data is prepared
+    config_of(recipe)  # raises if no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     with join(device) as world, owned(out, world, resume):
         if resume == "auto" and is_finished(recipe, out, world, weights_only=weights_only, allow_changes=allow_changes):
             if world.leads:
-                console.print(f"finished: {out / 'final'} is whole; nothing was changed", soft_wrap=True)
+                console.print(f"already finished: {out / 'final'} is complete; nothing was changed", soft_wrap=True)
             return Outcome(out / "final", recipe.train.steps, None, world)
-        # Until there is a step to end, an interruption ends the command at once: preparing goes on where it stopped.
+        # Before the first step an interruption ends the command at once: preparing continues where it stopped.
         shards, validation = open_data(recipe, data, world)
         with stop_signals() as stop_requested:
             sampler = sampler_of(recipe, shards)
             start = find_start(
                 recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
             )
-            # What it refuses leaves the folder empty, so that the same command can be put right.
+            # If it raises, the folder is still empty, so that the corrected command can use it.
             trainer = trainer_class(
                 recipe=recipe,
                 run=out,
@@ -91,7 +96,7 @@ def train(
             )
             if world.leads:
                 write_whole(out / "recipe.yaml", recipe.to_yaml().encode(), TrainingError)
-                remark(recipe, shards, validation, world)
+                _print_remarks(recipe, shards, validation, world)
                 trainer.telemetry = Telemetry(out, steps=recipe.train.steps, start=start.step, quiet=quiet, wandb=wandb)
             try:
                 with room_on_disk():
@@ -106,12 +111,12 @@ def train(
 
 
 def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausalLM:
-    """The recipe's new model, or that of the checkpoint to go on from; its special tokens are the data's."""
+    """Returns the recipe's new model, or that of the checkpoint to continue from, with the data's special tokens."""
     if start.folder is None:
         require_own_tokenizer(recipe, shards)
         model = build_model(recipe, shards.vocab_size)
     else:
-        # Its checksums were compared just now, and its special tokens are set below.
+        # Its checksums were verified just before, and its special tokens are set below.
         model = AdaPonderForCausalLM.from_pretrained(start.folder, dtype=weights_dtype(recipe), verify=False).train()
     align(model, shards.end_id, from_scratch=isinstance(recipe.model.backbone, dict))
     attach(model, recipe.train, start.folder if start.step else None)
@@ -119,7 +124,7 @@ def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausa
 
 
 def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Trainer:
-    """A trainer that holds the final model of a finished run, to evaluate it with; it must not train or save."""
+    """Returns a trainer with the final model of a finished run, for evaluation only."""
     world = World()
     shards, validation = open_data(recipe, data, world)
     return Trainer(
@@ -132,3 +137,111 @@ def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Tr
         telemetry=None,
         step=recipe.train.steps,
     )
+
+
+@contextmanager
+def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
+    """Locks the run folder, which must be writable, empty unless resuming, and not in use by another run.
+
+    A run that continues from a checkpoint of another folder must not find checkpoints here.
+    """
+    if not world.leads:
+        world.wait()
+        yield
+        return
+    if not out.parent.is_dir():
+        wrong = "is a file, not a folder" if out.parent.exists() else "does not exist"
+        raise InputError(f"--out {out}: {out.parent} {wrong}")
+    try:
+        out.mkdir(exist_ok=True)
+        holder = (out / ".lock").open("a+")
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be written to: {error}") from error
+    with holder:
+        if not lock(holder.fileno()):
+            holder.seek(0)
+            raise InputError(f"--out {out} is in use by {holder.read().strip() or 'another run'}")
+        if resume is None and any(path.name != ".lock" for path in out.iterdir()):
+            raise InputError(f"--out {out} is not empty: name a new folder, or continue with --resume auto")
+        if resume not in (None, "auto"):
+            _require_own_checkpoint(out, Path(resume))
+        with room_to_write(out / ".lock"):
+            holder.truncate(0)
+            holder.write(f"process {os.getpid()} on {socket.gethostname()}")
+            holder.flush()
+        world.wait()
+        yield
+
+
+def _require_own_checkpoint(out: Path, resumed: Path) -> None:
+    """Raises if a run that continues from another folder would replace checkpoints or the final model in ``out``."""
+    existing = [*(out / "checkpoints").glob("step-*"), *out.glob("final")]
+    if existing and resumed.resolve().parent != (out / "checkpoints").resolve():
+        raise InputError(
+            f"--out {out} holds {existing[0].name} of a run, which would be lost, and --resume {resumed} is not a "
+            "checkpoint of that run: name a new folder, or continue that run with --resume auto"
+        )
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether SIGINT or SIGTERM came; a second signal ends the process at once."""
+    signals: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if signals:
+            os._exit(130)
+        signals.append(number)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(signals)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_remarks(recipe: Recipe, shards: Shards, validation: Shards, world: World) -> None:
+    """Prints a line for each effect of the recipe on this machine and data that a user might not expect."""
+    train = recipe.train
+    pressed = method_class(recipe.model.method).has_ponder_term and bool(train.ponder_weight)
+    computed_in = str(product_dtype(train.dtype, world.device)).removeprefix("torch.")
+    if computed_in != train.dtype:
+        console.print(f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}")
+    gates_begin = train.gates_begin(pressed=method_class(recipe.model.method).has_ponder_term)
+    if pressed and gates_begin > train.ponder_start:
+        _warn(
+            f"train.gate_start={train.gate_start} is after ponder_start={train.ponder_start}:",
+            "until then the ponder loss has no effect, because gates are not updated",
+        )
+    elif gates_begin >= train.steps:
+        _warn(
+            f"gates would train from step {gates_begin:,}, which is after train.steps={train.steps}:",
+            "they keep their initial values (train.gate_start)",
+        )
+    elif gates_begin:
+        console.print(f"gates train from step {gates_begin:,} on (train.gate_start)")
+    if pressed and train.ponder_start >= train.steps:
+        _warn(
+            f"train.ponder_start={train.ponder_start} is not before the end, train.steps={train.steps}:",
+            "the ponder loss is never used",
+        )
+    if validation.tokens <= recipe.data.sequence:
+        _warn(
+            "there will be no validation loss:",
+            f"{shards.folder} has {validation.tokens:,} validation tokens, data.sequence={recipe.data.sequence} needs "
+            "more; prepare more documents, or a larger share of them",
+        )
+    prepared = shards.manifest.fingerprint
+    stated = {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}
+    for name, value in stated.items():
+        if prepared.get(name, value) != value:
+            console.print(
+                f"{shards.folder} was prepared with {name}={prepared[name]}; the recipe's data.{name} is ignored",
+                soft_wrap=True,
+            )
+
+
+def _warn(what: str, consequence: str) -> None:
+    console.print(line((what, "yellow"), f" {consequence}"), soft_wrap=True)

@@ -1,20 +1,24 @@
-"""Pure functions of the step: learning rate, objective, policy, and which parameters train."""
+"""Schedules: learning rate, objective, policy and trained parameters as functions of the step, and the optimizer."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from adaponder.halting import ponder_fraction
 from adaponder.methods import Objective
 from adaponder.methods.base import Method
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 from adaponder.recipes import TrainRecipe
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps ``start … end - 1``, with the backbone frozen or not; a phase begins with a new optimizer."""
+    """Steps ``start … end - 1``, with the backbone frozen or not; each phase has a new optimizer."""
 
     start: int
     end: int
@@ -22,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """The phases of a run: the method's own parameters alone, then all; either may be absent."""
+    """Returns the phases of a run: the method's own parameters alone, then all; either may be absent."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -33,9 +37,9 @@ def phase_at(train: TrainRecipe, step: int) -> Phase:
 
 
 def learning_rate_factor(train: TrainRecipe, step: int) -> float:
-    """Share of the peak at ``step``: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
+    """Returns the share of the peak rate: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
 
-    Where joint training begins after gates alone, ``joint_warmup`` warms up once more, on top of that.
+    Where joint training begins after gates alone, ``joint_warmup`` multiplies a second warm-up on top.
     """
     again, warmup = 1.0, _steps(train.warmup, train)
     if train.joint_warmup and 0 < train.freeze_backbone_steps <= step:
@@ -48,12 +52,12 @@ def learning_rate_factor(train: TrainRecipe, step: int) -> float:
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
-    """A warm-up in steps; a value below 1 is a share of all steps."""
+    """Returns a warm-up in steps; a value below 1 is a share of all steps."""
     return round(warmup * train.steps) if warmup < 1 else int(warmup)
 
 
 def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
-    """Ouro's beta at ``step``, linear between its two values; ``None`` where the recipe leaves it to the config."""
+    """Returns Ouro's beta at ``step``, linear between its two values; ``None``: the config decides."""
     if train.exit_entropy is None:
         return None
     before, after = train.exit_entropy
@@ -64,7 +68,7 @@ def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
 
 
 def objective_at(train: TrainRecipe, step: int) -> Objective:
-    """Stage 1 is cross-entropy alone (eq. 11); from ``ponder_start`` on the ponder term is added (eq. 12 to 14)."""
+    """Returns cross-entropy alone (eq. 11), and from ``ponder_start`` on also the ponder term (eq. 12 to 14)."""
     fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
     weight = train.ponder_weight if step >= train.ponder_start else 0.0
     return Objective(
@@ -76,10 +80,49 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """The policy at ``step``: full depth in stage 1 unless ``halt_before_ponder``; ``None`` is the method's own."""
+    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``; ``None`` is the method's default."""
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy
     if method.halts and step < train.ponder_start and not train.halt_before_ponder:
         return method.full_depth
     return None
+
+
+def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
+    """Returns AdamW's parameter groups with names, peak rate, decay and first step.
+
+    There are up to four: the backbone's and the method's parameters, matrices with weight decay and vectors without.
+    """
+    gate_lr = train.lr if train.gate_lr is None else train.gate_lr
+    groups = {
+        ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
+        ("backbone", False): {"peak": train.lr, "weight_decay": 0.0},
+        ("method", True): {"peak": gate_lr, "weight_decay": train.weight_decay},
+        ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
+    }
+    pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
+    gates_begin = train.gates_begin(pressed=pressed)
+    for (part, _), group in groups.items():
+        group |= {"params": [], "names": [], "start": gates_begin if part == "method" else 0}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = groups[("method" if name.startswith("method.") else "backbone", parameter.ndim >= 2)]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    return [group for group in groups.values() if group["params"]]
+
+
+def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
+    """Returns AdamW over the parameters that train now; fused on a GPU."""
+    groups = named_groups(model, train)
+    on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
+    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=1e-8, fused=on_gpu)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
+    """Sets every group to its peak times the schedule, or to 0 before its start; returns the backbone's rate."""
+    factor = learning_rate_factor(train, step)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0
+    return train.lr * factor

@@ -1,4 +1,4 @@
-"""TRL's ``SFTTrainer`` with the model's own loss, so that the two-stage objective is what is trained."""
+"""TRL's ``SFTTrainer`` with the model's own loss, so that it trains the two-stage objective."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from trl import SFTTrainer
 
 from adaponder.errors import InputError
 from adaponder.modeling.arguments import OF_PACKING
-from adaponder.training.member import member_of
+from adaponder.training.watch import member_of
 
 
 class PonderSFTTrainer(SFTTrainer):
-    """``SFTTrainer`` for a model of this family: all of TRL's data handling, and the loss of the model's own forward.
+    """``SFTTrainer`` for an AdaPonder model: TRL's data handling, and the loss of the model's own forward.
 
-    Stock ``SFTTrainer`` replaces a model's forward by one that reads hidden states and computes cross-entropy alone.
-    Here the forward stays as it is: with :class:`adaponder.integrations.PonderCallback` its loss has the ponder term.
-    Packed conversations do not see each other.
+    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. Here the forward stays
+    as it is: with :class:`adaponder.integrations.PonderCallback` its loss has the ponder term. Packed conversations do
+    not attend to each other.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("compute_loss_func") is not None:
-            raise InputError("compute_loss_func: the loss is the model's own; pass an objective of yours to the model")
+            raise InputError("compute_loss_func is not supported: pass your own objective to the model instead")
         super().__init__(*args, **kwargs)
         if self.args.loss_type != "nll" or self.args.label_smoothing_factor:
             raise InputError(
-                f"loss_type={self.args.loss_type!r}, label_smoothing_factor={self.args.label_smoothing_factor}: the "
-                "loss is the model's own, cross-entropy and what its objective adds; leave both out"
+                f"loss_type={self.args.loss_type!r} and label_smoothing_factor={self.args.label_smoothing_factor} must "
+                "keep their defaults: the loss is the model's own"
             )
         assert self.model is not None
         vars(member_of(self.model, "PonderSFTTrainer")).pop("forward", None)

@@ -1,14 +1,20 @@
-"""Logs a run: metrics.jsonl, TensorBoard, optionally Weights & Biases, and a live view.
+"""Logs a run: metrics.jsonl, TensorBoard, optionally Weights & Biases, and a live view. NaN is shown as NaN.
 
-NaN is shown as NaN.
+A disk error ends the run with one line that names the file.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import os
+import re
+import socket
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +28,103 @@ from rich.text import Text
 from adaponder.errors import InputError, TrainingError
 from adaponder.files import write_whole
 from adaponder.terminal import console, depth_style, line
-from adaponder.training.board import Board
-from adaponder.training.files import Appended
+
+# No space, no quota, a file at its limit.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+
+
+@contextmanager
+def room_to_write(what: str | Path) -> Iterator[None]:
+    """Turns a disk error in the block into an error that says that ``what`` could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise _write_error(what, error) from error
+
+
+@contextmanager
+def room_on_disk() -> Iterator[None]:
+    """Turns a full disk in the block into an error of one line; other errors stay as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise _write_error(error.filename or "a file of the run", error) from error
+
+
+def _write_error(what: str | Path, error: OSError) -> TrainingError:
+    cure = "free some space" if error.errno in _FULL else "fix that"
+    return TrainingError(
+        f"{what} could not be written: {error.strerror or error}; the run stops, its checkpoints are intact: "
+        f"{cure}, then continue with --resume auto"
+    )
+
+
+class Appended:
+    """Appends whole records to a file, unbuffered: closing it cannot fail, and a kill loses nothing."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with room_to_write(path):
+            self.file = path.open("ab", buffering=0)
+
+    def write(self, record: bytes) -> None:
+        with room_to_write(self.path):
+            while record:
+                record = record[self.file.write(record) :]
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Board:
+    """Writes one TensorBoard event file in ``folder``; steps from ``start`` on in earlier files become void.
+
+    ``SummaryWriter`` does not fit: it writes in a thread, where a disk error prints a traceback, and it names files by
+    the clock. TensorBoard reads files in order of their names, so after a clock was set back it would drop new steps.
+    """
+
+    def __init__(self, folder: Path, *, start: int):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        with room_to_write(folder):
+            folder.mkdir(exist_ok=True)
+            name = f"events.out.tfevents.{_next_number(folder):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self.file = Appended(folder / name)
+        self.records = RecordWriter(self.file)
+        for event in (
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)),
+        ):
+            self.records.write(event.SerializeToString())
+
+    def add(self, scalars: Mapping[str, float], step: int, *, wall_time: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        event = Event(wall_time=wall_time, step=step, summary=Summary(value=values))
+        self.records.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _next_number(folder: Path) -> int:
+    """Returns the time in seconds, or one more than the largest number in an existing name."""
+    there = (_EVENT_FILE.match(path.name) for path in folder.iterdir())
+    return max([int(time.time()), *(int(match[1]) + 1 for match in there if match)])
 
 
 class Telemetry:
-    """Logs one flat dict of metrics per step; made in the leading process alone."""
+    """Logs one flat dict of metrics per step, in the leading process."""
 
     def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False, wandb: str | None = None):
         self.remote = None if wandb is None else _join_wandb(wandb, folder)
-        self._forget_from(folder / "metrics.jsonl", start)
+        self._drop_from(folder / "metrics.jsonl", start)
         self.file = Appended(folder / "metrics.jsonl")
         self.board = Board(folder / "tensorboard", start=start)
         self.progress = Progress(
@@ -54,12 +147,11 @@ class Telemetry:
         self.warned: set[str] = set()
 
     @staticmethod
-    def _forget_from(path: Path, start: int) -> None:
-        """Removes lines of steps from ``start`` on, which will be taken again."""
-        if not path.is_file():
-            return
-        kept = [line for line in path.read_text().splitlines() if _step(line) < start]
-        write_whole(path, "".join(line + "\n" for line in kept).encode(), TrainingError)
+    def _drop_from(path: Path, start: int) -> None:
+        """Removes the lines of steps from ``start`` on, which will be trained again."""
+        if path.is_file():
+            earlier = [line for line in path.read_text().splitlines() if _step(line) < start]
+            write_whole(path, "".join(line + "\n" for line in earlier).encode(), TrainingError)
 
     def advance(self, step: int) -> None:
         self.progress.update(self.task, completed=step + 1)
@@ -69,9 +161,10 @@ class Telemetry:
         self.file.write(f"{json.dumps({'time': now} | metrics)}\n".encode())
         scalars = {}
         for name, value in metrics.items():
-            if name != "step":
-                for index, part in enumerate(value if isinstance(value, list) else [value]):
-                    scalars[f"{name}/{index}" if isinstance(value, list) else name] = part
+            if isinstance(value, list):
+                scalars |= {f"{name}/{index}": element for index, element in enumerate(value)}
+            elif name != "step":
+                scalars[name] = value
         self.board.add(scalars, step, wall_time=now)
         if self.remote is not None:
             self.remote.log(scalars, step=step)
@@ -90,7 +183,7 @@ class Telemetry:
     def close(self) -> None:
         if self.shown:
             self.live.stop()
-            # The view vanishes with the bar; its last numbers stay.
+            # The live view disappears; its last numbers stay on the screen.
             console.print(view_of(self.latest))
         self.file.close()
         self.board.close()
@@ -103,7 +196,7 @@ def _join_wandb(project: str, folder: Path) -> Any:
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise InputError("--wandb: Weights & Biases is not installed; pip install wandb, or leave it out") from None
+        raise InputError("--wandb needs Weights & Biases: pip install wandb, or drop --wandb") from None
     name = folder.resolve().name
     identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
@@ -111,7 +204,7 @@ def _join_wandb(project: str, folder: Path) -> Any:
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics; infinity for a line that was cut off."""
+    """Returns the step of a line of metrics; infinity for a truncated line."""
     try:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -119,48 +212,50 @@ def _step(line: str) -> float:
 
 
 def line_of(metrics: dict[str, Any]) -> str:
-    """Metrics as one line of text: loss, speed, depth, shares halted, means of gates."""
-    parts = []
-    if "validation_loss" in metrics:
-        parts.append(f"validation {metrics['validation_loss']:.4f}")
-    if "loss" in metrics:
-        parts.append(f"loss {metrics.get('cross_entropy', metrics['loss']):.4f}")
-    if "tokens_per_second" in metrics:
-        parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
-    if "mfu" in metrics:
-        parts.append(f"mfu {metrics['mfu']:.0%}")
-    if "mean_depth" in metrics:
-        parts.append(f"depth {metrics['mean_depth']:.2f}")
+    """Returns metrics as one line of text: loss, speed, depth, shares halted, means of gates."""
+    shown = {"loss": metrics.get("cross_entropy", metrics["loss"])} if "loss" in metrics else {}
+    values = metrics | shown
+    words = [
+        text.format(values[name])
+        for name, text in (
+            ("validation_loss", "validation {:.4f}"),
+            ("loss", "loss {:.4f}"),
+            ("tokens_per_second", "{:,.0f} tok/s"),
+            ("mfu", "mfu {:.0%}"),
+            ("mean_depth", "depth {:.2f}"),
+        )
+        if name in values
+    ]
     if metrics.get("halted"):
-        parts.append("halted " + "/".join(f"{share:.0%}" for share in metrics["halted"]))
+        words.append("halted " + "/".join(f"{share:.0%}" for share in metrics["halted"]))
     if metrics.get("gate_means"):
-        parts.append("gates " + "/".join(f"{mean:.2f}" for mean in metrics["gate_means"]))
-    return "  ".join(parts)
+        words.append("gates " + "/".join(f"{mean:.2f}" for mean in metrics["gate_means"]))
+    return "  ".join(words)
 
 
 def view_of(metrics: dict[str, Any]) -> RenderableType:
-    """The live view under the progress bar: losses, speed, and per iteration the share of tokens that are active."""
-    facts = []
-    for name, label, form in (
-        ("cross_entropy", "loss", ".4f"),
-        ("ponder", "ponder", ".4f"),
-        ("validation_loss", "validation", ".4f"),
-        ("lr", "lr", ".2e"),
-        ("grad_norm", "gradient", ".2f"),
-        ("tokens_per_second", "tokens/s", ",.0f"),
-        ("mfu", "mfu", ".1%"),
-        ("mean_depth", "mean depth", ".3f"),
-    ):
-        if name in metrics:
-            facts.append(line((label, "dim"), f" {metrics[name]:{form}}"))
-    parts: list[RenderableType] = [Text("   ").join(facts)]
-    if halted := metrics.get("halted"):
-        parts.append(_by_iteration(halted, metrics.get("gate_means") or []))
-    return Group(*parts)
+    """Returns the live view under the progress bar: losses, speed, and the share of tokens active per iteration."""
+    facts = [
+        line((label, "dim"), f" {metrics[name]:{form}}")
+        for name, label, form in (
+            ("cross_entropy", "loss", ".4f"),
+            ("ponder", "ponder", ".4f"),
+            ("validation_loss", "validation", ".4f"),
+            ("lr", "lr", ".2e"),
+            ("grad_norm", "gradient", ".2f"),
+            ("tokens_per_second", "tokens/s", ",.0f"),
+            ("mfu", "mfu", ".1%"),
+            ("mean_depth", "mean depth", ".3f"),
+        )
+        if name in metrics
+    ]
+    halted = metrics.get("halted")
+    tables = [_by_iteration(halted, metrics.get("gate_means") or [])] if halted else []
+    return Group(Text("   ").join(facts), *tables)
 
 
 def _by_iteration(halted: list[float], gates: list[float]) -> Table:
-    """A table with the share of tokens active in each iteration, as a bar, and the mean of the gate after it."""
+    """Returns a table of the share of tokens active in each iteration, as a bar, and the mean of the gate after it."""
     by_iteration = Table(box=None, pad_edge=False, header_style="dim")
     by_iteration.add_column("iteration")
     by_iteration.add_column("tokens read")

@@ -1,4 +1,4 @@
-"""Loss and depths on the validation split: the same windows each time, shared by all processes, each counted once."""
+"""Measures loss and depths on the validation split: always the same windows, divided among all processes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from adaponder.training.distributed import World
 
 
 def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
-    """How many whole windows of ``length`` predictions the split's first ``tokens`` tokens hold, one at least.
+    """Returns the number of whole windows of ``length`` predictions in the split's first ``tokens`` tokens, at least 1.
 
-    One takes a token more than it predicts: the split has as many, ``tokens`` may be just ``length``.
+    A window reads one token more than it predicts; ``tokens`` need not count that token.
     """
     step = _step(shards, length)
     return max(1, min(tokens, shards.tokens - (length + 1 - step)) // step)
 
 
 def _step(shards: Shards, length: int) -> int:
-    """From one window's first token to the next's: each token is a target once, but of a puzzle the first word."""
+    """Returns the distance of two windows: each token is a target once, except the first word of a puzzle."""
     return length + 1 if shards.manifest.puzzles else length
 
 
+@torch.no_grad()
 def validate(
     model: AdaPonderForCausalLM,
     shards: Shards,
@@ -41,19 +42,34 @@ def validate(
     across: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """``validation_loss``, ``validation_depth`` (mean) and ``validation_halted`` on the first ``tokens`` tokens.
+    """Returns ``validation_loss``, mean ``validation_depth`` and ``validation_halted`` of the first ``tokens`` tokens.
 
-    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1, of those that predict what counts:
-    of a conversation, what the assistant says. ``together`` windows of ``length`` tokens are read at once; without
-    ``across``, documents do not see each other; ``options`` are further arguments of the model's forward.
+    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1. Only tokens with a target count: of
+    a conversation those of the assistant's turns. ``together`` windows of ``length`` tokens form a batch; without
+    ``across``, tokens attend only to their own document; ``options`` are further arguments of the model's forward.
     """
     windows = whole_windows(shards, tokens, length=length)
+    levels = torch.arange(1, model.config.iterations + 1, device=world.device)
+    # Summed loss, predictions, tokens of depth 1 … K.
+    sums = torch.zeros(2 + len(levels), dtype=torch.double, device=world.device)
     model.eval()
-    with autocast(dtype, world.device):
-        sums = validation_sums(
-            model, shards, windows=windows, length=length, together=together, world=world, across=across, **options
+    # FSDP needs the same number of forwards in every process: past the end the last window is repeated, not counted.
+    for index in range(-(-windows // (world.size * together))):
+        first = (index * world.size + world.rank) * together
+        numbers = torch.arange(first, first + together)
+        ids, targets, documents = (
+            tensor.to(world.device) for tensor in _windows(shards, numbers, windows=windows, length=length)
         )
+        if not across:
+            # The first token of the next document cannot be predicted from this one: it is no target.
+            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
+            options["document_ids"] = documents[:, :-1]
+        with autocast(dtype, world.device):
+            scored = score_sum(model, ids, targets, execution="dense", **options)
+        depths = ((scored.depth[..., None] == levels) & (targets != -100)[..., None]).sum((0, 1))
+        sums += torch.cat([torch.stack([scored.nll, scored.predictions.double()]), depths.double()])
     model.train()
+    sums = world.sum(sums)
     loss, predictions, depths = float(sums[0]), float(sums[1]) or math.nan, sums[2:].cpu()
     return {
         "validation_loss": loss / predictions,
@@ -62,47 +78,12 @@ def validate(
     }
 
 
-@torch.no_grad()
-def validation_sums(
-    model: AdaPonderForCausalLM,
-    shards: Shards,
-    *,
-    windows: int,
-    length: int,
-    together: int,
-    world: World,
-    across: bool = True,
-    **options: Any,
-) -> Tensor:
-    """(summed loss, predictions, tokens of depth 1 … K) of the first ``windows``, over all processes, in double.
-
-    ``together`` windows are read at once; see :func:`validate` for the rest.
-    """
-    levels = torch.arange(1, model.config.iterations + 1, device=world.device)
-    sums = torch.zeros(2 + len(levels), dtype=torch.double, device=world.device)
-    # Every process makes as many forwards, as FSDP needs. Past the end the last window is read again and not counted.
-    for index in range(-(-windows // (world.size * together))):
-        first = (index * world.size + world.rank) * together
-        chosen = torch.arange(first, first + together)
-        ids, targets, documents = (
-            part.to(world.device) for part in _windows(shards, chosen, windows=windows, length=length)
-        )
-        if not across:
-            # The first token of the next document cannot be predicted from this one: it is no target.
-            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
-            options["document_ids"] = documents[:, :-1]
-        scored = score_sum(model, ids, targets, execution="dense", **options)
-        depths = ((scored.depth[..., None] == levels) & (targets != -100)[..., None]).sum((0, 1))
-        sums += torch.cat([torch.stack([scored.nll, scored.predictions.double()]), depths.double()])
-    return world.sum(sums)
-
-
-def _windows(shards: Shards, chosen: Tensor, *, windows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, targets, documents) of the chosen windows, the last with one more; nothing is a target past the end."""
-    starts = chosen.clamp_max(windows - 1).numpy() * _step(shards, length)
+def _windows(shards: Shards, numbers: Tensor, *, windows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (ids, targets, documents) of the windows, documents one token longer; none past the end is a target."""
+    starts = numbers.clamp_max(windows - 1).numpy() * _step(shards, length)
     block = torch.from_numpy(shards.read_blocks(starts, length + 1))
     documents = torch.from_numpy(shards.number_blocks(starts, length + 1))
-    targets = block[:, 1:].masked_fill((chosen >= windows)[:, None], -100)
+    targets = block[:, 1:].masked_fill((numbers >= windows)[:, None], -100)
     learned = shards.learned_blocks(starts, length + 1)
     if learned is not None:
         targets = targets.masked_fill(~torch.from_numpy(learned)[:, 1:], -100)

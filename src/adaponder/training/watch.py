@@ -1,4 +1,4 @@
-"""What a run logs: means since the last log, speed and utilisation, and a warning where gates have collapsed."""
+"""Metrics of a run: means since the last log, utilisation, depths in other trainers, warnings of collapsed gates."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adaponder.backbones.shape import Shape
 from adaponder.config import AdaPonderConfig
+from adaponder.errors import InputError
 from adaponder.methods.cost import training_flops
-from adaponder.modeling import AdaPonderOutput
+from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 
-# Dense bf16 FLOPs per second that vendors state, by a part of torch's name of the device.
+# Dense bf16 FLOPs per second that vendors state, by a substring of the device's name in torch.
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# A gate whose mean is lower passes on almost no update, and gets almost no gradient to open again.
+# A gate with a lower mean passes on almost no update, and gets almost no gradient to open again.
 _SHUT = 0.01
-# More tokens than this at one depth below the full one: gates that hardly tell tokens apart.
+# A larger share of tokens at one depth below the full one: gates that hardly distinguish tokens.
 _NEARLY_ALL = 0.95
 
 
 @dataclass
 class Tally:
-    """Sums since the last log, on the device; only :meth:`means` waits for it."""
+    """Sums since the last log, kept on the device; only :meth:`means` synchronizes with it."""
 
     steps: int = 0
     tokens: int = 0
@@ -39,7 +40,7 @@ class Tally:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def count(self, output: AdaPonderOutput, parts: int, iterations: int) -> None:
-        """Adds one of the ``parts`` micro-steps of a step."""
+        """Adds the output of one of the ``parts`` micro-steps of a step."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
@@ -50,7 +51,7 @@ class Tally:
             self.add("gates", output.gates.sum((0, 1)))
 
     def means(self, world: World) -> dict[str, Any]:
-        """Means over all processes; every process must call it."""
+        """Returns means over all processes; every process must call it."""
         sums = dict(self.sums)
         depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
         gates = world.sum(sums.pop("gates")) if "gates" in sums else None
@@ -68,7 +69,7 @@ class Tally:
 def utilisation(
     tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
 ) -> dict[str, float]:
-    """``{"mfu": …}``: FLOPs that the model needs per second over the vendor's rate; empty for an unknown device."""
+    """Returns ``{"mfu": …}``, the model's FLOPs per second over the vendor's rate; empty for an unknown device."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
@@ -78,18 +79,18 @@ def utilisation(
 
 
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
-    """(kind, message) of a warning if the gates no longer tell tokens apart, or will not when stage 2 begins.
+    """Returns (kind, message) of a warning if the gates no longer distinguish tokens; else ``None``.
 
-    ``pressed``: whether a ponder term presses on the gates; else they may stay open, and stage 1 has no meaning.
+    ``pressed``: whether the loss has a ponder term; without one gates may stay open, and there is no stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
         return None  # one iteration has no gate
     depth, share = _commonest(halted)
     if share > _NEARLY_ALL:
-        who = "every token halts" if share > 0.99 else f"{share:.0%} of tokens halt"
+        tokens = "every token halts" if share > 0.99 else f"{share:.0%} of tokens halt"
         kind, after = ("all", "one iteration") if depth == 1 else ("one", f"{depth} iterations")
-        return kind, f"the gates have collapsed, {who} after {after}"
+        return kind, f"the gates have collapsed, {tokens} after {after}"
     if not pressed:
         return None
     late = train.ponder_full + 0.2 * (train.steps - train.ponder_full)
@@ -98,12 +99,76 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
     if step < train.ponder_start and (halted[-1] > 0.5 or min(gates, default=1.0) < _SHUT):
         return (
             "early",
-            "gates close in stage 1; let them learn later (train.gate_start), or more slowly (train.gate_lr)",
+            "gates close in stage 1; train them later (train.gate_start), or more slowly (train.gate_lr)",
         )
     return None
 
 
 def _commonest(halted: list[float]) -> tuple[int, float]:
-    """The depth below full depth at which most tokens halt, and their share."""
+    """Returns the depth below full depth at which most tokens halt, and their share."""
     shares = [share - before for before, share in itertools.pairwise([0.0, *halted])]
-    return max(enumerate(shares, 1), key=lambda each: each[1])
+    return max(enumerate(shares, 1), key=lambda entry: entry[1])
+
+
+def member_of(model: nn.Module, who: str) -> AdaPonderForCausalLM:
+    """Returns the AdaPonder model inside adapters or wrappers; ``who`` is the caller, for the error."""
+    for module in model.modules():
+        if isinstance(module, AdaPonderForCausalLM):
+            return module
+    raise InputError(f"{who}: the Trainer's model is a {type(model).__name__}, not an AdaPonderForCausalLM")
+
+
+class DepthCounts:
+    """Counts tokens by depth in another library's trainer, in training and in one evaluation, in this process.
+
+    Every forward in training mode with a loss counts. In evaluation a forward counts once :meth:`evaluated` is called:
+    other code may call the same model between two evaluations.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[bool, Tensor] = {}
+        self.last: Tensor | None = None  # counts of the last forward in evaluation
+        self.batches: Any = None  # the data loader of the evaluation that is counted
+
+    def watch(self, model: AdaPonderForCausalLM) -> None:
+        """Counts the forwards of this model from now on."""
+        if self._count not in model._forward_hooks.values():
+            model.register_forward_hook(self._count)
+
+    def _count(self, model: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, AdaPonderOutput) and output.loss is not None and output.depth is not None:
+            levels = torch.arange(1, model.config.iterations + 1, device=output.depth.device)
+            counts = (output.depth[..., None] == levels).sum((0, 1))
+            if model.training:
+                self._add(counts, training=True)
+            else:
+                self.last = counts
+
+    def evaluated(self, batches: Any) -> None:
+        """Counts the last forward to the evaluation of ``batches``; drops the counts of another evaluation."""
+        if batches is not self.batches:
+            self.sums.pop(False, None)
+        if self.last is not None:
+            self._add(self.last, training=False)
+        self.batches, self.last = batches, None
+
+    @property
+    def trained(self) -> bool:
+        """Whether a forward in training was counted since the last :meth:`take`."""
+        return True in self.sums
+
+    def _add(self, counts: Tensor, *, training: bool) -> None:
+        before = self.sums.get(training)
+        self.sums[training] = counts if before is None else before.to(counts.device) + counts
+
+    def take(self, *, training: bool) -> dict[str, float]:
+        """Returns the mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens of at most that depth.
+
+        Covers the tokens counted since the last call; empty if there are none.
+        """
+        counts = self.sums.pop(training, None)
+        if counts is None or not (total := int(counts.sum())):
+            return {}
+        depth = float((counts * torch.arange(1, len(counts) + 1, device=counts.device)).sum()) / total
+        shares = (counts.cumsum(0)[:-1] / total).tolist()
+        return {"depth": depth} | {f"halted_{n}": share for n, share in enumerate(shares, 1)}

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.analysis.demand import measure_demand
-from adaponder.data.generated import PUZZLES, needed
 from adaponder.data.prepare import prepare
-from adaponder.data.symbols import END_ID, ids_of
+from adaponder.data.puzzles import END_ID, PUZZLES, ids_of, needed
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_text, open_vocabulary
 from experiments.demand_figure import demand

@@ -19,7 +19,7 @@ from adaponder.checkpoints.manifest import read_manifest, verify_files
 from adaponder.checkpoints.shipped import TEXT, data_of, shipped
 from adaponder.cli import app
 from adaponder.commands.puzzle import by_need, read_puzzles
-from adaponder.data.hops import BAR, STOP, Hops
+from adaponder.data.puzzles import BAR, STOP, Hops
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe

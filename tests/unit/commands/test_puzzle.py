@@ -11,10 +11,8 @@ from typer.testing import CliRunner
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.cli import app
 from adaponder.commands import puzzle
-from adaponder.data.generated import documents, questions, settings_of
-from adaponder.data.hops import Hops
 from adaponder.data.prepare import prepare
-from adaponder.data.symbols import END_ID, WORDS, ids_of
+from adaponder.data.puzzles import END_ID, WORDS, Hops, documents, ids_of, questions, settings_of
 from adaponder.data.tokenizers import SYMBOLS, load_tokenizer
 from adaponder.errors import InputError
 from support import stir

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from adaponder.cli import app
-from adaponder.data.generated import questions
 from adaponder.data.prepare import prepare
+from adaponder.data.puzzles import questions
 from adaponder.errors import InputError
 from adaponder.evaluation.lab.dials import at_full_depth, priced_depths
 from adaponder.evaluation.lab.halves import halve

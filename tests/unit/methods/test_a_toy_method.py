@@ -18,8 +18,7 @@ from adaponder.methods import register_method
 from adaponder.methods.cost import cost_of, parameters_of
 from adaponder.training.build import config_of
 from adaponder.training.run import train
-from adaponder.training.sweeps.plan import PlannedRun
-from adaponder.training.sweeps.summary import pending
+from adaponder.training.sweep import PlannedRun, pending
 from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import ids, stock, tiny
 from toy_method import NAME, Echo

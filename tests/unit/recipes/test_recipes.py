@@ -22,8 +22,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
 from adaponder.registry import SCALES, scale_of
 from adaponder.training.build import config_of, scratch_config
-from adaponder.training.optim import build_optimizer
-from adaponder.training.schedule import learning_rate_factor, objective_at, phases
+from adaponder.training.schedule import build_optimizer, learning_rate_factor, objective_at, phases
 from support import tiny
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}

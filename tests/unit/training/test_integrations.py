@@ -60,22 +60,17 @@ def test_the_loss_has_the_ponder_term_and_k_follows_the_step(tmp_path):
     assert model.training_policy is None
 
 
-def test_gates_stay_as_they_were_until_they_are_to_learn(tmp_path):
-    model, moved = tiny(dtype=torch.float32), []
-    before = [parameter.detach().clone() for parameter in model.method.parameters()]
-
-    class Watch(PonderCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            pairs = zip(model.method.parameters(), before, strict=True)
-            moved.append(any(not torch.equal(now, then) for now, then in pairs))
-
-    trainer(model, tmp_path, steps=4, callbacks=[Watch(ponder_start=6, ponder_full=6)]).train()
-    assert moved == [False, False, True, True], "a third into stage 1"
-
-
-@pytest.mark.parametrize("method", ["mor", "ouro"])
-@pytest.mark.parametrize(("start", "expected"), [(None, [True, True]), (1, [False, True])])
-def test_what_no_ponder_term_presses_on_learns_at_once_or_when_told(tmp_path, method, start, expected):
+@pytest.mark.parametrize(
+    ("method", "start", "expected"),
+    [
+        ("adaponder", None, [False, False, True, True]),  # a third into stage 1
+        ("mor", None, [True, True]),
+        ("ouro", None, [True, True]),
+        ("mor", 1, [False, True]),
+        ("ouro", 1, [False, True]),
+    ],
+)
+def test_gates_learn_at_once_or_from_their_start_on(tmp_path, method, start, expected):
     model, moved = tiny(method, dtype=torch.float32), []
     before = [parameter.detach().clone() for parameter in model.method.parameters()]
 
@@ -84,7 +79,8 @@ def test_what_no_ponder_term_presses_on_learns_at_once_or_when_told(tmp_path, me
             pairs = zip(model.method.parameters(), before, strict=True)
             moved.append(any(not torch.equal(now, then) for now, then in pairs))
 
-    trainer(model, tmp_path, steps=2, callbacks=[Watch(ponder_start=6, ponder_full=6, gate_start=start)]).train()
+    watch = Watch(ponder_start=6, ponder_full=6, gate_start=start)
+    trainer(model, tmp_path, steps=len(expected), callbacks=[watch]).train()
     assert moved == expected
 
 

@@ -6,8 +6,14 @@ import pytest
 
 from adaponder import FixedDepth
 from adaponder.recipes import TrainRecipe
-from adaponder.training.optim import build_optimizer, named_groups, set_learning_rate
-from adaponder.training.schedule import learning_rate_factor, objective_at, policy_at
+from adaponder.training.schedule import (
+    build_optimizer,
+    learning_rate_factor,
+    named_groups,
+    objective_at,
+    policy_at,
+    set_learning_rate,
+)
 from support import METHODS, tiny
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adaponder.data.compression import COMPRESSIONS, decompressed
+from adaponder.data.readers import COMPRESSIONS, decompressed
 from adaponder.errors import InputError
 from adaponder.files import parse_json, read_yaml
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,14 +26,12 @@ from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text, Windows
 from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
 from adaponder.ops.vocab_expectation import torch as vocab_expectation
-from adaponder.recipes import Recipe, load_recipe
+from adaponder.recipes import Recipe
 from adaponder.training.build import build_model
-from adaponder.training.controller import DepthController
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 from adaponder.training.schedule import policy_at
-from adaponder.training.watch import collapse
-from training_support import corpus, small, uneven
+from training_support import corpus, losses, metrics, small, uneven, weights
 
 METHODS = (
     *("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet"),
@@ -50,18 +47,6 @@ def shards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
     return uneven(tmp_path_factory.mktemp("uneven"))
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run) if "loss" in line]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 def plain_loop(recipe: Recipe, shards: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -418,20 +403,20 @@ def test_gates_stay_as_they_began_until_gate_start(shards, tmp_path, capsys):
     assert not any(name.startswith("method.") for name in moved[3])
     assert any(name.startswith("backbone.") for name in moved[3])
     assert any(name.startswith("method.") for name in moved[4])
-    assert "gate_start=3 lies after ponder_start=0" in capsys.readouterr().out
+    assert "gate_start=3 is after ponder_start=0" in capsys.readouterr().out
 
 
 def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
     late = ("train.steps=2", "train.gate_start=2", "train.ponder_start=2", "train.ponder_full=3")
     train(small(shards, *late), out=tmp_path / "a", quiet=True)
     said = " ".join(capsys.readouterr().out.split())
-    assert "gates would begin to learn at step 2, after train.steps=2" in said
+    assert "gates would train from step 2" in said
     assert "train.ponder_start=2 is not before the end, train.steps=2" in said
     assert "no validation loss" not in said
     late = ("model.method=ouro", "train.steps=2", "train.ponder_start=3", "train.ponder_full=3")
     train(small(shards, *late), out=tmp_path / "no-ponder-term", quiet=True)
     said = capsys.readouterr().out
-    assert "gates begin to learn" not in said
+    assert "gates train from" not in said
     assert "is not before the end" not in said
     (tmp_path / "one.txt").write_text("a few words\n" * 99)
     asked = (
@@ -442,13 +427,13 @@ def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
     )
     train(small(shards, *asked), out=tmp_path / "b", data=tmp_path / "data", quiet=True)
     said = " ".join(capsys.readouterr().out.split())
-    assert "no document fell to validation" in said
+    assert "no document was assigned to validation" in said
     assert "there will be no validation loss" in said
     prepared = tmp_path / "data" / "one.txt-train-bpe-300"
     train(small(prepared, "train.steps=2", "data.validation=0.2"), out=tmp_path / "c", quiet=True)
     said = " ".join(capsys.readouterr().out.split())
     assert "was prepared with" in said
-    assert "validation 1e-09: that holds, not the recipe's" in said
+    assert "validation=1e-09; the recipe's data.validation is ignored" in said
 
 
 @pytest.mark.parametrize(
@@ -499,28 +484,6 @@ def test_a_collapse_in_validation_is_said_to_be_there(shards, tmp_path, capsys):
     assert "step 0: validation: the gates have collapsed, every token halts after one iteration" in told
 
 
-@pytest.mark.parametrize(
-    ("step", "halted", "gates", "kind"),
-    [
-        (10, [0.995, 0.995], [0.5, 0.5], "all"),
-        (10, [0.0, 0.995], [0.5, 0.5], "one"),
-        (150, [0.967, 0.998], [0.1, 0.0], "all"),  # as a run ended that kept 3 % of its tokens for a second iteration
-        (150, [0.9, 0.998], [0.1, 0.0], None),  # as puzzles should: most of their tokens need one
-        (200, [0.0, 0.0], [0.5, 0.5], "none"),
-        (199, [0.0, 0.1], [0.5, 0.5], None),
-        (10, [0.3, 0.6], [0.5, 0.5], "early"),
-        (10, [0.0, 0.0], [0.9, 0.001], "early"),  # nobody may halt yet, and the gate is shut all the same
-        (10, [0.0, 0.0], [0.9, 0.02], None),
-        (150, [0.0, 0.2], [0.9, 0.001], None),
-        (10, [], [], None),
-    ],
-)
-def test_what_is_said_of_gates_that_no_longer_tell_tokens_apart(step, halted, gates, kind):
-    plan = load_recipe("cpu/demo", ["train.steps=200", "train.ponder_start=100", "train.ponder_full=120"]).train
-    seen = collapse({"step": step, "halted": halted, "gate_means": gates}, plan)
-    assert (seen and seen[0]) == kind
-
-
 @pytest.fixture
 def traced(monkeypatch):
     """Where there is no C++ compiler only the tracing half of torch.compile can run: the half that could go wrong."""
@@ -562,21 +525,6 @@ def test_compact_training_is_refused_where_it_would_hang(shards):
         small(shards, "train.execution=compact", "train.parallel=fsdp")
 
 
-@pytest.mark.parametrize("target", [1.5, 2.5, 3.5])
-@pytest.mark.parametrize("effect", [0.4, 1.0, 2.5])
-def test_a_controller_brings_slow_gates_to_the_target(target, effect):
-    """The plant: k closes ``effect`` times what it should; promises follow in some turns, halting in many more."""
-    controller = DepthController(target=target, iterations=4, start=0, gain=0.5, every=1)
-    depth = promised = 4.0
-    for step in range(600):
-        steered = controller.steer(Objective(ponder_weight=0.1, ponder_fraction=0.1), step)
-        wanted = 4.0 - min(1.0, effect * 3 * steered.ponder_fraction) * 3
-        promised += 0.2 * (wanted - promised)
-        depth += 0.05 * (promised - depth)
-        controller.turn(torch.tensor([1.0, depth, promised], dtype=torch.double))
-    assert depth == pytest.approx(target, abs=0.05)
-
-
 def test_a_steered_run_resumes_bit_for_bit_between_two_turns(shards, tmp_path):
     recipe = small(shards, "train.target_depth=2.2", "train.target_every=2", "train.steps=12", "train.save_every=1")
     train(recipe, out=tmp_path / "whole", quiet=True)
@@ -591,12 +539,6 @@ def test_a_steered_run_resumes_bit_for_bit_between_two_turns(shards, tmp_path):
         train(recipe, out=broken, resume="auto", quiet=True)
         whole, again = weights(tmp_path / "whole" / "final"), weights(broken / "final")
         assert all(torch.equal(whole[name], again[name]) for name in whole)
-
-
-@pytest.mark.parametrize(("start", "every", "due"), [(0, 1, [0, 1, 2, 3]), (0, 3, [2, 5, 8]), (5, 3, [7, 10, 13])])
-def test_a_controller_turns_after_whole_spans_of_steps_from_its_start_on(start, every, due):
-    controller = DepthController(target=2.0, iterations=4, start=start, gain=0.5, every=every)
-    assert [step for step in range(due[-1] + 1) if controller.due(step)] == due
 
 
 def test_the_capacity_of_mor_shrinks_along_half_a_cosine(shards, tmp_path):
@@ -630,11 +572,11 @@ def test_exits_train_alone_only_where_the_backbone_stays_to_the_end(shards, tmp_
 
 
 def test_a_target_out_of_reach_is_refused(shards, tmp_path):
-    with pytest.raises(AdaPonderError, match=r"train.target_depth=3.0: at least 1 and below 3"):
+    with pytest.raises(AdaPonderError, match=r"train\.target_depth=3\.0"):
         train(small(shards, "train.target_depth=3.0"), out=tmp_path / "a", quiet=True)
-    with pytest.raises(AdaPonderError, match="adaponder alone"):
+    with pytest.raises(AdaPonderError, match="target_depth"):
         train(small(shards, "train.target_depth=2.0", method="ponder"), out=tmp_path / "b", quiet=True)
-    with pytest.raises(AdaPonderError, match="above 0 are needed to steer with"):
+    with pytest.raises(AdaPonderError, match="target_depth"):
         small(shards, "train.target_depth=2.0", "train.k_max=0")
 
 
@@ -649,7 +591,7 @@ def test_a_finished_model_brings_its_tokenizer(shards, tmp_path):
 
 def test_weights_and_biases_gets_what_the_log_gets(shards, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(AdaPonderError, match="--wandb: Weights & Biases is not installed"):
+    with pytest.raises(AdaPonderError, match="--wandb"):
         train(small(shards), out=tmp_path / "without", wandb="ponder", quiet=True)
 
     class Remote:

@@ -8,8 +8,8 @@ import torch
 
 from adaponder.data import Batch
 from adaponder.errors import TrainingError
+from adaponder.training.data import MicroBatches
 from adaponder.training.distributed import World
-from adaponder.training.micro_batches import MicroBatches
 
 
 class CountingSampler:
@@ -52,7 +52,7 @@ def test_a_window_has_the_same_seed_in_any_micro_batch_and_another_at_every_step
 def test_a_micro_batch_is_at_most_the_share_and_must_divide_it():
     assert MicroBatches.of(recipe(4, None), CountingSampler(), World()).size == 4
     assert MicroBatches.of(recipe(4, 16), CountingSampler(), World()).size == 4
-    with pytest.raises(TrainingError, match=r"train.micro_batch=3 does not divide a process's 4 windows"):
+    with pytest.raises(TrainingError, match=r"train\.micro_batch=3"):
         MicroBatches.of(recipe(4, 3), CountingSampler(), World())
 
 

@@ -10,10 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from adaponder import cli
-from adaponder.data import Shards, generated, hops, mano, sources
-from adaponder.data.generated import documents, needed, questions, settings_of
+from adaponder.data import Shards, puzzles, readers, sources
 from adaponder.data.prepare import prepare
-from adaponder.data.symbols import END_ID, UNKNOWN, WORDS, ids_of, words_of
+from adaponder.data.puzzles import END_ID, UNKNOWN, WORDS, documents, ids_of, needed, questions, settings_of, words_of
 from adaponder.data.tokenizers import END, load_tokenizer, vocabulary_size
 from adaponder.errors import InputError
 from adaponder.training import validation
@@ -63,16 +62,13 @@ def test_trees_worked_out_by_hand(tree, height, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "7", "| 1 A", "7 + 1 = 2", "7 + 1 2", "7 5 = 5", "1 + 0 0 = 0", "+ 1 1 = 2", "7 ="]
+    "text",
+    [
+        *("", "7", "| 1 A", "7 + 1 = 2", "7 + 1 2", "7 5 = 5", "1 + 0 0 = 0", "+ 1 1 = 2", "7 =", "+ " * 5000),
+        *("7 " + "+ " * 5000 + "1", "a b " * 99, "a b . | b a", "a b . b a . | a b", "a b | a b"),
+    ],
 )
 def test_what_is_no_question_asks_nothing(text):
-    assert answers(text) == []
-
-
-@pytest.mark.parametrize(
-    "text", ["+ " * 5000, "7 " + "+ " * 5000 + "1", "a b " * 99, "a b . | b a", "a b . b a . | a b", "a b | a b"]
-)
-def test_garbage_asks_nothing(text):
     assert answers(text) == []
 
 
@@ -84,14 +80,8 @@ def test_the_needed_depth_stands_at_the_answer_and_nowhere_else():
     assert needed(ids).tolist() == wanted
     assert needed(ids[:-1]).tolist() == wanted[:-1]  # an end is not needed after the last
     assert needed(ids[:0]).tolist() == []
-
-
-def test_the_needed_depth_does_not_depend_on_the_answer_given():
-    ids = ids_of(["c", "a", ".", "a", "b", ".", "d", "e", ".", "|", "c", "b", "a", "b"])
-    wrong = ids.copy()
-    wrong[[11, 13]] = ids_of(["a", "c"])
-    assert (needed(wrong) == needed(ids)).all()
-    assert needed(ids).any()
+    ids[[11, 13]] = ids_of(["a", "c"])  # wrong answers need the same depth
+    assert needed(ids).tolist() == wanted
 
 
 def test_the_last_chain_that_is_asked_for_is_told_by_elimination():
@@ -120,7 +110,7 @@ def test_plain_interpretation_answers_every_question(name):
         places = np.flatnonzero(needed(ids_of(words)))
         assert places.tolist() == [question.place for question in found if not question.forced]
         # Nothing is left unread: all words are context, questions or filling.
-        if isinstance(settings, hops.Hops):
+        if isinstance(settings, puzzles.Hops):
             assert len(found) == settings.questions
             assert [question.forced for question in found] == [False] * (len(found) - 1) + [True]
             assert words.index("|") == 3 * sum(settings.hops) == 3 * sum(question.needed for question in found)
@@ -246,11 +236,6 @@ def test_prepared_twice_the_bytes_are_the_same(folder, tmp_path):
     )
 
 
-def test_a_folder_of_other_settings_is_not_continued(folder):
-    with pytest.raises(InputError):
-        prepare([SMALL[folder.name].replace("seed=3", "seed=4")], out=folder, validation=0.2)
-
-
 def test_train_and_validation_share_no_document_and_every_one_asks(folder):
     rows = {}
     for split in ("train", "validation"):
@@ -293,14 +278,14 @@ def test_a_text_cannot_forge_its_end_nor_leave_the_vocabulary():
         ("hops:seed=-1", "whole number"),
         ("hops:seed=", "whole number"),
         ("hops:", None),
-        ("hops:documents=0", "at least one"),
+        ("hops:documents=0", "documents=0"),
         ("hops:most=0", "most=0"),
         ("hops:most=17", "most=17"),
         ("hops:questions=0", "questions=0"),
-        ("hops:questions=12", "take 41"),
-        ("hops:letters=12,capitals=1", "take 13"),
+        ("hops:questions=12", "41"),
+        ("hops:letters=12,capitals=1", "13"),
         ("hops:letters=13,capitals=1", None),
-        ("hops:letters=23", "take 24"),
+        ("hops:letters=23", "24"),
         ("hops:letters=17,ends=4", None),
         ("hops:ends=1", "ends=1"),
         ("hops:ends=25", "ends=25"),
@@ -320,7 +305,7 @@ def test_wrong_settings_are_refused_by_name(argument, said):
         assert settings_of(argument)
         return
     with pytest.raises(InputError, match=said):
-        sources.find([argument], sources.Counts())
+        sources.find([argument], readers.Counts())
 
 
 def test_only_puzzles_have_a_tokenizer_of_their_own(tmp_path):
@@ -332,7 +317,7 @@ def test_only_puzzles_have_a_tokenizer_of_their_own(tmp_path):
 
 
 def test_the_tallest_tree_fits_the_shortest_document():
-    settings = mano.Mano(length=11, most=2)
+    settings = puzzles.Mano(length=11, most=2)
     settings.check()
     assert len(settings.document(lambda: 0.999)) == 10
     assert answers(" ".join(settings.document(lambda: 0.999))) == [(9, 2, "1")]  # * * 6 6 * 6 6
@@ -340,14 +325,14 @@ def test_the_tallest_tree_fits_the_shortest_document():
 
 def test_a_folder_is_known_by_the_version_and_by_the_defaults_behind_its_name(monkeypatch):
     def described() -> str:
-        return sources.describe(sources.find(["hops"], sources.Counts()))[0]["contents"]
+        return sources.describe(sources.find(["hops"], readers.Counts()))[0]["contents"]
 
     before = described()
     assert described() == before
-    monkeypatch.setattr(generated, "_VERSION", 0)
+    monkeypatch.setattr(puzzles, "_VERSION", 0)
     assert described() != before
     monkeypatch.undo()
-    monkeypatch.setitem(generated.PUZZLES, "hops", hops.Hops(questions=5))
+    monkeypatch.setitem(puzzles.PUZZLES, "hops", puzzles.Hops(questions=5))
     assert described() != before
 
 
@@ -376,9 +361,9 @@ def test_answers_that_are_learned_alone_stand_beside_no_text_that_is_learned_who
     (tmp_path / "text.txt").write_text("a b c")
     text = str(tmp_path / "text.txt")
     for inputs in (["hops:documents=9", text], ["hops:documents=9,answers=0", "mano:documents=9"]):
-        with pytest.raises(InputError, match=r"documents=9.*answers alone are learned.*apart"):
+        with pytest.raises(InputError, match=r"documents=9.*answers"):
             prepare(inputs, out=tmp_path / "out", tokenizer="symbols")
-    with pytest.raises(InputError, match="answers=2: 0 or 1"):
+    with pytest.raises(InputError, match="answers=2"):
         prepare(["mano:answers=2"], out=tmp_path / "out")
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from adaponder.training.checkpoint import parse_random_states, random_states, restore_random_state
 from adaponder.training.distributed import World
-from adaponder.training.randomness import parse_random_states, random_states, restore_random_state
 
 CPU = torch.device("cpu")
 

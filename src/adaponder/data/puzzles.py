@@ -1,0 +1,343 @@
+"""Generated puzzles, hops and mano: the depth that each question needs can be computed again from its text alone.
+
+``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
+on the settings and its number alone, all have the same number of tokens, and their tokenizer is ``symbols``. With
+``data.sequence`` = ``length`` - 1 a training window is one document. Only the answers are learned (``answers=0``:
+every token), like the assistant's turns of a conversation.
+
+**Hops**: a document is a list of steps ``x y .``, then ``|``, then questions ``x y``, where y is the end of the chain
+that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops and the second one. Every hop
+needs the result of the one before, and nothing in a question says how many there are. Each question has a chain of its
+own; the steps of a chain stand in order, mixed with those of other chains. Every chain is asked for once, so the last
+answer can be inferred by elimination.
+
+**Mano**, modular arithmetic on prefix trees: a document is its modulus and a row of questions, each a tree in prefix
+notation, ``=`` and its value; ``.`` fills the rest. In ``7 + 3 * 4 5 = 2 - 1 2 = 6 .`` heights are 2 and 1. The height
+of a tree is the depth that its value needs.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from adaponder.errors import InputError
+
+SYMBOLS = "symbols"
+UNKNOWN = "<unknown>"
+MOST_LETTERS, MOST_NUMBERS = 24, 40
+LETTERS = tuple(chr(ord("a") + index) for index in range(MOST_LETTERS))
+# A word's place is its id; the end token follows the last one.
+WORDS = (
+    *(UNKNOWN, "|", "=", ".", "+", "-", "*"),
+    *LETTERS,
+    *(letter.upper() for letter in LETTERS),
+    *map(str, range(MOST_NUMBERS)),
+)
+END_ID = len(WORDS)
+_ID_OF = {word: index for index, word in enumerate(WORDS)}
+BAR, EQUALS, STOP = "|", "=", "."
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_MOST_HOPS, _MOST_HEIGHT = 16, 8
+_LARGEST = 2**31
+# Raised with every change of what a seed gives: folders made before are then not continued.
+_VERSION = 4
+
+# A function that returns the next random number from 0 up to, but not including, 1.
+Draw = Callable[[], float]
+Entry = TypeVar("Entry")
+
+
+def symbol_tokenizer(end_token: str) -> Tokenizer:
+    """Returns a tokenizer that splits at white space; unknown words become ``<unknown>``."""
+    tokenizer = Tokenizer(models.WordLevel(_ID_OF, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([end_token])
+    return tokenizer
+
+
+def ids_of(words: Iterable[str]) -> np.ndarray:
+    """Returns ``int64[words]``, the token ids of words of the vocabulary."""
+    return np.array([_ID_OF[word] for word in words], np.int64)
+
+
+def words_of(ids: np.ndarray) -> list[str]:
+    """Returns the words of ``ids``, without end tokens; ids beyond the vocabulary are ``<unknown>``."""
+    return [WORDS[index] if 0 <= index < END_ID else UNKNOWN for index in ids.tolist()]
+
+
+class Question(NamedTuple):
+    """A question of a document.
+
+    Attributes:
+        place: index of its answer among the words.
+        needed: the depth it needs, in hops or height.
+        answer: the right answer.
+        forced: whether elimination gives the answer: every other chain has been asked for.
+    """
+
+    place: int
+    needed: int
+    answer: str
+    forced: bool = False
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Settings of hops documents. No letter leads to two others; only the end of a chain may be reached twice.
+
+    Attributes:
+        documents: number of documents.
+        most: hops of the longest question; numbers from 1 to ``most`` are asked equally often, up to one.
+        questions: number of questions of each document.
+        letters: number of letters to choose from.
+        ends: number of different last letters of a document; several questions may have the same answer.
+        capitals: 1 writes last letters as capitals, which marks them; 0 does not.
+        answers: 1: only the answers (and the end token) are learned; 0: every token.
+    """
+
+    seed: int = 0
+    documents: int = 50_000
+    most: int = 4
+    questions: int = 6
+    letters: int = MOST_LETTERS
+    ends: int = 11
+    capitals: int = 0
+    answers: int = 1
+
+    @property
+    def hops(self) -> list[int]:
+        """The hops that the questions of a document need, unordered."""
+        counts = [(self.questions + self.most - p) // self.most for p in range(1, self.most + 1)]
+        return [p for p, count in enumerate(counts, 1) for _ in range(count)]
+
+    @property
+    def length(self) -> int:
+        """Tokens of each document, including its end token."""
+        return 3 * sum(self.hops) + 1 + 2 * self.questions + 1
+
+    def check(self) -> None:
+        """Raises for settings out of range, or that need more letters than there are."""
+        _require(self, "most", 1, _MOST_HOPS)
+        _require(self, "questions", 1, _LARGEST)
+        _require(self, "capitals", 0, 1)
+        _require(self, "answers", 0, 1)
+        _require(self, "ends", 2, self.letters)
+        taken = sum(self.hops) + (0 if self.capitals else self.ends)
+        if not taken <= self.letters <= MOST_LETTERS:
+            raise InputError(
+                f"hops: letters={self.letters} must be between {taken}, which questions={self.questions} of up to "
+                f"most={self.most} hops need, and {MOST_LETTERS}: lower questions, most or ends"
+            )
+
+    def document(self, draw: Draw) -> list[str]:
+        """Returns the words of one document, without its end token."""
+        names = shuffled(LETTERS[: self.letters], draw)
+        ends = names[sum(self.hops) : sum(self.hops) + self.ends]
+        if self.capitals:
+            ends = [name.upper() for name in shuffled(LETTERS[: self.letters], draw)[: self.ends]]
+        chains, start = [], 0
+        for p in shuffled(self.hops, draw):
+            chains.append([*names[start : start + p], ends[int(draw() * len(ends))]])
+            start += p
+        taken = [0] * len(chains)
+        words = []
+        for number in shuffled([number for number, chain in enumerate(chains) for _ in chain[1:]], draw):
+            chain, place = chains[number], taken[number]
+            words += [chain[place], chain[place + 1], STOP]
+            taken[number] += 1
+        return [*words, BAR, *(word for chain in shuffled(chains, draw) for word in (chain[0], chain[-1]))]
+
+
+def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
+    """Returns ``entries`` in random order; ``draw`` alone decides, so every Python version gives the same order."""
+    order = list(entries)
+    for last in range(len(order) - 1, 0, -1):
+        other = int(draw() * (last + 1))
+        order[last], order[other] = order[other], order[last]
+    return order
+
+
+def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
+    """Follows the chain of each question hop by hop; letters that lead nowhere, or in a circle, ask nothing."""
+    bar = words.index(BAR)
+    leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
+    unasked = set(leads) - set(leads.values())
+    for place in range(bar + 2, len(words), 2):
+        word, hops = words[place - 1], 0
+        unasked.discard(word)
+        while word in leads and hops < len(leads):
+            word, hops = leads[word], hops + 1
+        if hops and word not in leads:
+            yield Question(place, hops, word, forced=not unasked)
+
+
+@dataclass(frozen=True)
+class Mano:
+    """Settings of mano documents. Heights are drawn uniformly; one side of a node may be lower than the other.
+
+    Attributes:
+        documents: number of documents.
+        length: tokens of each document, including its end token.
+        modulus: modulus of every sum, difference and product.
+        most: height of the tallest tree; a number has height 0, and is never asked for alone.
+        answers: 1: only the answers are learned; 0: every token.
+    """
+
+    seed: int = 0
+    documents: int = 50_000
+    length: int = 129
+    modulus: int = 7
+    most: int = 4
+    answers: int = 1
+
+    def check(self) -> None:
+        """Raises for settings out of range, or a length into which the tallest tree does not fit."""
+        _require(self, "modulus", 2, MOST_NUMBERS - 1)
+        _require(self, "answers", 0, 1)
+        _require(self, "most", 1, _MOST_HEIGHT)
+        # A full tree has 2 ** (height + 1) - 1 words; modulus, equals sign, value and end token come on top.
+        if self.length < (shortest := 2 ** (self.most + 1) + 3):
+            raise InputError(
+                f"mano: length={self.length} must be at least {shortest} for questions of height {self.most}: raise "
+                "length or lower most"
+            )
+
+    def document(self, draw: Draw) -> list[str]:
+        """Returns the words of one document, without its end token."""
+        words = [str(self.modulus)]
+        while True:
+            tree, value = self._tree(1 + int(draw() * self.most), draw)
+            if len(words) + len(tree) + 2 > self.length - 1:
+                return [*words, *[STOP] * (self.length - 1 - len(words))]
+            words += [*tree, EQUALS, str(value)]
+
+    def _tree(self, height: int, draw: Draw) -> tuple[list[str], int]:
+        """Returns a tree of exactly this height, and its value."""
+        if height == 0:
+            value = int(draw() * self.modulus)
+            return [str(value)], value
+        heights = [height - 1, int(draw() * height)]
+        if draw() < 0.5:
+            heights.reverse()
+        sign = tuple(OPERATIONS)[int(draw() * len(OPERATIONS))]
+        (left, first), (right, second) = (self._tree(side, draw) for side in heights)
+        return [sign, *left, *right], OPERATIONS[sign](first, second) % self.modulus
+
+
+def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
+    """Evaluates the trees of a document from its first word on, up to the first word that belongs to none."""
+    if not words or not words[0].isdecimal() or int(words[0]) < 2:
+        return
+    start, modulus = 1, int(words[0])
+    while start < (after := _end_of_tree(words, start)):
+        if words[after : after + 1] != [EQUALS] or after + 1 >= len(words) or words[start] not in OPERATIONS:
+            return
+        height, value = _evaluate(words[start:after], modulus)
+        yield Question(after + 1, height, str(value))
+        start = after + 2
+
+
+def _end_of_tree(words: Sequence[str], start: int) -> int:
+    """Returns the index after the tree that begins at ``start``; ``start`` itself if no whole tree begins there."""
+    missing = 1
+    for place in range(start, len(words)):
+        if words[place] in OPERATIONS:
+            missing += 1
+        elif words[place].isdecimal():
+            missing -= 1
+        else:
+            return start
+        if not missing:
+            return place + 1
+    return start
+
+
+def _evaluate(tree: Sequence[str], modulus: int) -> tuple[int, int]:
+    """Returns (height, value) of a tree, read from its last word to its first: a sign comes after both its sides."""
+    operands: list[tuple[int, int]] = []
+    for word in reversed(tree):
+        if word in OPERATIONS:
+            (left, first), (right, second) = operands.pop(), operands.pop()
+            operands.append((1 + max(left, right), OPERATIONS[word](first, second) % modulus))
+        else:
+            operands.append((0, int(word)))
+    return operands[0]
+
+
+def _require(settings: Hops | Mano, name: str, least: int, most: int) -> None:
+    if not least <= (value := getattr(settings, name)) <= most:
+        puzzle = type(settings).__name__.lower()
+        raise InputError(f"{puzzle}: {name}={value} must be between {least} and {most}")
+
+
+PUZZLES = {"hops": Hops(), "mano": Mano()}
+
+
+def is_generated(argument: str) -> bool:
+    """Returns whether an input names a puzzle, with or without settings."""
+    return argument.partition(":")[0] in PUZZLES
+
+
+def settings_of(argument: str) -> Hops | Mano:
+    """Returns the checked settings of ``NAME[:FIELD=NUMBER,…]``."""
+    name, _, changes = argument.partition(":")
+    names = [field.name for field in fields(PUZZLES[name])]
+    values: dict[str, int] = {}
+    for change in changes.split(",") if changes else []:
+        field, _, value = change.partition("=")
+        if field not in names or field in values:
+            raise InputError(f"input {argument}: {change!r} must be FIELD=NUMBER, each once, of {', '.join(names)}")
+        if not value.isascii() or not value.isdecimal() or not int(value[:12]) < _LARGEST:
+            raise InputError(f"input {argument}: {field}={value} must be a whole number from 0 to {_LARGEST - 1}")
+        values[field] = int(value)
+    settings = replace(PUZZLES[name], **values)
+    _require(settings, "documents", 1, _LARGEST)
+    settings.check()
+    return settings
+
+
+def documents(settings: Hops | Mano) -> Iterator[list[str]]:
+    """Yields the words of every document, in order."""
+    recorded = {name: value for name, value in asdict(settings).items() if name not in ("documents", "answers")}
+    name = type(settings).__name__
+    for number in range(settings.documents):
+        # Python promises the same numbers for a seed of ``random()`` alone, not of what is built on it.
+        yield settings.document(random.Random(f"{name} {json.dumps(recorded)} {number}").random)
+
+
+def learns_answers(argument: str) -> bool:
+    """Returns whether an input is a puzzle of which only the answers are learned."""
+    return is_generated(argument) and bool(settings_of(argument).answers)
+
+
+def version(argument: str) -> str:
+    """Returns text that differs wherever a byte of the input ``argument`` may differ."""
+    return json.dumps({"version": _VERSION} | asdict(settings_of(argument)))
+
+
+def questions(words: Sequence[str]) -> Iterator[Question]:
+    """Yields the questions of one document with their right answers, whatever answers the text gives."""
+    return _hops_questions(words) if BAR in words else _mano_questions(words)
+
+
+def needed(ids: np.ndarray) -> np.ndarray:
+    """Returns ``int64[ids]``: the hops or the height that the answer at each place needs, and 0 at other places.
+
+    0 also where the answer is forced: inferred by elimination it needs none of its hops. ``ids`` are whole documents
+    in tokens of ``symbols``, with end tokens between them.
+    """
+    depths = np.zeros(len(ids), np.int64)
+    start = 0
+    for end in [*np.flatnonzero(ids == END_ID).tolist(), len(ids)]:
+        for question in questions(words_of(ids[start:end])):
+            depths[start + question.place] = 0 if question.forced else question.needed
+        start = end + 1
+    return depths

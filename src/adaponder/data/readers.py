@@ -1,0 +1,461 @@
+"""Readers, one per kind of input: each yields documents, and an error names the line or table row at fault."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import io
+import json
+import lzma
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from adaponder.data import puzzles
+from adaponder.data.manifest import DataError
+from adaponder.errors import AdaPonderError, InputError
+from adaponder.files import open_plain
+
+# Maximum bytes of one document: several copies of it are in memory while it is encoded.
+LONGEST = 2**30
+_HEAD = 8192
+# Rows of a table are decompressed together up to this size, but at least one row.
+_BATCH_BYTES, _BATCH_ROWS = 2**24, 256
+_DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".bz2": bz2.open,
+    ".zst": lambda raw: io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 2**17),
+}
+COMPRESSIONS = tuple(_DECOMPRESSORS)
+_DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
+
+
+class Document(NamedTuple):
+    text: str
+    source: str
+
+
+class Pretokenised(NamedTuple):
+    """A document that is tokens already; ``origin`` names the file it comes from."""
+
+    tokens: np.ndarray
+    source: str
+    origin: str
+
+
+class Conversation(NamedTuple):
+    """One conversation as text.
+
+    Attributes:
+        learned: (first, last + 1) of each span of ``text``, in characters, that is learned: the assistant's turns.
+        origin: file and line or row, for errors.
+    """
+
+    text: str
+    source: str
+    learned: tuple[tuple[int, int], ...]
+    origin: str
+
+
+AnyDocument = Document | Pretokenised | Conversation
+Record = tuple[dict[str, Any], str]  # fields, and the file and line or row that they come from
+
+
+@dataclass
+class Counts:
+    """Bytes of input files read so far (``read``), and the number of documents skipped or repaired, by kind."""
+
+    read: int = 0
+    hidden: int = 0
+    special: int = 0
+    binary: int = 0
+    invalid_utf8: int = 0
+    empty: int = 0
+
+    def skipped(self) -> dict[str, int]:
+        return {kind: count for kind, count in vars(self).items() if kind != "read"}
+
+
+class InputPart(NamedTuple):
+    """One part of an input: a file, a pair of Megatron files, a hub dataset or a puzzle.
+
+    Attributes:
+        argument: the input as the user named it.
+        name: path within the input.
+        reader: yields the documents.
+        files: the files it is read from, none for a hub dataset or a puzzle.
+        stamps: modification time, size and inode of each of ``files``.
+    """
+
+    argument: str
+    name: str
+    path: Path
+    size: int
+    reader: Callable[[InputPart, Counts], Iterator[AnyDocument]]
+    files: tuple[Path, ...] = ()
+    stamps: tuple[tuple[int, ...], ...] = ()
+
+
+# --- compressed files -----------------------------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """``raw``: the file itself, whose position is the progress of reading; ``stream``: its content, decompressed."""
+
+    raw: IO[bytes]
+    stream: IO[bytes]
+
+
+def compression_of(path: Path) -> str:
+    """Returns the last suffix of a compressed file, in lower case; empty for a file that is not compressed."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
+
+
+def without_compression(path: Path) -> Path:
+    """Returns the path without the suffix of its compression: ``part.jsonl`` of ``part.jsonl.gz``."""
+    return path.with_suffix("") if compression_of(path) else path
+
+
+def inner_suffix(path: Path) -> str:
+    """Returns the suffix of the content, in lower case: ``.jsonl`` of ``part.jsonl`` and of ``part.JSONL.gz``."""
+    return without_compression(path).suffix.lower()
+
+
+@contextlib.contextmanager
+def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterator[Opened]:
+    """Opens an ordinary file for reading, decompressed; a damaged or truncated file raises ``error``."""
+    compression = compression_of(path)
+    with open_plain(path, error) as raw:
+        try:
+            stream = _DECOMPRESSORS[compression](raw) if compression else raw
+            yield Opened(raw, stream)
+        except _DAMAGE as problem:
+            what = f"damaged or truncated {compression} file" if compression else "cannot be read"
+            raise error(f"{path}: {what} ({problem})") from None
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def text(part: InputPart, counts: Counts) -> Iterator[Document]:
+    """Yields a text file as one document, without the byte-order mark of UTF-8."""
+    with decompressed(part.path) as opened:
+        content = opened.stream.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise _too_long(str(part.path))
+    yield Document(_decoded(content.removeprefix(BOM_UTF8), counts), inner_suffix(part.path)[1:] or "text")
+
+
+def stdlib_text(part: InputPart, counts: Counts) -> Iterator[Document]:
+    yield from (document._replace(source="stdlib") for document in text(part, counts))
+
+
+def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
+    """Yields a text file as one document; skips and counts a binary file."""
+    if looks_binary(part.path):
+        counts.binary += 1
+        return
+    yield from text(part, counts)
+
+
+def looks_binary(path: Path) -> bool:
+    """Returns whether a file, decompressed, begins like an image or a program rather than like text."""
+    with decompressed(path) as opened:
+        head = opened.stream.read(_HEAD)
+    # Text in an old encoding has a few bytes that are not UTF-8; images and programs consist mostly of such bytes.
+    return b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head)
+
+
+def repaired(document: AnyDocument, counts: Counts) -> AnyDocument:
+    """Returns ``document`` with U+FFFD for invalid Unicode: JSON may spell half a surrogate pair, a name any byte."""
+    texts = {name: valid_unicode(value) for name, value in document._asdict().items() if isinstance(value, str)}
+    if all(getattr(document, name) is value for name, value in texts.items()):
+        return document
+    counts.invalid_utf8 += 1
+    return document._replace(**texts)
+
+
+def valid_unicode(text: str) -> str:
+    """Returns ``text`` itself if it is valid Unicode, else a copy with U+FFFD for lone surrogates."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _decoded(data: bytes, counts: Counts) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        counts.invalid_utf8 += 1
+        return data.decode(errors="replace")
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(
+        f"{where}: longer than {LONGEST:,} bytes, the maximum of one document: split it into documents, "
+        'one {"text": …} per line of a .jsonl'
+    )
+
+
+# --- records: lines of a .jsonl, rows of a table or of a hub dataset --------------------------------------------------
+
+
+def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
+    default = without_compression(part.path).stem
+    for fields, where in _json_records(part, ("text",), counts):
+        yield _document(fields, default, where)
+
+
+def table(part: InputPart, counts: Counts) -> Iterator[Document]:
+    """Yields the rows of a .parquet, or of a data file of ``datasets.save_to_disk`` (Arrow's stream format)."""
+    for batch, first in _batches(part, ("text",), counts):
+        # Read as bytes: Arrow does not check that strings are UTF-8.
+        texts = _as_bytes(batch, "text", part.path)
+        sources = _as_bytes(batch, "source", part.path) if "source" in batch.schema.names else [None] * len(texts)
+        for row, (content, source) in enumerate(zip(texts, sources, strict=True), first):
+            if content is None:
+                raise DataError(f"{part.path}, row {row}: text is null")
+            if len(content) > LONGEST:
+                raise _too_long(f"{part.path}, row {row}")
+            yield Document(_decoded(content, counts), _decoded(source or b"", counts) or part.path.stem)
+
+
+def hub(part: InputPart, counts: Counts) -> Iterator[Document]:
+    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the split is train by default."""
+    name, _, _ = parse_hub(part.argument)
+    for row, where in _hub_records(part, ("text",), counts):
+        yield _document(row | {"source": str(row.get("source") or name)}, name, where)
+
+
+def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    """Yields (fields, file and line or row) of every record, each of which has all of ``names``.
+
+    A record's ``source`` is read too where it has one.
+    """
+    if part.reader not in _RECORDS:
+        raise InputError(
+            f"input {part.argument}: {part.name} holds no records; --chat reads .jsonl, .parquet, saved datasets and "
+            "hf:NAME"
+        )
+    for fields, where in _RECORDS[part.reader](part, names, counts):
+        if missing := [name for name in names if name not in fields]:
+            raise DataError(f"{where}: no field {missing[0]!r}, it has {', '.join(map(str, fields))}")
+        yield fields, where
+
+
+def _document(fields: dict[str, Any], default: str, where: str) -> Document:
+    """Returns the document of one record; ``default`` is its source if the record names none."""
+    if not isinstance(fields.get("text"), str):
+        raise DataError(f'{where}: a record must be an object with a string "text"')
+    if not isinstance(source := fields.get("source", default), str):
+        raise DataError(f'{where}: "source" must be a string')
+    return Document(fields["text"], source)
+
+
+def _json_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    """Yields the objects of a .jsonl, line by line; blank lines and a byte-order mark are skipped."""
+    start, number = counts.read, 0
+    with decompressed(part.path) as opened:
+        while line := opened.stream.readline(LONGEST + 1):
+            number += 1
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
+            where = f"{part.path}, line {number}"
+            if len(line) > LONGEST:
+                raise _too_long(where)
+            counts.read = start + opened.raw.tell()
+            if not line or line.isspace():
+                continue
+            try:
+                fields = json.loads(_decoded(line, counts))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not JSON ({error})") from None
+            if not isinstance(fields, dict):
+                raise DataError(f"{where}: a record must be an object")
+            del line  # a long line need not stay in memory while its document is encoded
+            yield fields, where
+
+
+def _table_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    for batch, first in _batches(part, names, counts):
+        for row, fields in enumerate(batch.to_pylist(), first):
+            yield fields, f"{part.path}, row {row}"
+
+
+def _hub_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    for number, row in enumerate(load_hub(part.argument)):
+        yield row, f"{part.argument}, row {number}"
+
+
+_RECORDS: dict[Callable[..., Any], Callable[..., Iterator[Record]]] = {
+    jsonl: _json_records,
+    table: _table_records,
+    hub: _hub_records,
+}
+
+
+def _batches(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Yields (some rows of a table, the number of the first) with the columns ``names`` and ``source``."""
+    start, first = counts.read, 0
+    kind, batches = ("a Parquet", _parquet) if part.path.suffix.lower() == ".parquet" else ("an Arrow", _arrow)
+    try:
+        for batch, read in batches(part, names):
+            yield batch, first
+            first += batch.num_rows
+            counts.read = start + read
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{part.path}: damaged or not {kind} file ({error})") from None
+
+
+def _parquet(part: InputPart, names: Sequence[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Yields (rows, bytes of the file read so far)."""
+    with pq.ParquetFile(part.path) as file:
+        columns, about, done = _columns(file.schema_arrow.names, names, part.path), file.metadata, 0
+        chunks = [
+            about.row_group(group).column(column)
+            for group in range(about.num_row_groups)
+            for column in range(about.num_columns)
+        ]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in columns)
+        for batch in file.iter_batches(batch_size=_rows_at_once(about.num_rows, size), columns=columns):
+            done += batch.num_rows
+            yield batch, part.size * done // about.num_rows
+
+
+def _arrow(part: InputPart, names: Sequence[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Yields (rows, bytes of the file read so far)."""
+    with open_plain(part.path, DataError) as raw, pa.ipc.open_stream(raw) as stream:
+        columns = _columns(stream.schema.names, names, part.path)
+        for batch in stream:
+            rows = _rows_at_once(batch.num_rows, batch.nbytes)
+            for first in range(0, batch.num_rows, rows):
+                yield batch.select(columns).slice(first, rows), raw.tell()
+
+
+def _rows_at_once(rows: int, size: int) -> int:
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, size)))
+
+
+def _columns(columns: Sequence[str], names: Sequence[str], where: Path) -> list[str]:
+    """Returns the columns to read: ``names``, which must be there, and ``source`` if it is."""
+    if missing := [name for name in names if name not in columns]:
+        raise DataError(f"{where}: no column {missing[0]!r}, it has {', '.join(columns)}")
+    return [name for name in (*names, "source") if name in columns]
+
+
+def _as_bytes(batch: pa.RecordBatch, name: str, where: Path) -> list[bytes | None]:
+    """Returns a column of strings as bytes."""
+    column = batch.column(name)
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_decode()
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise DataError(f"{where}: column {name} must hold strings, it holds {column.type}")
+    return column.cast(pa.binary() if pa.types.is_string(column.type) else pa.large_binary()).to_pylist()
+
+
+def load_hub(argument: str) -> Any:
+    """Loads a hub dataset; its ``_fingerprint`` names this state of the data."""
+    try:
+        import datasets  # an extra
+    except ImportError:
+        raise InputError(f"{argument} needs the datasets library: pip install datasets") from None
+    name, config, split = parse_hub(argument)
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{argument}: could not be loaded ({error})") from error
+
+
+def parse_hub(argument: str) -> tuple[str, str | None, str]:
+    """Returns (name, config, split) of ``hf:NAME[:CONFIG][:SPLIT]``; ``hf:NAME:test`` names a split."""
+    name, *rest = argument.removeprefix("hf:").split(":")
+    if not name or len(rest) > 2:
+        raise InputError(f"input {argument}: use hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
+    if len(rest) == 1 and rest[0].partition("[")[0] in ("train", "validation", "test"):
+        rest = ["", *rest]
+    config, split = (*rest, "", "")[:2]
+    return name, config or None, split or "train"
+
+
+# --- tokens of Megatron, and puzzles ----------------------------------------------------------------------------------
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def megatron_documents(part: InputPart, counts: Counts) -> Iterator[Pretokenised]:
+    start, read = counts.read, 0
+    for number, tokens in enumerate(megatron(part.path)):
+        yield Pretokenised(tokens, part.path.stem, f"{part.path.with_suffix('.bin')}, document {number}")
+        read += tokens.nbytes
+        counts.read = start + read
+
+
+def megatron(path: Path) -> Iterator[np.ndarray]:
+    """Yields the documents of a Megatron ``MMapIndexedDataset``; ``path`` is its .idx, its .bin, or both's stem."""
+    stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
+    index, data = stem.with_name(stem.name + ".idx"), stem.with_name(stem.name + ".bin")
+    dtype, sizes, bounds = _megatron_index(index, data)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    starts = ends - sizes
+    tokens = np.memmap(data, dtype, "r") if len(sizes) and ends[-1] else np.empty(0, dtype)
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        yield np.array(tokens[starts[first] : ends[last - 1]] if last > first else tokens[:0])
+
+
+def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Returns (token type, tokens per sequence, bounds of documents in sequences); raises where the files disagree."""
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(f"{path} is missing: Megatron data is a pair of .bin and .idx")
+    with open_plain(index, DataError) as file:
+        raw = file.read()
+    if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:
+        raise DataError(f"{index}: not a Megatron MMapIndexedDataset index of version 1")
+    if raw[17] not in _TOKEN_TYPES:
+        raise DataError(f"{index}: type code {raw[17]}, tokens must be integers")
+    dtype = np.dtype(_TOKEN_TYPES[raw[17]])
+    sequences, documents = (int.from_bytes(raw[at : at + 8], "little") for at in (18, 26))
+    if len(raw) < 34 + 12 * sequences + 8 * documents:
+        raise DataError(f"{index}: truncated: {sequences} sequences and {documents} bounds of documents do not fit")
+    sizes = np.frombuffer(raw, "<i4", sequences, 34)
+    pointers = np.frombuffer(raw, "<i8", sequences, 34 + 4 * sequences)
+    bounds = np.frombuffer(raw, "<i8", documents, 34 + 12 * sequences)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    if (sizes < 0).any() or (pointers != (ends - sizes) * dtype.itemsize).any():
+        raise DataError(f"{index}: sequences do not follow one another")
+    if (np.diff(bounds) < 0).any() or (documents and (bounds[0] != 0 or bounds[-1] != sequences)):
+        raise DataError(f"{index}: documents do not follow one another")
+    tokens = int(ends[-1]) if sequences else 0
+    if (size := data.stat().st_size) != tokens * dtype.itemsize:
+        raise DataError(f"{data}: {size} bytes, but {tokens} tokens of {dtype.name} take {tokens * dtype.itemsize}")
+    return dtype, sizes, bounds
+
+
+def puzzle(part: InputPart, counts: Counts) -> Iterator[Document | Conversation]:
+    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`); its size in bytes is not known before."""
+    name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
+    for words in puzzles.documents(settings):
+        content = " ".join(words)
+        if not settings.answers:
+            yield Document(content, name)
+            continue
+        starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
+        learned = tuple(
+            (starts[question.place], starts[question.place] + len(question.answer))
+            for question in puzzles.questions(words)
+        )
+        yield Conversation(content, name, learned, part.argument)

@@ -1,0 +1,398 @@
+"""Sweeps: plans a recipe with several settings, trains the runs one after another, and summarizes each.
+
+Each run has its own folder and resumes where it stopped; finished runs are not trained again.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from adaponder.config import AdaPonderConfig
+from adaponder.data import Shards
+from adaponder.devices import as_device
+from adaponder.errors import AdaPonderError, ConfigError, InputError, TrainingError
+from adaponder.files import parse_yaml
+from adaponder.methods import method_class
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.recipes import Recipe, load_recipe
+from adaponder.training.build import config_of
+from adaponder.training.checkpoint import STATE, newest_complete, verify_checkpoint
+from adaponder.training.data import sampler_of, shards_folder
+from adaponder.training.distributed import World
+from adaponder.training.loop import Trainer
+from adaponder.training.resume import differences
+from adaponder.training.run import train
+from adaponder.training.schedule import objective_at
+
+FINISHED, FAILED, STOPPED, PENDING = "finished", "failed", "stopped", "pending"
+_LONGEST_NAME = 120
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """One field of a recipe and the values to try."""
+
+    field: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep: folder name, recipe, value of every axis, and the overrides that produce the recipe."""
+
+    name: str
+    recipe: Recipe
+    fields: Mapping[str, Any]
+    overrides: tuple[str, ...]
+
+
+def parse_axis(text: str) -> Axis:
+    """Parses ``section.field=value,value,…``; a list in brackets is one value."""
+    field, _, listed = text.partition("=")
+    if "." not in field or not listed.strip() or listed.rstrip().endswith(","):
+        raise InputError(f"--grid {text} must be section.field=value,value,…, e.g. train.k_max=0.1,0.15,0.2")
+    if field == "train.seed":
+        raise InputError(f"--grid {text}: use --seeds {listed}; seeds are averaged over, not compared")
+    try:
+        values = parse_yaml(f"[{listed}]", "--grid", InputError)
+    except InputError:
+        raise InputError(f"--grid {text}: {listed!r} is not a list of values") from None
+    return Axis(field, tuple(values))
+
+
+def plan(
+    name: str,
+    grids: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    one_at_a_time: bool = False,
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """Returns the runs of the sweep, seed by seed: the first seed alone already covers every setting.
+
+    The runs are the product of the axes ``grids`` (text, see :func:`parse_axis`). With ``one_at_a_time`` they are the
+    recipe itself, once, and then every other value of each axis with all other fields as in the recipe.
+    """
+    base, axes = load_recipe(name, overrides), [parse_axis(text) for text in grids]
+    _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
+    base_values = {axis.field: value_of(base, axis.field) for axis in axes}
+    runs = []
+    for seed, point in itertools.product(seeds or (base.train.seed,), _points(axes, one_at_a_time=one_at_a_time)):
+        changed = tuple(f"{field}={_as_override(value)}" for field, value in point)
+        if seed != base.train.seed:
+            changed += (f"train.seed={seed}",)
+        try:
+            recipe = load_recipe(name, [*overrides, *changed])
+            config_of(recipe)  # raises if no model can be built
+            fields = {axis.field: value_of(recipe, axis.field) for axis in axes}
+        except ConfigError as error:
+            raise ConfigError(f"--grid {' '.join(changed)}: {str(error).removeprefix('--set ')}") from None
+        if one_at_a_time and point and fields == base_values:
+            continue  # the base run
+        runs.append(PlannedRun(_name_of(recipe, fields, point, base), recipe, fields, (*overrides, *changed)))
+    _refuse_twins(runs)
+    return runs
+
+
+def _points(axes: Sequence[Axis], *, one_at_a_time: bool) -> list[tuple[tuple[str, Any], ...]]:
+    """Returns the ``(field, value)`` pairs that each run sets: of every axis, or of no axis and then one at a time."""
+    if one_at_a_time:
+        return [(), *(((axis.field, value),) for axis in axes for value in axis.values)]
+    return list(itertools.product(*([(axis.field, value) for value in axis.values] for axis in axes)))
+
+
+def _check_arguments(axes: Sequence[Axis], seeds: Sequence[int], fixed: set[str], *, one_at_a_time: bool) -> None:
+    """Raises if axes, seeds and the fields ``fixed`` by --set contradict each other."""
+    if not axes and not seeds:
+        raise InputError("--grid is missing: name at least one axis, e.g. --grid train.k_max=0.1,0.15,0.2; or --seeds")
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"--seeds {','.join(map(str, seeds))}: each seed may be named once")
+    if seeds and "train.seed" in fixed:
+        raise InputError("train.seed is set by both --set and --seeds: drop one")
+    for index, axis in enumerate(axes):
+        if axis.field in {before.field for before in axes[:index]}:
+            raise InputError(f"--grid {axis.field} is given twice: list all its values in one")
+        if axis.field in fixed and not one_at_a_time:
+            raise InputError(f"{axis.field} is set by both --set and --grid: drop one, or add --one-at-a-time")
+
+
+def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
+    """Raises if two runs would train the same recipe."""
+    first: dict[str, PlannedRun] = {}
+    for run in runs:
+        twin = first.setdefault(run.recipe.fingerprint, run)
+        if twin is run:
+            continue
+        if same := [field for field in run.fields if run.fields[field] != twin.fields[field]]:
+            raise InputError(f"--grid {same[0]}: this field does not change the training, so it cannot be an axis")
+        raise InputError(f"--grid: {run.name} is listed twice; list each value once")
+
+
+def value_of(recipe: Recipe, field: str) -> Any:
+    """Returns the field's value; for a model field that the recipe leaves open, the config's value."""
+    value: Any = recipe.as_dict()
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    section, _, key = field.partition(".")
+    left_open = value is None or field == "model.embedding_scale"
+    if left_open and section == "model" and (config := config_of(recipe)) is not None:
+        value = getattr(config, key, None)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[str, Any]], base: Recipe) -> str:
+    """Returns a name such as ``k_max=0.1__ponder_weight=0.2__seed=1``, safe in every shell."""
+    lasts = [field.rpartition(".")[2] for field in fields]
+    parts = []
+    for field, _ in point:
+        last = field.rpartition(".")[2]
+        parts.append(f"{last if lasts.count(last) == 1 else field}={_typed(fields[field]).strip('[]')}")
+    if recipe.train.seed != base.train.seed:
+        parts.append(f"seed={recipe.train.seed}")
+    full_name = "__".join(parts) or "base"
+    safe = re.sub(r"[^A-Za-z0-9._=+-]+", "-", full_name)[:_LONGEST_NAME]
+    # Two names may become equal by this: the fingerprint keeps them apart.
+    return safe if safe == full_name else f"{safe}__{recipe.fingerprint}"
+
+
+def _typed(value: Any) -> str:
+    """Returns a value as a user would type it: 0.1, 4, true, none."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _as_override(value: Any) -> str:
+    """Returns text that ``--set`` parses as ``value``."""
+    if isinstance(value, str):
+        try:
+            if parse_yaml(value, "--grid", InputError) == value:
+                return value
+        except InputError:
+            pass  # needs quotes to be read as text
+    return json.dumps(value, default=str)
+
+
+# --- summaries --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run as a line of the sweep's table; unknown values are ``None``.
+
+    Attributes:
+        embedding_scale: the model's scale, as a number.
+        requested_depth: see :func:`requested_depth`.
+        validation_loss, validation_depth, validation_halted: loss, mean depth and shares of tokens halted after
+            iterations 1 … K-1, at the end of the run.
+        tokens_per_second: median of the logged speeds.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    seed: int
+    fingerprint: str
+    status: str
+    step: int
+    steps: int
+    method: str
+    iterations: int | None
+    embedding_scale: float | None
+    requested_depth: float | None
+    validation_loss: float | None = None
+    validation_depth: float | None = None
+    validation_halted: list[float] | None = None
+    tokens_per_second: float | None = None
+    error: str | None = None
+
+
+def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | None:
+    """Returns the mean depth that the objective of the recipe's last step aims at.
+
+    The ponder loss ranks all (token, gate) pairs, K - 1 per token, and pushes the lowest share k towards closed. A
+    closed gate saves one iteration, so the objective aims at ``K - k (K - 1)``, and at K if lambda is 0: lambda sets
+    the strength, not the depth. The measured ``validation_depth`` may be on either side: a pushed gate need not close,
+    and a token that halts early skips gates that were never pushed. ``train.target_depth`` is returned itself, for mor
+    the sum of its capacities, for methods that never halt K; for ouro, which aims at no depth, ``None``.
+    """
+    if config is None:
+        return None
+    method = method_class(config.method)
+    if method.has_ponder_term and recipe.train.target_depth is not None:
+        return recipe.train.target_depth
+    objective = objective_at(recipe.train, recipe.train.steps - 1)
+    return method.requested_depth(config, objective.ponder_fraction if objective.ponder_weight > 0 else 0.0)
+
+
+def pending(run: PlannedRun, config: AdaPonderConfig | None) -> RunSummary:
+    """Returns the summary of a run that was not started."""
+    recipe = run.recipe
+    return RunSummary(
+        name=run.name,
+        fields=dict(run.fields),
+        seed=recipe.train.seed,
+        fingerprint=recipe.fingerprint,
+        status=PENDING,
+        step=0,
+        steps=recipe.train.steps,
+        method=recipe.model.method,
+        iterations=None if config is None else config.iterations,
+        embedding_scale=None if config is None else config.table_scale,
+        requested_depth=requested_depth(recipe, config),
+    )
+
+
+def result_of(run: PlannedRun, folder: Path) -> RunSummary:
+    """Returns the summary of a finished run, from its folder."""
+    summary = pending(run, AdaPonderConfig.from_pretrained(folder / "final"))
+    path, last = folder / "metrics.jsonl", summary.steps - 1
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    validation = next((line for line in reversed(lines) if "validation_loss" in line and line["step"] == last), None)
+    if validation is None:
+        raise TrainingError(f"{path} has no validation at step {last}: delete {folder} to run it again")
+    loss = validation["validation_loss"]
+    if not math.isfinite(loss):
+        return replace(summary, status=FAILED, step=last + 1, error=f"validation loss is {loss}")
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    return replace(
+        summary,
+        status=FINISHED,
+        step=last + 1,
+        validation_loss=loss,
+        validation_depth=validation["validation_depth"],
+        validation_halted=validation["validation_halted"],
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+    )
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def examine(
+    runs: Sequence[PlannedRun], *, out: Path, data: Path = Path("data"), device: str = "cpu"
+) -> list[RunSummary]:
+    """Returns the present summary of every run; raises if one cannot be trained. Prepares the data, trains nothing.
+
+    A folder that holds a run of other settings is an error that lists them.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise InputError(
+            "a sweep runs in one process: start the single runs with torchrun (--dry-run prints their commands); "
+            "the sweep then finds them finished"
+        )
+    as_device(device)
+    folders: dict[tuple[str, str, float], Path] = {}
+    summaries = []
+    for run in runs:
+        source = run.recipe.data
+        key = (source.source, source.tokenizer, source.validation)
+        if key not in folders:
+            folders[key] = shards_folder(run.recipe, data, World())
+        summaries.append(_examine(run, out / run.name, folders[key]))
+    return summaries
+
+
+def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
+    """Returns the present summary of one run; ``prepared`` is the folder of its data."""
+    recipe = run.recipe
+    # Each run verifies the checksums of its data when it starts.
+    shards, validation = (Shards.open(prepared, split, verify=False) for split in ("train", "validation"))
+    sampler = sampler_of(recipe, shards)
+    if validation.tokens <= recipe.data.sequence:
+        raise InputError(
+            f"{prepared}: {validation.tokens} validation tokens, one window needs more than "
+            f"data.sequence={recipe.data.sequence}: a sweep compares validation losses; raise data.validation"
+        )
+    config = config_of(recipe, shards.vocab_size)
+    if config is not None:
+        meta = torch.device("meta")
+        with meta:
+            model = AdaPonderForCausalLM(config)
+        # Constructed for its checks only: tensors on the meta device take no memory.
+        Trainer(recipe, folder, World(device=meta), model, sampler, validation, telemetry=None)
+    summary = pending(run, config)
+    newest = folder / "final" if (folder / "final").is_dir() else newest_complete(folder)[0]
+    if newest is None:
+        return summary
+    finished = newest.name == "final"
+    state = verify_checkpoint(newest) if finished else json.loads((newest / STATE).read_text())
+    # The number of processes matters only to a run that is resumed.
+    changes = differences(state, recipe, sampler, World(size=state["world"] if finished else 1))
+    if finished and (was := state["recipe"]["train"]["eval_tokens"]) != recipe.train.eval_tokens:
+        changes.append(f"train.eval_tokens: {was} → {recipe.train.eval_tokens}")
+    if changes:
+        raise InputError(
+            f"{folder} holds a run with other settings ({'; '.join(changes)}): undo that, name another --out, or "
+            "delete that folder"
+        )
+    return result_of(run, folder) if finished else replace(summary, step=int(state["step"]))
+
+
+def rows_left(run: PlannedRun, summary: RunSummary) -> float:
+    """Returns the rows (tokens times K) that a run has still to compute; its time is about proportional to them."""
+    per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
+    return float((summary.steps - summary.step) * per_step)
+
+
+def carry_out(
+    runs: Sequence[PlannedRun],
+    summaries: Sequence[RunSummary],
+    *,
+    out: Path,
+    data: Path = Path("data"),
+    device: str = "cpu",
+    quiet: bool = False,
+    starting: Callable[[int, RunSummary, float | None], None] = lambda index, summary, seconds: None,
+) -> Iterator[tuple[int, RunSummary]]:
+    """Trains or resumes every run that is not finished and yields ``(index, summary)`` as each ends.
+
+    A failed run has a summary with its error, and the next run starts. A stopped run is the last: its summary has the
+    status ``stopped``, or ``finished`` if it was at its end anyway. ``starting(index, summary, seconds left)`` is
+    called before each run.
+    """
+    rows, seconds = 0.0, 0.0  # computed so far
+    waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]
+    for done, index in enumerate(waiting):
+        run, summary = runs[index], summaries[index]
+        left = sum(rows_left(runs[i], summaries[i]) for i in waiting[done:])
+        starting(index, summary, seconds / rows * left if rows else None)
+        began = time.perf_counter()
+        ended, stop_requested = _carry_out(run, summary, out / run.name, data=data, device=device, quiet=quiet)
+        if ended.status != FAILED:
+            rows += rows_left(run, summary) - rows_left(run, ended)
+            seconds += time.perf_counter() - began
+        # The next run has as much memory as the first.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        yield index, ended
+        if stop_requested:
+            return
+
+
+def _carry_out(
+    run: PlannedRun, summary: RunSummary, folder: Path, *, data: Path, device: str, quiet: bool
+) -> tuple[RunSummary, bool]:
+    """Returns (the summary of the run as it ended, whether the sweep must stop)."""
+    try:
+        outcome = train(run.recipe, out=folder, resume="auto", device=device, data=data, quiet=quiet)
+        if outcome.final is None:
+            return replace(summary, status=STOPPED, step=outcome.step), True
+        # A signal during the last step finds the run finished, but was meant for the sweep.
+        return result_of(run, folder), outcome.trainer is not None and outcome.trainer.stop_requested()
+    except (AdaPonderError, torch.OutOfMemoryError) as error:
+        return replace(summary, status=FAILED, error=str(error)), False

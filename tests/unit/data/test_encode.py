@@ -1,0 +1,79 @@
+"""Encoding: the tokens of a document, whoever computes them, in bounded memory."""
+
+import hashlib
+import types
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from adaponder.data import encode
+from adaponder.data.encode import Encoder, Item
+from adaponder.data.tokenizers import load_tokenizer, pieces
+from adaponder.errors import InputError
+
+
+@pytest.mark.parametrize("learned", [None, ((0, 1),)], ids=["text", "conversation"])
+def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(learned):
+    """A word that has no id, and no token for what is unknown; the library raises a bare Exception."""
+    knows_one = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "known": 1}))
+    encoder = Encoder(knows_one.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
+    with pytest.raises(InputError, match=r"the tokenizer cannot encode the text: .*; .* with --tokenizer"):
+        encoder([Item(0, "other", "made up", learned=learned)])
+
+
+def test_a_long_document_is_never_with_the_library_at_once(monkeypatch):
+    """Memory stays bounded, and the tokens are those of its pieces in one call."""
+    monkeypatch.setattr(encode, "PIECE", 1000)
+    monkeypatch.setattr(encode, "pieces", lambda text: pieces(text, 1000))
+    words, end_id = load_tokenizer("train-bpe:300", ["the same token again and óne more short"])
+    given = []
+
+    class Spy:
+        def encode_batch_fast(self, texts, **options):
+            given.append(sum(map(len, texts)))
+            return words.encode_batch_fast(texts, **options)
+
+    encoder = Encoder(words.to_str(), end_id, 300, "uint16", 0.0)
+    encoder.tokenizer = Spy()
+    texts = ["short", "the same token again " * 150, "", "and óne more " * 100, "short"]
+    made = encoder([Item(index, text, "s") for index, text in enumerate(texts)])
+    assert max(given) < 2000
+    assert len(given) >= 3
+    whole = [encoded.ids for text in texts for encoded in words.encode_batch_fast(list(pieces(text, 1000)))]
+    tokens = np.concatenate([document.tokens for document in made])
+    assert tokens[tokens != end_id].tolist() == [token for ids in whole for token in ids]
+    assert [document.utf8_bytes for document in made] == [len(text.encode()) for text in texts]
+    hashes = [hashlib.sha256(text.encode()).digest() for text in texts]
+    assert [document.hash for document in made] == [int.from_bytes(digest[:8], "big") for digest in hashes]
+
+
+class Inline:
+    """Stands for a pool of processes: computes a chunk when its result is taken."""
+
+    under_way = most = 0
+
+    def __init__(self, *given, **options):
+        Inline.under_way = Inline.most = 0
+
+    def submit(self, function, chunk):
+        Inline.under_way += 1
+        Inline.most = max(Inline.most, Inline.under_way)
+        return types.SimpleNamespace(done=lambda: False, result=lambda: self._taken(chunk))
+
+    def _taken(self, chunk):
+        Inline.under_way -= 1
+        return chunk
+
+    def shutdown(self, **options) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("limit", "most"), [(1, 1), (20, 2), (1000, 8)])
+def test_long_documents_are_encoded_as_many_at_a_time_as_memory_allows(monkeypatch, limit, most):
+    monkeypatch.setattr(encode, "_UNDER_WAY", limit)
+    monkeypatch.setattr(encode, "ProcessPoolExecutor", Inline)
+    chunks = [[Item(index, "ten chars.", "s")] for index in range(20)]
+    encoder = Encoder("", 0, 1, "uint16", 0.0)
+    assert list(encode.encode_in_order(encoder, chunks, workers=2)) == chunks
+    assert (Inline.under_way, Inline.most) == (0, most)
