@@ -1,4 +1,4 @@
-"""A model is a backbone and a recurrence around it: this is both, as data."""
+"""The config of a model: its backbone's config and the settings of the recurrence around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaponder.fields import Recurrence, check_fields, is_removed, meanings
 from adaponder.methods import method_class
 from adaponder.registry import scale_from_scratch, scale_of
 
-# What Hugging Face itself writes into, or passes through, a config.json: not ours to judge.
+# Keys that Hugging Face itself writes into, or passes through, a config.json.
 _FOREIGN_KEYS = {
     "name_or_path",
     "attn_implementation",
@@ -40,14 +40,14 @@ OUR_AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_adaponder.AdaPonderForCausalLM",
 }
 
-# More than any model has, by far; what lies beyond would fill the memory before it is found to be nonsense.
+# More than any model has; larger values would fill the memory before they raise.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
 _LARGEST_SIZE = 2**31 - 1
 _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Whether an ``auto_map`` equals ``OUR_AUTO_MAP``; code is not run even then.
+    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; code is not run even then.
 
     Hugging Face writes ``NAME--`` before each entry where the folder is the hub's repository NAME.
     """
@@ -100,7 +100,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         _check_pause(self)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """The backbone's: vocabulary, special tokens and lengths are its own, and written down once."""
+        """Returns the backbone's config, which alone holds vocabulary, special tokens and lengths."""
         return self.backbone_config
 
     @property
@@ -161,7 +161,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
         # A copy: Hugging Face writes the outer model's attention choice into it, and the stock model keeps its own.
         return copy.deepcopy(backbone)
     if not isinstance(backbone, dict):
-        raise ConfigError(f"backbone_config={shown(backbone)}: the config of a Hugging Face decoder is needed")
+        raise ConfigError(f"backbone_config={shown(backbone)} must be the config of a Hugging Face decoder")
     if "auto_map" in backbone:
         raise ConfigError("backbone_config.auto_map asks to run code from the checkpoint: refused")
     if "model_type" not in backbone:
@@ -169,7 +169,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     fields_of_backbone = dict(backbone)
     family = fields_of_backbone.pop("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
-        raise ConfigError(f"backbone_config.model_type={shown(family)}: this transformers knows no such family")
+        raise ConfigError(f"backbone_config.model_type={shown(family)} is no family that this transformers has")
     for name in _LARGEST:
         if name in backbone:
             _check_count(name, backbone[name])
@@ -222,9 +222,9 @@ def _check_heads(hidden_size: int, heads: int) -> None:
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"backbone_config.{name}={shown(value)}: a positive whole number is needed")
+        raise ConfigError(f"backbone_config.{name}={shown(value)} must be a positive whole number")
     if value > (limit := _LARGEST.get(name, _LARGEST_SIZE)):
-        raise ConfigError(f"backbone_config.{name}={shown(value)}: at most {limit}")
+        raise ConfigError(f"backbone_config.{name}={shown(value)} must be at most {limit}")
 
 
 def _check_sizes(backbone: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ def _check_sizes(backbone: dict[str, Any]) -> None:
         if not _SIZE.search(name) or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         if not 0 <= value <= _LARGEST_SIZE:
-            raise ConfigError(f"backbone_config.{name}={shown(value)}: from 0 to {_LARGEST_SIZE}")
+            raise ConfigError(f"backbone_config.{name}={shown(value)} must be between 0 and {_LARGEST_SIZE}")
 
 
 def _check_pause(config: AdaPonderConfig) -> None:

@@ -1,4 +1,4 @@
-"""Where and in which precision something is computed: device names, precisions and the rule of autocast, once.
+"""Device names, precisions and the rule of autocast.
 
 torch is imported by the functions that need it: the command line lists precisions without it.
 """
@@ -19,29 +19,31 @@ WEIGHTS = ("int8", "fp8", "bfloat16", "float16")
 
 
 def as_device(name: str) -> torch.device:
-    """The device by that name, if it is there."""
+    """Returns the device of that name; raises if this machine has none."""
     import torch
 
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"--device {name}: cpu, cuda, cuda:1, mps, … is needed") from None
+        raise InputError(f"--device {name}: unknown device; use cpu, cuda, cuda:1, mps, …") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are here; see adaponder doctor")
+        raise InputError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; see adaponder doctor"
+        )
     return device
 
 
 def as_dtype(name: str) -> str | torch.dtype:
-    """The precision by that name; ``auto`` stays a word, which Hugging Face's loaders take for "as saved"."""
+    """Returns the precision of that name; ``auto`` stays a word, which Hugging Face's loaders take for "as saved"."""
     import torch
 
     if name not in DTYPES:
-        raise InputError(f"--dtype {name}: one of {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {name} must be one of {', '.join(DTYPES)}")
     return name if name == "auto" else getattr(torch, name)
 
 
 def hardware_name(device: torch.device | str) -> str:
-    """The name that results and records know a device by: a GPU's own, else ``cpu``, ``mps``, …"""
+    """Returns a device's name for results and records: a GPU's own, else ``cpu``, ``mps``, …"""
     import torch
 
     device = torch.device(device)
@@ -49,7 +51,7 @@ def hardware_name(device: torch.device | str) -> str:
 
 
 def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """What products are computed in when ``train.dtype`` is ``dtype``: a CPU computes bfloat16 runs in float32."""
+    """Returns the precision of products when ``train.dtype`` is ``dtype``: a CPU computes bfloat16 runs in float32."""
     import torch
 
     if dtype == "bfloat16" and device.type == "cpu":
@@ -58,7 +60,7 @@ def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: str, device: torch.device) -> torch.autocast:
-    """The context of a forward when ``train.dtype`` is ``dtype``: bfloat16 autocasts, except on a CPU."""
+    """Returns the autocast context of a forward when ``train.dtype`` is ``dtype``: bfloat16 except on a CPU."""
     import torch
 
     low = product_dtype(dtype, device) == torch.bfloat16

@@ -1,4 +1,4 @@
-"""What can go wrong, by name: each error says which field is at fault and what cures it."""
+"""The errors that this package raises: each message names the field and the cure."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class AdaPonderError(ValueError):
-    """The base of every error this package raises on purpose."""
+    """The base of every error that this package raises on purpose."""
 
 
 class ConfigError(AdaPonderError):
@@ -14,7 +14,7 @@ class ConfigError(AdaPonderError):
 
 
 class BackboneError(AdaPonderError):
-    """A Hugging Face decoder that cannot be read again and again, and why."""
+    """A Hugging Face decoder that the recurrence cannot wrap."""
 
 
 class CacheError(AdaPonderError):
@@ -34,17 +34,17 @@ class TrainingError(AdaPonderError):
 
 
 class EvaluationError(AdaPonderError):
-    """A measurement or a generation that went wrong: what it gave must not be used."""
+    """A measurement or a generation that went wrong: its result must not be used."""
 
 
 def in_one_line(problem: BaseException) -> str:
-    """What a library says went wrong, without its line breaks and cut where it goes on for ever."""
-    said = " ".join(str(problem).split()) or type(problem).__name__
-    return said if len(said) <= 400 else said[:400] + " …"
+    """Returns the message of a library's error in one line of at most 400 characters."""
+    text = " ".join(str(problem).split()) or type(problem).__name__
+    return text if len(text) <= 400 else text[:400] + " …"
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: short, whatever it is."""
+    """Returns a value as an error shows it: at most 60 characters."""
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of too many digits"
     text = repr(value)
@@ -58,6 +58,6 @@ def choice(value: Any, words: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """``; did you mean …?`` with the one of ``words`` that is spelled most alike; empty where none is like it."""
+    """Returns ``; did you mean …?`` with the word that is spelled most alike, or an empty text."""
     near = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

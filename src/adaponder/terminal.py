@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.status import Status
 
 # Every control character as a symbol that only looks like one; what turns text around, and halves of a pair, as �.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -28,7 +30,7 @@ _VISIBLE |= dict.fromkeys([*range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFF
 
 
 def plain(text: str) -> str:
-    """The text, equally long, with control characters replaced by visible ones, so that a terminal obeys none."""
+    """Returns the text, equally long, with control characters replaced by visible ones."""
     return text.translate(_VISIBLE)
 
 
@@ -71,7 +73,7 @@ errors = Screen(stderr=True)
 
 
 def line(*parts: object) -> Text:
-    """Parts one after another; ``(part, style)`` is styled: ``line("saved in ", (path, "bold"))``."""
+    """Joins parts to one text; ``(part, style)`` is styled: ``line("saved in ", (path, "bold"))``."""
     return Text.assemble(*((str(part[0]), part[1]) if isinstance(part, tuple) else str(part) for part in parts))
 
 
@@ -80,7 +82,7 @@ _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231,
 
 
 def depth_style(depth: int, deepest: int) -> str:
-    """The rich style of a token read ``depth`` of at most ``deepest`` times; dim for a token not read."""
+    """Returns the rich style of a token of this depth; dim for a token that was not read."""
     if depth < 1:
         return "dim"
     position = 0 if deepest == 1 else (depth - 1) * (len(_STEPS) - 1) / (deepest - 1)
@@ -93,7 +95,7 @@ def depth_style(depth: int, deepest: int) -> str:
 
 
 def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text:
-    """The pieces as one text, each coloured by how often it was read."""
+    """Joins the pieces to one text, each coloured by its depth."""
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
         text.append(piece, style=depth_style(depth, deepest))
@@ -101,7 +103,7 @@ def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text
 
 
 def legend(deepest: int) -> Text:
-    """The colours of the depths 1 to ``deepest``, in one line."""
+    """Returns the colours of the depths 1 to ``deepest``, in one line."""
     text = Text("read ")
     for depth in range(1, deepest + 1):
         text.append(f" {depth}x ", style=depth_style(depth, deepest))
@@ -185,7 +187,7 @@ def _grouped(widths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:
-    """A table to print, its cells as strings; a column without any value is left out."""
+    """Returns a table to print, with its cells as strings and without empty columns."""
     cells = [[str(cell) for cell in row] for row in rows]
     kept = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip(" –—") for row in cells)]
     return Titled(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in cells])
@@ -197,7 +199,16 @@ def counted(number: int, what: str) -> str:
 
 
 def progress_bars() -> Progress:
-    """Progress bars with the time left, which vanish when done; none are shown outside a terminal."""
+    """Returns progress bars with the time left, which vanish when done; none are shown outside a terminal."""
+    from rich.progress import (  # here, since --help needs none
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn())
     columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -245,7 +256,7 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The value with ``None`` for each number in it that is not finite."""
+    """Returns the value with ``None`` for each number in it that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

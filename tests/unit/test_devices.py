@@ -15,18 +15,18 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch):
     assert as_device("cpu") == CPU
-    with pytest.raises(InputError, match="--device toaster: cpu, cuda"):
+    with pytest.raises(InputError, match="--device toaster"):
         as_device("toaster")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert as_device("cuda:1").index == 1
-    with pytest.raises(InputError, match="--device cuda:2: 2 CUDA devices are here"):
+    with pytest.raises(InputError, match="--device cuda:2"):
         as_device("cuda:2")
 
 
 def test_a_precision_is_one_of_those_that_help_names():
     assert as_dtype("auto") == "auto"
     assert {str(as_dtype(name)) for name in DTYPES[1:]} == {f"torch.{name}" for name in DTYPES[1:]}
-    with pytest.raises(InputError, match="--dtype int8: one of auto, float32"):
+    with pytest.raises(InputError, match="--dtype int8"):
         as_dtype("int8")
 
 

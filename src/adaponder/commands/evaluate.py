@@ -280,7 +280,9 @@ def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) 
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:
         raise InputError(f"--depths {','.join(map(str, wrong))} must be between 1 and {most}, the model's iterations")
     halts = subject.model.method.halts
-    limits = {depth: {"policy": FixedDepth(depth)} if halts else {"max_iterations": depth} for depth in depths}
+    limits: dict[int, dict[str, Any]] = {
+        depth: {"policy": FixedDepth(depth)} if halts else {"max_iterations": depth} for depth in depths
+    }
     return {
         f"depth {depth}": ScoringOptions(**limit, execution=how.execution, seed=how.seed)
         for depth, limit in limits.items()

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from adaponder.commands.shared import Json, arg, names, opt, output_folder
 from adaponder.terminal import console, table, write_json
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
     from adaponder.data.manifest import Manifest
     from adaponder.data.prepare import Progress
 
@@ -106,6 +106,9 @@ def _has_shards(out: Path) -> bool:
 
 
 def _bar() -> Bar:
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     return Bar(
         TextColumn("{task.description}"),
         BarColumn(),
