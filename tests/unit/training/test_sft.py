@@ -230,5 +230,5 @@ def test_adapters_get_the_gradient_of_the_ponder_term():
 def test_adapters_on_what_is_mixed_are_refused_by_their_whole_name(module, place):
     """peft calls them Embedding and Linear, as what they adapt."""
     adapted = get_peft_model(tiny(), LoraConfig(r=4, target_modules=[module]))
-    with pytest.raises(BackboneError, match=rf"^peft\.tuners\.lora\.layer\.\w+ has taken the {place}'s place"):
+    with pytest.raises(BackboneError, match=rf"^peft\.tuners\.lora\.layer\.\w+ replaces the {place}"):
         adapted(input_ids=ids())
