@@ -184,7 +184,7 @@ def test_doctor_tells_of_a_tokenizer_with_ids_that_the_model_lacks(tmp_path):
     tokenizer.add_tokens([f"word{number}" for number in range(60)])
     tokenizer.save_pretrained(folder)
     problems = doctor.check_checkpoint(str(folder))["problems"]
-    assert problems["tokenizer"] == "the tokenizer's ids go up to 87, the model's vocabulary ends at 60"
+    assert problems["tokenizer"] == "the tokenizer has ids up to 87, but the model's vocabulary ends at 60"
 
 
 def test_an_end_token_that_only_the_settings_know_is_known(tmp_path):

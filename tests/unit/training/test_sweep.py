@@ -333,7 +333,7 @@ def test_what_could_not_run_is_an_error_before_anything_runs(recipe, settings, s
 
 def test_several_processes_and_missing_gpus_are_refused_with_the_cure(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(InputError, match="--device cuda: 0 CUDA devices are here"):
+    with pytest.raises(InputError, match="--device cuda"):
         command.run_sweep(recipe, grid=GRID, out=tmp_path / "out", device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="--dry-run"):
