@@ -1,54 +1,64 @@
 """Times this tree against another one, step by step in turn, so that both meet the same state of the device.
 
-    python benchmarks/against.py OTHER --device cuda --case train-70m --case train-410m --case prefill-410m
+    python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
 OTHER is a checkout of another commit. Each tree runs in a process of its own with its own package; both build their
-model, warm up and wait. Then they take turns, a few steps each, until the rounds are over. What counts is the median of
-the ratios of neighbouring turns: a device that slows down meets both.
+model, warm up and wait. Then they take turns, a few steps each. What counts is the median of the ratios of neighbouring
+turns: a device that slows down meets both.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 HERE = Path(__file__).resolve()
+KEEP = (1, 0.5, 0.5, 0.5)  # share of tokens in each pass of a prefill
 
 CASES: dict[str, dict[str, Any]] = {
     "train-70m": {"recipe": "paper/adaponder-70m", "batch": 32},
     "train-410m": {"recipe": "paper/adaponder-410m", "batch": 8},
     "prefill-410m": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "compact"},
     "prefill-410m-dense": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "dense"},
+    "decode-410m-1": {"shape": "410m", "lanes": 1},
+    "decode-410m-64": {"shape": "410m", "lanes": 64},
     "tiny": {"recipe": "cpu/demo", "batch": 2},
     "tiny-prefill": {"recipe": "cpu/demo", "batch": 2, "execution": "compact"},
+    "tiny-decode": {"shape": "tiny", "lanes": 2},
 }
-KEEP = (1, 0.5, 0.5, 0.5)  # share of tokens in each pass of a prefill
 
 
 # --- one tree ------------------------------------------------------------------------------------------------------
 
 
 def work(case: str, device_name: str) -> None:
-    """Builds a case with the package that is imported, then times steps as the other end of the pipe asks for."""
+    """Builds a case with the tree's own package, then times steps as the parent process asks for them."""
     import torch
 
-    from adaponder.bench import prefill, training
-    from adaponder.bench.depths import depths_of
-
-    try:
-        from adaponder.recipes import load_recipe
-    except ImportError:  # before recipes had a folder
-        from adaponder.recipe import load_recipe
-
     settings, device = CASES[case], torch.device(device_name)
-    recipe, compiles = load_recipe(settings["recipe"]), device.type == "cuda"
-    measure = training.measure
+    if "shape" in settings:
+        _decode(settings, device)
+        return
+    try:
+        train, prefill = (importlib.import_module(f"benchmarks.{name}") for name in ("train", "prefill"))
+        depths_of = importlib.import_module("benchmarks.models").depths_of
+        variants: Any = (train.TrainVariant, prefill.PrefillVariant)
+    except ImportError:  # before benchmarks left the package
+        train, prefill = (importlib.import_module(f"adaponder.bench.{name}") for name in ("training", "prefill"))
+        depths_of = importlib.import_module("adaponder.bench.depths").depths_of
+        variants = (train.Variant, prefill.Variant)
+    from adaponder.recipes import load_recipe
+
+    recipe, compiles, measure = load_recipe(settings["recipe"]), device.type == "cuda", train.measure
 
     def take_turns(step: Any, on: torch.device, *, warmup: int, repeats: int) -> Any:
         timing = measure(step, on, warmup=warmup, repeats=1)
@@ -58,25 +68,60 @@ def work(case: str, device_name: str) -> None:
             print(json.dumps(timing.seconds), flush=True)
         return timing
 
-    training.measure = prefill.measure = take_turns
+    train.measure = prefill.measure = take_turns
     how: dict[str, Any] = {"device": device, "warmup": 4, "repeats": 1}
     if "execution" in settings:
         depths = depths_of(KEEP, settings["batch"], recipe.data.sequence, seed=0)
-        variant = prefill.Variant(settings["execution"], "layer" if compiles else None)
+        variant = variants[1](settings["execution"], "layer" if compiles else None)
         prefill.measure_prefill(recipe, variant, depths, **how)
     else:
-        variant = training.Variant("adaponder", compile=compiles)
-        training.measure_training(recipe, variant, batch=settings["batch"], **how)
+        train.measure_training(recipe, variants[0]("adaponder", compile=compiles), batch=settings["batch"], **how)
+
+
+def _decode(settings: dict[str, Any], device: Any) -> None:
+    """Times eight tokens of every lane per step, at full depth; requests that end are replaced."""
+    import torch
+
+    from adaponder import AdaPonderConfig, AdaPonderForCausalLM
+    from adaponder.inference import Engine, Request
+
+    sizes = {"410m": (50304, 1024, 24, 16, 4096), "tiny": (61, 16, 2, 2, 24)}[settings["shape"]]
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    shape = {"model_type": "gpt_neox", "max_position_embeddings": 4096, **dict(zip(names, sizes, strict=True))}
+    torch.manual_seed(0)
+    with device:
+        model = AdaPonderForCausalLM(AdaPonderConfig(backbone_config=shape, method="adaponder", iterations=4))
+    torch.nn.Module.to(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model.eval()
+    context, new, lanes = 128, 1024, settings["lanes"]
+    engine = Engine(model, lanes=lanes, tokens=context + new + 64)
+    request = Request(prompt=[1] * context, max_new_tokens=new, ignore_eos=True, depths=[4] * (context + new - 1))
+
+    def step() -> float:
+        began, tokens = time.perf_counter(), 0
+        while tokens < 8 * lanes:
+            while engine.statistics["waiting"] + engine.statistics["resident"] < lanes:
+                engine.submit(request)
+                engine.step()
+                began, tokens = time.perf_counter(), 0
+            tokens += sum(event.token is not None for event in engine.step())
+        return (time.perf_counter() - began) / tokens * lanes
+
+    for _ in range(10):
+        step()
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps([step() for _ in range(int(line))]), flush=True)
 
 
 # --- both trees ----------------------------------------------------------------------------------------------------
 
 
-class Worker:
-    """One tree's process."""
+class TreeProcess:
+    """The process of one tree."""
 
     def __init__(self, tree: Path, case: str, device: str):
-        environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree)])}
         command = [sys.executable, str(HERE), "--work", case, "--device", device]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
@@ -88,11 +133,12 @@ class Worker:
             raise SystemExit(f"a worker ended with {self.process.wait()}: see its message above")
         return json.loads(line)
 
-    def steps(self, count: int) -> list[float]:
+    def seconds(self, count: int) -> float:
+        """Returns the median time of ``count`` steps."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
-        return self.answer()
+        return statistics.median(self.answer())
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -101,58 +147,49 @@ class Worker:
 
 
 def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Median seconds of a step in both trees, and the median ratio of neighbouring turns (below 1: this one is faster).
+    """Returns median seconds of a step in both trees and the median ratio of turns (below 1: this tree is faster).
 
-    Who goes first changes from round to round.
+    The tree that goes first changes from round to round.
     """
-    here, there = Worker(HERE.parents[1], case, device), Worker(other, case, device)
-    for worker in (here, there):
-        worker.answer()
-    ours: list[float] = []
-    theirs: list[float] = []
-    for number in range(rounds):
-        turns = [(here, ours), (there, theirs)]
-        for worker, seconds in turns if number % 2 else reversed(turns):
-            seconds.append(statistics.median(worker.steps(steps)))
-    for worker in (here, there):
-        worker.end()
-    ratios = [mine / his for mine, his in zip(ours, theirs, strict=True)]
-    return {
-        "case": case,
-        "this": statistics.median(ours),
-        "other": statistics.median(theirs),
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-    }
+    trees = [TreeProcess(HERE.parents[1], case, device), TreeProcess(other, case, device)]
+    for tree in trees:
+        tree.answer()
+    turns: list[list[float]] = [[], []]
+    for index in range(rounds):
+        for which in (0, 1) if index % 2 else (1, 0):
+            turns[which].append(trees[which].seconds(steps))
+    for tree in trees:
+        tree.end()
+    ratios = [here / there for here, there in zip(*turns, strict=True)]
+    this, theirs = map(statistics.median, turns)
+    return {"case": case, "this": this, "other": theirs, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", nargs="?", type=Path, help="checkout of another commit")
-    parser.add_argument("--case", action="append", choices=list(CASES), help="may be given several times")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3, help="steps of one turn, of which the median counts")
-    parser.add_argument("--json", type=Path, help="write the result there")
-    parser.add_argument("--work", choices=list(CASES), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(options.work, options.device)
+def main(
+    other: Annotated[Path | None, typer.Argument(help="A checkout of another commit.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; may be repeated.")] = None,
+    device: str = "cpu",
+    rounds: int = 12,
+    steps: Annotated[int, typer.Option(help="Steps of one turn, of which the median counts.")] = 3,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
+    work_case: Annotated[str | None, typer.Option("--work", hidden=True)] = None,
+) -> None:
+    """Time this tree against another one, in turns."""
+    if work_case is not None:
+        work(work_case, device)
         return
-    if options.other is None:
-        parser.error("name a checkout of another commit")
+    if other is None:
+        raise typer.BadParameter("name a checkout of another commit")
     results = []
-    for case in options.case or ["tiny"]:
-        result = compare(
-            options.other.resolve(), case, device=options.device, rounds=options.rounds, steps=options.steps
-        )
+    for name in case or ["tiny"]:
+        result = compare(other.resolve(), name, device=device, rounds=rounds, steps=steps)
         results.append(result)
         spread = f"{min(result['ratios']):.3f} to {max(result['ratios']):.3f}"
-        print(f"{case:20} this {1e3 * result['this']:9.2f} ms   other {1e3 * result['other']:9.2f} ms", end="   ")
+        print(f"{name:20} this {1e3 * result['this']:9.2f} ms   other {1e3 * result['other']:9.2f} ms", end="   ")
         print(f"ratio {result['ratio']:.4f} ({spread})", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if json_path:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

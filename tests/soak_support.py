@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from adaponder.bench.record import commit_of, device_name, versions
-from adaponder.bench.serve_process import Running, started
 from adaponder.inference import Engine, Request
+from benchmarks.record import commit_of, device_name, versions
+from benchmarks.serve_client import ServerProcess, started
 from harness_support import VOCABULARY, reader, words
 
 NAME = "tiny"
@@ -42,7 +42,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, key: str | None = None) -> Iterator[Running]:
+def serving(folder: Path, *arguments: str, key: str | None = None) -> Iterator[ServerProcess]:
     """``adaponder serve`` on a free port, until the body is done."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({} if key is None else {"ADAPONDER_API_KEY": key})
     command = ["-m", "adaponder", "serve", str(folder), "--port", "0", "--name", NAME, *arguments]
@@ -240,7 +240,7 @@ def run_parts(
 
         head = {
             "date": datetime.date.today().isoformat(),
-            "commit": commit_of(None, needed=True),
+            "commit": commit_of(None, required=True),
             "hardware": device_name(torch.device("cpu")),
             "versions": versions() | {name: version(name) for name in packages},
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

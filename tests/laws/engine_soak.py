@@ -21,14 +21,15 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 from engine_support import SETTINGS, Ended, assert_all_as_alone, assert_empty, draw_engine, draw_requests, run_all
 
-from adaponder.bench.record import device_name, versions
 from adaponder.inference import Engine
 from adaponder.inference.scheduler import Scheduler
+from benchmarks.record import device_name, versions
 from support import FAMILIES, METHODS, tiny
 
 HERE = Path(__file__).resolve().parent

@@ -46,7 +46,6 @@ ORDER = [
     "training",
     "integrations",
     "serving",
-    "bench",
     "analysis",
     "commands",
     "cli",

@@ -16,13 +16,6 @@ MODULES = {method_class(name).__module__ for name in method_names()}
 
 # Who may name a method all the same, and why: (file, what it names).
 ALLOWED = {
-    ("bench/decode.py", "vanilla"): "a side of a benchmark, by the name it has in the table",
-    ("bench/decode_models.py", "ouro"): "what a benchmark compares is its own choice",
-    ("bench/decode_models.py", "vanilla"): "what a benchmark compares is its own choice",
-    ("commands/options/bench.py", "ouro"): "the name of a scenario",
-    ("bench/depths.py", "adaponder"): "what a benchmark compares is its own choice",
-    ("bench/training.py", "ponder"): "what a benchmark compares is its own choice",
-    ("bench/models.py", "ponder"): "the method that computes what benchmarks/plain.py computes",
     ("conversion/open.py", "ponder"): "what PonderLM's released checkpoints are",
     ("conversion/checks.py", "adaponder"): "which methods equal PonderLM at full depth",
     ("conversion/checks.py", "ponder"): "which methods equal PonderLM at full depth",

@@ -1,7 +1,7 @@
 """Ray Serve with its real proxy, routing and processes: throughput by replicas, a killed replica, keys and limits.
 
 ``python tests/serving/ray_check.py`` runs it; ``--record`` writes ``benchmarks/records/serve-ray-cpu.json``. The
-replicas' engines sleep (``adaponder.bench.serve_standin``), so two of them can be twice as fast on any machine whose
+replicas' engines sleep (``benchmarks.stand_in``), so two of them can be twice as fast on any machine whose
 proxy keeps up; the last part runs a real, tiny model.
 """
 
@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from adaponder.bench.serve import Load
-from adaponder.bench.serve_client import run_client
-from adaponder.bench.serve_load import Answer, Ask, summary
 from adaponder.inference import Engine
 from adaponder.serving import ray as ours
 from adaponder.serving.settings import Access, Key, Settings
+from benchmarks.serve_client import Answer, ServerLoad, run_client, summary
 from harness_support import reader
 from soak_support import call, draw_body, get, ready, run_parts, serving, solo, stream, wait_for, write_checkpoint
 
@@ -57,8 +56,8 @@ class SaysWho:
 
 def stand_in(lanes: int, tick: float) -> Any:
     """The app with a key over an engine that sleeps."""
-    from adaponder.bench.serve_standin_server import stand_in_worker
     from adaponder.serving.app import make_app
+    from benchmarks.stand_in import stand_in_worker
 
     settings = Settings(lanes=lanes, access=Access(keys=(Key.of(KEY),)))
     return SaysWho(make_app(stand_in_worker(lanes, tick), settings))
@@ -87,8 +86,8 @@ def deployed(replicas: int, **options: Any) -> str:
     return url
 
 
-def ask(new: int) -> Ask:
-    return Ask("stand-in", 700, context=4, new=new, settings={"adaponder": {"ignore_eos": True}})
+def load_of(new: int, **more: Any) -> ServerLoad:
+    return ServerLoad("stand-in", 700, context=4, new=new, settings={"adaponder": {"ignore_eos": True}}, **more)
 
 
 def middle_rate(answers: list[Answer]) -> float:
@@ -107,11 +106,11 @@ def replicas(settings: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for count in settings.replicas:
         url = deployed(count)
-        warm = Load(ask(8), streams=LANES * count)
+        warm = load_of(8, streams=LANES * count)
         run_client(url, warm.bodies(warm.streams, part=0), [0.0] * warm.streams, key=KEY, timeout=60)
-        load = Load(ask(25), seed=settings.seed)
+        load = load_of(25, seed=settings.seed)
         # A quarter more than the replicas can do, evenly, for fourteen seconds.
-        rate = 1.25 * count * LANES / TICK / load.ask.new
+        rate = 1.25 * count * LANES / TICK / load.new
         requests = round(14 * rate)
         due = [number / rate for number in range(requests)]
         answers = run_client(url, load.bodies(requests, part=count), due, key=KEY, timeout=120)
@@ -132,7 +131,7 @@ def replicas(settings: argparse.Namespace) -> dict[str, Any]:
 def killed(settings: argparse.Namespace) -> dict[str, Any]:
     """A replica is killed while it streams: its requests are lost, no other, and another replica takes its place."""
     url = deployed(2)
-    load = Load(ask(150), seed=settings.seed)
+    load = load_of(150, seed=settings.seed)
     victim: list[str] = []
 
     def kill() -> None:
@@ -145,7 +144,7 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
     timer.start()
     # Twenty long streams at once, and from then on a short request every tenth of a second.
     long = [(0.0, body) for body in load.bodies(20, part=0)]
-    short = [(0.1 * number, body) for number, body in enumerate(Load(ask(3)).bodies(150, part=1))]
+    short = [(0.1 * number, body) for number, body in enumerate(load_of(3).bodies(150, part=1))]
     plan = sorted([*long, *short], key=lambda pair: pair[0])
     answers = run_client(url, [body for _, body in plan], [when for when, _ in plan], key=KEY, timeout=120)
     timer.join()
@@ -176,7 +175,7 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
 def left(settings: argparse.Namespace) -> dict[str, Any]:
     """Clients leave through the proxy, also with a header by which Ray would go on without them."""
     url = deployed(2)
-    body = ask(2000).body(1) | {"max_tokens": 2000}
+    body = load_of(2000).bodies(1, part=1)[0] | {"max_tokens": 2000}
 
     async def leave() -> None:
         await asyncio.gather(*(stream(url, body, key=KEY, leave_after=1.0) for _ in range(12)))
@@ -208,7 +207,7 @@ def security(settings: argparse.Namespace) -> dict[str, Any]:
         "endless headers": _raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: bbbbbbbb\r\n" * 20_000),
         "a body of 2 MB": call(url, "POST", "/v1/completions", b"[" * (2 << 20), key=KEY)[0],
         "deep JSON": call(url, "POST", "/v1/completions", b"[" * 100_000, key=KEY)[0],
-        "n=1000000": call(url, "POST", "/v1/completions", ask(5).body(0) | {"n": 10**6}, key=KEY)[0],
+        "n=1000000": call(url, "POST", "/v1/completions", load_of(5).bodies(1, part=0)[0] | {"n": 10**6}, key=KEY)[0],
     }
     assert 400 <= answers["another host"] < 500
     assert answers["headers of 100 kB"] == answers["endless headers"] == 431, answers
@@ -258,7 +257,7 @@ def command(settings: argparse.Namespace) -> dict[str, Any]:
     for body, told in zip(bodies, answers, strict=True):
         assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error)
         assert (told.ids, told.depths) == solo(engine, body)
-    assert code == 0, server.said
+    assert code == 0, server.output
     wait_for(lambda: not set(_rays()) - before, "no process of Ray is left", seconds=30)
     return {"streams": len(bodies), "equal_to_solo": len(bodies), "exit_code": code, "processes_left": 0}
 

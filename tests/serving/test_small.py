@@ -79,18 +79,16 @@ _COUNTS = ("lanes_in_use", "waiting", "rows_in_use", "requests")
 
 def test_a_full_queue_is_429_and_everybody_accepted_is_answered():
     """Line 28 of the list of failures: none that was let in is lost when others are turned away."""
-    from adaponder.bench.serve import Load
-    from adaponder.bench.serve_client import run_client
-    from adaponder.bench.serve_load import Ask, summary
-    from adaponder.bench.serve_standin import SleepingEngine
     from adaponder.serving.settings import Limits
+    from benchmarks.serve_client import ServerLoad, run_client, summary
+    from benchmarks.stand_in import SleepingEngine
 
     model = reader()
     settings = Settings(lanes=2, limits=Limits(waiting=4))
     with serving(
         Served.of(model, words(), name=NAME), settings, engine=lambda: SleepingEngine(model, lanes=2, tick=0.01)
     ) as server:
-        load = Load(Ask(NAME, 300, context=2, new=20, settings={"adaponder": {"ignore_eos": True}}))
+        load = ServerLoad(NAME, 300, context=2, new=20, settings={"adaponder": {"ignore_eos": True}})
         answers = run_client(server.address, load.bodies(30, part=0), [0.0] * 30, key=None, timeout=30)
         found = summary(answers, 1.0)
         assert found["failed"] == 0

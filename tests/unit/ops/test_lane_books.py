@@ -14,6 +14,8 @@ from adaponder.ops.lane_books import torch as plain
 from adaponder.ops.lane_books import triton as kernels
 from adaponder.ops.lane_books.torch import Books
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def drawn_books(seed: int) -> Books:
     torch.manual_seed(seed)

@@ -9,6 +9,7 @@ from adaponder.ops.lane_books.torch import Books
 from adaponder.ops.lane_windows import torch as plain
 from adaponder.ops.lane_windows.torch import DraftWindows
 
+pytestmark = pytest.mark.usefixtures("on_device")
 LANES, SIZE, PASSES = 4, 3, 3
 
 
@@ -28,7 +29,7 @@ def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
         page_size=size,
     )
     books.pages[-1] = 0
-    windows = DraftWindows.empty(LANES, SIZE, torch.device("cpu"))
+    windows = DraftWindows.empty(LANES, SIZE, numbers.device)
     for lane, place in enumerate((0, 4, 2)):
         windows.front[lane] = windows.origin[lane] = place
         windows.stop[lane], windows.final[lane], windows.room[lane] = place + 1, place + 9, room
@@ -38,10 +39,12 @@ def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
 
 def answers(tick: int) -> tuple[torch.Tensor, ...]:
     """What rows say: few ids, so that many drafts are right; some halt early."""
-    generator = torch.Generator().manual_seed(tick)
-    chosen = torch.randint(2, (3, SIZE), generator=generator)
-    goes_on = torch.rand(3, SIZE, generator=generator) < 0.6
-    return goes_on, chosen, torch.rand(3, SIZE, generator=generator) < 0.1
+    generator = torch.Generator("cpu").manual_seed(tick)
+    chosen = torch.randint(2, (3, SIZE), generator=generator, device="cpu")
+    goes_on = torch.rand(3, SIZE, generator=generator, device="cpu") < 0.6
+    bad = torch.rand(3, SIZE, generator=generator, device="cpu") < 0.1
+    place = torch.get_default_device()
+    return goes_on.to(place), chosen.to(place), bad.to(place)
 
 
 @pytest.mark.parametrize(("room", "vanishes"), [(2, True), (SIZE, False)])

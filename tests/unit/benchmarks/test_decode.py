@@ -1,49 +1,32 @@
-"""bench decode: depths have their means, limits count the bytes that move, and a row that fails stops no other."""
+"""benchmarks decode: depths have their means, limits count the bytes that move, and a row that fails stops no other."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from adaponder import cli
-from adaponder.analysis import decode_figure
 from adaponder.backbones.shape import shape_of
-from adaponder.bench import decode, decode_engine, decode_sides, record
-from adaponder.bench.decode import Case, Measured, Result
-from adaponder.bench.decode_depths import SHARES, drawn, shares_of
-from adaponder.bench.decode_limit import limit, tick_bytes
-from adaponder.bench.decode_models import SHAPES, config_of
-from adaponder.bench.tables import DECODE_HEAD, decode_cells, decode_problems
-from adaponder.commands.options.bench import DECODE_SHAPES
 from adaponder.errors import InputError
+from bench_support import measured as run_command
+from benchmarks import decode, decode_sides
+from benchmarks.decode import COLUMNS, DecodeCase, DecodeTiming
+from benchmarks.decode_sides import TokenClock, limit, tick_bytes
+from benchmarks.models import SHARES, draw_depths, shape_config, shares_of
 from harness_support import reader, words
 
 QUICK = ("--trust", "--no-record", "--warmup", "0", "--repeats", "2", "--tokens", "3", "--commit", "abc")
 
 
-@pytest.fixture(autouse=True)
-def _ceilings(monkeypatch):
-    monkeypatch.setattr(record, "matmul_rate", lambda device: 1e9)
-    monkeypatch.setattr(record, "copy_rate", lambda device: 1e9)
-
-
 @cache
 def shaped(name: str):
     """The config of a shape, and what it costs to read."""
-    return config_of(name), shape_of(config_of(name))
+    return shape_config(name), shape_of(shape_config(name))
 
 
 def measured(*arguments: str, tmp_path) -> dict:
-    out = tmp_path / "out.json"
-    result = CliRunner().invoke(
-        cli.app, ["bench", "decode", *QUICK, *arguments, "--json", str(out)], env={"COLUMNS": "180"}
-    )
-    assert result.exit_code == 0, f"{result.output} {result.exception!r}"
-    return json.loads(out.read_text()) | {"shown": result.output}
+    return run_command("decode", *QUICK, *arguments, folder=tmp_path)
 
 
 # --- depths --------------------------------------------------------------------------------------------------------
@@ -62,11 +45,11 @@ def test_shares_have_the_mean_they_are_named_by():
 
 
 def test_drawn_depths_are_in_exact_shares_and_random_order():
-    depths = drawn(SHARES[2.0], 1000, seed=3)
+    depths = draw_depths(SHARES[2.0], 1000, seed=3)
     assert [depths.count(depth) for depth in (1, 2, 3, 4)] == [400, 300, 200, 100]
-    assert depths == drawn(SHARES[2.0], 1000, seed=3) != drawn(SHARES[2.0], 1000, seed=4)
+    assert depths == draw_depths(SHARES[2.0], 1000, seed=3) != draw_depths(SHARES[2.0], 1000, seed=4)
     assert depths != sorted(depths)
-    assert len(drawn(SHARES[3.7], 7, seed=0)) == 7
+    assert len(draw_depths(SHARES[3.7], 7, seed=0)) == 7
 
 
 # --- the limit -----------------------------------------------------------------------------------------------------
@@ -111,52 +94,50 @@ def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
     assert len(set(names)) == len(names)
     assert {case.lanes for case in every if case.side == "engine"} >= {1, 4, 16, 64, 256}
     assert {case.depth for case in every if case.side == "engine"} == {4.0, 3.7, 3.0, 2.0, 1.0}
-    few = decode.subset(["70m", "410m"])
+    few = decode.subset_cases(["70m", "410m"])
     assert {case for case in few if case.kind == "steady"} <= set(every)
-    assert Case("engine", "70m", 1, 128) in few
-    assert Case("engine", "410m", 64, 512, 3.7) in few
+    assert DecodeCase("engine", "70m", 1, 128) in few
+    assert DecodeCase("engine", "410m", 64, 512, 3.7) in few
     assert [(case.lanes, case.context, case.new) for case in decode.served("ouro-1.4b")] == [
         (1, 1024, 128),
         (32, 1024, 128),
         (128, 1024, 128),
     ]
-    assert set(SHAPES) == set(DECODE_SHAPES)
 
 
 def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
-    chosen = [Case("engine", "tiny", lanes, 8) for lanes in (1, 2, 3)]
+    chosen = [DecodeCase("engine", "tiny", lanes, 8) for lanes in (1, 2, 3)]
 
-    def measure(case: Case) -> Measured:
+    def measure(case: DecodeCase) -> DecodeTiming:
         if case.lanes == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
         if case.lanes == 2:
             raise TypeError("no such option")
-        return Measured([10.0, 12.0, 11.0], shares=(0.5, 0.5))
+        return DecodeTiming([10.0, 12.0, 11.0], shares=(0.5, 0.5))
 
-    results = list(decode.compare(chosen, measure))
-    rows = [decode.as_row(result, limit=22.0 if result.measured else None) for result in results]
+    rows = [decode.measured_or_failed(measure, lambda case, timing: 22.0)(case) for case in chosen]
     assert [row["works"] for row in rows] == [False, False, True]
-    assert [decode_cells(row)[1] for row in rows] == ["out of memory", "failed", "11"]
-    assert all(len(decode_cells(row)) == len(DECODE_HEAD) for row in rows)
-    assert decode_problems(rows)[1] == "tiny, engine, 2 lanes, context 8, depth 4: no such option"
+    assert [COLUMNS["tokens/s"](row) for row in rows] == ["out of memory", "failed", "11"]
+    assert all(isinstance(cell(row), str) for row in rows for cell in COLUMNS.values())
+    assert rows[1]["problem"] == "no such option"
     assert rows[2]["limit_share"] == 0.5
     assert rows[2]["mean_depth"] == 1.5
 
-    def broken(case: Case) -> Measured:
+    def broken(case: DecodeCase) -> DecodeTiming:
         raise KeyError("a mistake of ours")
 
     with pytest.raises(KeyError):
-        list(decode.compare(chosen, broken))
+        decode.measured_or_failed(broken, lambda case, timing: None)(chosen[0])
 
 
 def test_ratios_are_of_rows_that_differ_in_one_thing():
     def row(side: str, depth: float, speed: float, lanes: int = 64, resident: float = 64.0) -> dict:
-        case = Case(side, "410m", lanes, 512, depth)
-        return decode.as_row(Result(case, Measured([speed], resident=resident)), limit=None)
+        case = DecodeCase(side, "410m", lanes, 512, depth)
+        return decode.as_row(case, DecodeTiming([speed], resident=resident))
 
     rows = [row("engine", 4.0, 100), row("engine", 2.0, 195, resident=128), row("portable", 2.0, 105)]
     rows.append(row("engine", 2.0, 5, lanes=1))
-    found = {(one["name"].split(", ")[-1], one["what"]): one for one in decode.ratios(rows)}
+    found = {(one["name"].split(", ")[-1], one["what"]): one for one in decode.ratios_of(rows)}
     assert set(found) == {("depth 2", "over depth 4"), ("depth 2", "over portable")}
     assert found["depth 2", "over depth 4"]["times"] == pytest.approx(1.95)
     assert found["depth 2", "over depth 4"]["lanes_times"] == 2.0
@@ -167,17 +148,12 @@ def test_ratios_are_of_rows_that_differ_in_one_thing():
 
 
 def test_the_clock_shares_time_among_tokens_that_came_together():
-    clock = decode_engine.Clock(submitted={0: 1.0, 1: 1.5})
+    clock = TokenClock(submitted={0: 1.0, 1: 1.5})
     clock.arrived[0] = [(2.0, 1), (3.0, 4), (3.5, 1)]
     clock.arrived[1] = [(2.5, 2)]
     assert clock.first() == [1.0, 1.0]
     assert clock.between(since=0.0) == [0.25] * 4 + [0.5]
     assert clock.between(since=2.5) == [0.5]
-
-
-def test_what_a_launch_took_beyond_its_own_work_is_idle_time():
-    assert decode_engine.idle_of(3.0, 4.0) == 0.25
-    assert decode_engine.idle_of(4.1, 4.0) == 0
 
 
 @pytest.mark.every
@@ -202,13 +178,13 @@ def test_the_record_has_every_figure_of_every_row(tmp_path):
     assert all(row["works"] and row["limit_share"] is None for row in memory)
     assert any(one["what"] == "over portable" for one in found["metrics"]["ratios"])
     assert "How many times as fast" in found["shown"]
-    png, svg = decode_figure.draw(list(rows.values()), tmp_path / "decode", "a CPU")
+    png, svg = decode.draw(list(rows.values()), tmp_path / "decode", "a CPU")
     assert png.stat().st_size > 5000
     assert "tokens/s" not in svg.read_text()[:100]
 
 
 def test_requests_are_served_end_to_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(decode, "served", lambda shape, **how: [Case("engine", "tiny", 2, 6, 4.0, "end to end", 3)])
+    monkeypatch.setattr(decode, "served", lambda *how: [DecodeCase("engine", "tiny", 2, 6, 4.0, "end to end", 3)])
     found = measured("--scenario=ouro", tmp_path=tmp_path)
     (row,) = found["metrics"]["rows"]
     assert row["works"], row["problem"]
@@ -238,25 +214,8 @@ def test_a_checkpoint_decides_its_own_depths(tmp_path):
 def test_hugging_face_decodes_the_plain_shape(monkeypatch):
     monkeypatch.setattr(decode_sides, "_NEW", dict.fromkeys(decode_sides._NEW, 4))
     sides = decode_sides.Sides(torch.device("cpu"), torch.float32, 0, 0, 1, 2, ())
-    found = sides.measure(Case(decode.HF, "tiny", 2, 6, 1.0))
+    found = sides.measure(DecodeCase(decode.HF, "tiny", 2, 6, 1.0))
     assert found.tokens_per_second > 0
     assert found.shares == (1.0,)
-    plain = sides.measure(Case(decode.VANILLA, "tiny", 2, 6, 1.0))
+    plain = sides.measure(DecodeCase(decode.VANILLA, "tiny", 2, 6, 1.0))
     assert plain.shares == (1.0,)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--scenario=ouro", "--subset"), "--scenario ouro"),
-        (("--checkpoint=x",), "--checkpoint and --data"),
-        (("--subset", "--lanes=3"), "--subset"),
-        (("--only=nothing",), "--only nothing"),
-        (("--shape=huge",), "--shape huge"),
-        (("--depths=5",), "--depths 5"),
-    ],
-)
-def test_contradictions_are_refused_by_name(arguments, said):
-    result = CliRunner().invoke(cli.app, ["bench", "decode", *QUICK, *arguments])
-    assert isinstance(result.exception, InputError)
-    assert said in str(result.exception)

@@ -1,0 +1,397 @@
+"""Times repetitions after a warm-up, checks the kernels first, and writes the record of one benchmark."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+from typer import Option
+
+from adaponder.devices import as_device
+from adaponder.errors import EvaluationError, InputError
+from adaponder.recipes import Recipe
+from adaponder.terminal import STDOUT, console, line, table, write_json
+from benchmarks.record import ROOT, commit_of, provenance
+
+Item = TypeVar("Item")
+Number = TypeVar("Number", int, float)
+SEVERAL = "; may be repeated."
+Columns = dict[str, Callable[[dict[str, Any]], str]]
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Words of a recipe's or a device's name that file names leave out.
+_COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
+_CHECK_SECONDS = 300
+
+
+# --- timing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each repetition, and the peak of allocated memory (``None`` where it is not counted)."""
+
+    seconds: list[float]
+    peak_bytes: int | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Returns (maximum - minimum) / median: smaller differences between variants mean nothing."""
+        return (max(self.seconds) - min(self.seconds)) / self.median
+
+
+def measure(step: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Timing:
+    """Times each of ``repeats`` steps after ``warmup`` steps, without synchronising with a GPU in between."""
+    for _ in range(warmup):
+        step()
+    if device.type != "cuda":
+        clock = [time.perf_counter()]
+        for _ in range(repeats):
+            step()
+            clock.append(time.perf_counter())
+        return Timing([after - before for before, after in pairwise(clock)], None)
+    # The last warm-up may still be running, but memory is counted when it is allocated.
+    torch.cuda.reset_peak_memory_stats(device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for mark in marks[:-1]:
+        mark.record()
+        step()
+    marks[-1].record()
+    torch.cuda.synchronize(device)
+    seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+    return Timing(seconds, torch.cuda.max_memory_allocated(device))
+
+
+def if_it_fits(measure_one: Callable[[], Item]) -> Item | None:
+    """Returns what ``measure_one`` returns, or ``None`` if memory does not suffice."""
+    try:
+        return measure_one()
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    return None
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Returns whether an error reports a lack of memory; libraries below torch say so only in their message."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
+
+
+def forget(device: torch.device, *, graphs: bool = True) -> None:
+    """Frees the memory of earlier measurements, so that every measurement starts alike.
+
+    Compiled graphs are dropped too, unless the next model is known to fit them: the compiler counts those of all models
+    together, and past its limit it would run the next model uncompiled, or compile it for shapes that vary.
+    """
+    if graphs:
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def capacity(device: torch.device) -> int | None:
+    """Returns the bytes that can be allocated; 3 % are left for what torch does not count."""
+    if device.type != "cuda":
+        return None
+    return int(0.97 * torch.cuda.get_device_properties(device).total_memory)
+
+
+def matmul_rate(device: torch.device) -> float:
+    """Returns FLOP/s of a large product of random matrices, in the precision that training uses there."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / measure(lambda: torch.mm(left, right, out=out), device, warmup=3, repeats=10).median
+
+
+def copy_rate(device: torch.device) -> float:
+    """Returns the bytes per second that a large copy reads and writes."""
+    source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device).random_(0, 256)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / measure(lambda: target.copy_(source), device, warmup=3, repeats=10).median
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """Returns ``above / below``, or ``None`` where either is missing."""
+    return None if above is None or not below else above / below
+
+
+# --- the check of the kernels --------------------------------------------------------------------------------------
+
+
+def check_kernels(device: torch.device) -> None:
+    """Runs one test of each kernel on this device; raises with the tail of pytest's output if one fails."""
+    if not (ROOT / "tests" / "unit" / "ops").is_dir():
+        raise InputError("tests/unit/ops is missing: run from a checkout, or use --trust to measure untested kernels")
+    # A process either compiles kernels or interprets them.
+    environment = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code, output = run_tests(environment)
+    if code != 0:
+        tail = "\n".join(output.rstrip().splitlines()[-30:])
+        raise EvaluationError(f"{tail}\nthe kernels' tests fail (see above): nothing is measured")
+
+
+def run_tests(environment: dict[str, str]) -> tuple[int, str]:
+    """Runs the tests marked ``kernel_check`` with the checkout's sources; returns their exit code and output."""
+    arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernel_check", "tests/unit/ops"]
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    variables = os.environ | {"PYTHONPATH": paths} | environment
+    done = subprocess.run(arguments, cwd=ROOT, env=variables, check=False, timeout=_CHECK_SECONDS, **pipes)
+    return done.returncode, done.stdout
+
+
+# --- one benchmark and its record ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Common:
+    """Options that train, prefill, decode and ops share."""
+
+    device: Annotated[str, Option(metavar="NAME", help="cpu, cuda, cuda:1, …")] = "cpu"
+    repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; the median counts.")] = 10
+    warmup: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Untimed repetitions before them.")] = 3
+    only: Annotated[
+        list[str] | None,
+        Option(metavar="WORD", help=f"Only plain and variants with WORD in their name, without a record{SEVERAL}"),
+    ] = None
+    trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
+    commit: Annotated[str | None, Option(metavar="NAME", help="The measured commit; default: from git.")] = None
+    record: Annotated[bool, Option("--record/--no-record", help="Write a record to benchmarks/records/.")] = True
+    json: Annotated[Path | None, Option(metavar="PATH", help="Write JSON after each row; - for stdout.")] = None
+    seed: Annotated[int | None, Option(metavar="N", min=0, help="Default: the recipe's, or 0.")] = None
+
+    @property
+    def target(self) -> torch.device:
+        return as_device(self.device)
+
+    @property
+    def how_often(self) -> dict[str, Any]:
+        return {"warmup": self.warmup, "repeats": self.repeats}
+
+
+# Options of the commands that build a recipe's models.
+RecipeName = Annotated[
+    str | None, Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m on a GPU, cpu/demo on a CPU.")
+]
+Overrides = Annotated[list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")]
+Batch = Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch.")]
+Keep = Annotated[
+    str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads; random tokens halt.")
+]
+Compile = Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")]
+
+
+def numbers(
+    option: str, text: str | None, kind: Callable[[str], Number], low: float, high: float, count: int | None = None
+) -> list[Number]:
+    """Parses ``1,2,3``; every number must be between ``low`` and ``high``."""
+    if text is None:
+        return []
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} {text} must be numbers separated by commas") from None
+    if count is not None and len(values) != count:
+        raise InputError(f"{option} {text} must be {count} numbers separated by commas")
+    if wrong := [value for value in values if not low <= value <= high]:
+        raise InputError(f"{option} {text}: {wrong[0]:g} must be between {low:g} and {high:g}")
+    return values
+
+
+def one_of(option: str, value: str, names: Iterable[str]) -> None:
+    """Raises unless ``value`` is one of ``names``."""
+    if value not in names:
+        raise InputError(f"{option} {value} must be one of {', '.join(names)}")
+
+
+@dataclass
+class Run:
+    """A benchmark under way: what is ``known`` before the first row, and the ``metrics`` so far."""
+
+    options: Common
+    path: Path | None
+    known: dict[str, Any]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def begin(
+        cls,
+        options: Common,
+        name: str,
+        settings: dict[str, Any],
+        recipe: Recipe | None = None,
+        overrides: Sequence[str] | None = None,
+    ) -> Run:
+        """Checks the kernels, measures the device's rates and begins the record called ``name``."""
+        device = options.target
+        # A record stands for the whole comparison: --only must not replace it.
+        path = record_path(name, device, recipe) if options.record and not options.only else None
+        commit = commit_of(options.commit, required=options.record)
+        if recipe is not None:
+            console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
+        if options.record and options.only:
+            console.print("--only measures a part, so no record is written; --json PATH keeps the rows")
+        if options.trust:
+            console.print("--trust: the kernels are not checked", style="yellow")
+        else:
+            console.print("checking the kernels …")
+            check_kernels(device)
+        known = {
+            "command": f"bench {name.partition('-')[0]}",
+            "tested": not options.trust,
+            **conditions(device, commit=commit),
+            "recipe": None,
+            "seed": options.seed or 0,
+            "settings": settings | options.how_often | ({"only": list(options.only)} if options.only else {}),
+        }
+        if recipe is not None:
+            known["recipe"] = {"name": recipe.name, "hash": recipe.fingerprint, "set": list(overrides or [])}
+            known["seed"] = recipe.train.seed
+        return cls(options, path, known)
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        return self.known["hardware"]
+
+    def keep(self, **metrics: Any) -> None:
+        """Adds metrics and writes all so far to ``--json``."""
+        self.metrics.update(metrics)
+        write_json(self.options.json, self.known | {"complete": False, "metrics": self.metrics})
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the complete record, written to its path and to ``--json``."""
+        rates = f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
+        rates += f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
+        console.print(f"\n{self.hardware['device']}: {rates}; medians of {self.options.repeats}", style="dim")
+        record = self.known | {"complete": True, "metrics": self.metrics}
+        save(record, self.path, self.options.json)
+        return record
+
+    def measure_all(
+        self,
+        items: Iterable[Item],
+        measure_one: Callable[[Item], dict[str, Any]],
+        *,
+        compare: Callable[[list[dict[str, Any]]], object],
+        show: Callable[[list[dict[str, Any]]], object],
+    ) -> list[dict[str, Any]]:
+        """Returns a row per item; ``compare`` fills in the ratios between rows, ``show`` prints them.
+
+        The rows so far are printed if the user interrupts.
+        """
+        rows: list[dict[str, Any]] = []
+        try:
+            for item in items:
+                console.print(f"measuring {label(item)} …")
+                rows.append(measure_one(item))
+                compare(rows)
+                self.keep(rows=rows)
+        except KeyboardInterrupt:
+            path = self.options.json
+            name = "standard output" if path == STDOUT else path
+            console.print(
+                f"interrupted: no record is written{f'; {name} has the rows so far' if rows and path else ''}"
+            )
+            if rows:
+                show(rows)
+            raise
+        show(rows)
+        return rows
+
+
+def conditions(device: torch.device, *, commit: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns hardware with its measured rates, versions, commit and date."""
+    console.print("measuring the device's own rates …")
+    facts = provenance(device, commit=commit, packages=packages)
+    rates = {"matmul_flops": matmul_rate(device), "copy_bytes": copy_rate(device)}
+    return facts | {"hardware": {"device": facts["hardware"], **rates}}
+
+
+def record_path(kind: str, device: torch.device, recipe: Recipe | None = None) -> Path:
+    """Returns the path of a record, such as ``benchmarks/records/train-70m-h200.json``."""
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    words = [kind, *_words("" if recipe is None else recipe.name), *(_words(hardware) if hardware else [device.type])]
+    return ROOT / "benchmarks" / "records" / ("-".join(words) + ".json")
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and word not in _COMMON]
+
+
+def save(record: dict[str, Any], path: Path | None, also: Path | None) -> None:
+    """Writes a record to ``path`` and ``also`` where they are given."""
+    if path is not None:
+        write_json(path, record)
+        console.print(line("the record is ", (path.relative_to(ROOT), "bold")))
+    write_json(also, record)
+
+
+# --- names and tables ----------------------------------------------------------------------------------------------
+
+
+def label(item: Any) -> str:
+    """Returns a variant's name on the screen; an operation's begins with the operation."""
+    return f"{item.op}: {item.name}" if hasattr(item, "op") else item.name
+
+
+def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
+    """Returns the items with a word of ``only`` in their names, and those whose name begins with ``always``."""
+    for word in only or ():
+        if not any(word in label(item) for item in items):
+            names = "; ".join(dict.fromkeys(map(label, items)))
+            raise InputError(f"--only {word} matches none of the names: {names}")
+    return [
+        item
+        for item in items
+        if not only
+        or any(word in label(item) for word in only)
+        or (always is not None and getattr(item, "name", "").startswith(always))
+    ]
+
+
+def print_table(title: str, columns: Columns, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints rows under a title; ``columns`` maps each heading to the function that formats its cell."""
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    console.print(table(title, [heading.strip() for heading in columns], cells))
+
+
+def number(name: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
+    """Returns a function that formats a row's ``name``, times ``scale``; a dash where it is missing."""
+
+    def cell(row: dict[str, Any]) -> str:
+        value = row.get(name)
+        return "–" if value is None else format(value * scale, form)
+
+    return cell
+
+
+SPREAD, PEAK = number("spread", ".1%"), number("peak_bytes", ".1f", 2**-30)
+
+
+def speed(name: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
+    """Formats as :func:`number`, and says where memory did not suffice."""
+    cell = number(name, form, scale)
+    return lambda row: cell(row) if row["fits"] else "out of memory"
+
+
+def timing_fields(timing: Timing | None) -> dict[str, Any]:
+    """Returns the fields of a row that every timing has."""
+    if timing is None:
+        return {"fits": False, "seconds": [], "spread": None, "peak_bytes": None}
+    return {"fits": True, "seconds": timing.seconds, "spread": timing.spread, "peak_bytes": timing.peak_bytes}

@@ -1,0 +1,269 @@
+"""Builds the models that are compared, their random batches, and depths in given shares."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from adaponder.backbones.wrapper import relative_difference, rounding_bound
+from adaponder.config import AdaPonderConfig
+from adaponder.data.tokenizers import TRAIN
+from adaponder.devices import autocast, product_dtype
+from adaponder.errors import EvaluationError, InputError, choice
+from adaponder.methods import Iteration
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import ForcedDepths
+from adaponder.recipes import Recipe, load_recipe
+from adaponder.terminal import console
+from adaponder.training.build import build_model
+from benchmarks.harness import Common, forget, if_it_fits
+from benchmarks.plain import PlainPonder
+
+# The method that is measured, and the name of the plain PonderLM, which computes what our ``ponder`` does.
+METHOD, PLAIN = "adaponder", "plain"
+CPU = torch.device("cpu")
+
+
+# --- the models of a recipe ----------------------------------------------------------------------------------------
+
+
+def choose_recipe(name: str | None, overrides: Sequence[str] | None, options: Common) -> Recipe:
+    """Returns the recipe, with ``--seed`` if given; raises if its model cannot be built."""
+    default = "paper/adaponder-70m" if options.target.type == "cuda" else "cpu/demo"
+    recipe = load_recipe(name or default, overrides or ())
+    vocabulary_of(recipe)
+    return recipe if options.seed is None else replace(recipe, train=replace(recipe.train, seed=options.seed))
+
+
+def batch_of(batch: int | None, recipe: Recipe) -> int:
+    """Returns the sequences per step: ``batch``, or what one process of the recipe computes at a time."""
+    return batch or recipe.train.micro_batch or recipe.train.global_batch
+
+
+def vocabulary_of(recipe: Recipe) -> int:
+    """Returns the vocabulary size that the recipe states, or that of the tokenizer it trains."""
+    if not isinstance(recipe.model.backbone, dict):
+        raise InputError(
+            f"--recipe {recipe.name} continues a checkpoint, but benchmarks build models from scratch: choose a recipe "
+            "with a shape under model.backbone, such as paper/adaponder-70m"
+        )
+    stated = recipe.model.backbone.get("vocab_size")
+    if stated is not None:
+        return int(stated)
+    learned = recipe.data.tokenizer.removeprefix(TRAIN)
+    if learned == recipe.data.tokenizer or not learned.isdecimal():
+        raise InputError(
+            f"--recipe {recipe.name} states no vocabulary size, and benchmarks open no tokenizer: "
+            "add --set model.backbone.vocab_size=50304"
+        )
+    return int(learned)
+
+
+def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
+    """Builds the recipe's model with that method, in training mode, initialised on ``device``."""
+    method = "ponder" if method == PLAIN else method
+    with device:
+        return build_model(replace(recipe, model=replace(recipe.model, method=method)), vocabulary_of(recipe))
+
+
+def build_plain(recipe: Recipe, device: torch.device = CPU) -> PlainPonder:
+    """Builds the plain PonderLM with the weights of our ``ponder``; both compute the same function."""
+    ours = build_ours(recipe, PLAIN, device)
+    config = ours.config
+    shape = {"iterations": config.iterations, "scale": config.table_scale, "first": config.input_scale}
+    with device:
+        plain = PlainPonder(config.backbone_config, **shape).to(ours.dtype)
+    plain.stock.load_state_dict(ours.backbone.state_dict())
+    return plain.train()
+
+
+def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
+    """Returns the config of the recipe's model without allocating weights."""
+    return build_ours(recipe, method, torch.device("meta")).config
+
+
+def compiled_name(by: str) -> str:
+    """Names what is compiled at once; a layer is the default."""
+    return "compiled" if by == "layer" else f"compiled by {by}"
+
+
+def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cycles through four random batches of (tokens, targets), so that no step finds its data in a cache."""
+    generator = torch.Generator().manual_seed(recipe.train.seed)
+    shape = (batch, recipe.data.sequence + 1)
+    tokens = [torch.randint(vocabulary_of(recipe), shape, generator=generator).to(device) for _ in range(4)]
+    return itertools.cycle([(row[:, :-1], row[:, 1:]) for row in tokens])
+
+
+# --- depths of training and prefill --------------------------------------------------------------------------------
+
+
+def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
+    """Returns the depth of each token, ``[batch, sequence]``; raises if the shares are impossible."""
+    text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations
+    if len(keep) != iterations:
+        raise InputError(f"{text} must have {iterations} shares, one per iteration of the recipe")
+    if keep[0] != 1:
+        raise InputError(f"{text} must begin with 1: the first iteration reads every token")
+    if any(not 0 <= later <= earlier for earlier, later in pairwise(keep)):
+        raise InputError(f"{text} must not rise: a halted token stays halted")
+    return depths_of(keep, batch, recipe.data.sequence, seed=recipe.train.seed)
+
+
+def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) -> Tensor:
+    """Returns depths ``[batch, sequence]``: a random ``keep[i]`` of each sequence's tokens reach iteration i."""
+    generator = torch.Generator().manual_seed(seed)
+    rank = torch.rand(batch, sequence, generator=generator).argsort(dim=1).argsort(dim=1)
+    return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
+
+
+def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> float:
+    """Returns by how much dense and compact execution differ; raises if that is more than rounding explains."""
+    console.print("comparing dense and compact execution …")
+    error = if_it_fits(lambda: disagreement(recipe, depths, device=device))
+    if error is None:
+        raise InputError(f"--batch {depths.shape[0]} is too large to compare dense and compact: use a smaller one")
+    return error
+
+
+@torch.no_grad()
+def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> float:
+    """Returns the largest difference of dense and compact final hidden states, relative to the largest state."""
+    forget(device)
+    ids, _ = next(batches(recipe, depths.shape[0], device))
+    model = build_ours(recipe, METHOD, device).eval()
+    policy = ForcedDepths(depths.to(device))
+    states: dict[str, Tensor] = {}
+    for execution in ("dense", "compact"):
+
+        def keep_last(iteration: Iteration, execution: str = execution) -> None:
+            states[execution] = iteration.hidden
+
+        with autocast(recipe.train.dtype, device):
+            output: Any = model(
+                ids, execution=execution, policy=policy, logits_to_keep=1, output_gates=False, on_iteration=keep_last
+            )
+        if not torch.equal(output.depth.cpu(), depths):
+            raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
+    error = relative_difference(states["compact"], states["dense"])
+    bound = rounding_bound(product_dtype(recipe.train.dtype, device))
+    if not error <= bound:
+        raise EvaluationError(
+            f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e}): nothing is timed"
+        )
+    return error
+
+
+# --- shapes and depths of decoding ---------------------------------------------------------------------------------
+
+ITERATIONS = 4
+_NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 4096}
+_LLAMA = {"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+
+
+class Sizes(NamedTuple):
+    """A method and the sizes of its backbone."""
+
+    method: str
+    family: dict[str, Any]
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+
+    def backbone(self) -> dict[str, Any]:
+        """Returns the backbone's config."""
+        return self.family | {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.inner,
+        }
+
+
+SHAPES = {
+    "70m": Sizes("adaponder", _NEOX, 512, 6, 8, 2048),
+    "410m": Sizes("adaponder", _NEOX, 1024, 24, 16, 4096),
+    "ouro-1.4b": Sizes("ouro", _LLAMA, 2048, 24, 16, 5632),
+    "tiny": Sizes("adaponder", _NEOX | {"vocab_size": 61, "max_position_embeddings": 512}, 16, 2, 2, 24),
+}
+
+
+def shape_config(name: str, *, vanilla: bool = False) -> AdaPonderConfig:
+    """Returns the config of a shape with its method, or of the plain decoder."""
+    if name not in SHAPES:
+        raise InputError(f"--shape {name}: {choice(name, list(SHAPES))}")
+    sizes = SHAPES[name]
+    method = "vanilla" if vanilla else sizes.method
+    return AdaPonderConfig(backbone_config=sizes.backbone(), method=method, iterations=ITERATIONS)
+
+
+def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> AdaPonderForCausalLM:
+    """Builds a model with random weights."""
+    torch.manual_seed(seed)
+    with device:
+        model = AdaPonderForCausalLM(config)
+    nn.Module.to(model, dtype)
+    return model.eval()
+
+
+def build_stock(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Builds Hugging Face's plain decoder of the same shape."""
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype)
+    return model.eval()
+
+
+# Shares of the tokens of depth 1, 2, 3, 4, by their mean depth.
+SHARES = {
+    4.0: (0.0, 0.0, 0.0, 1.0),
+    3.7: (0.0, 0.1, 0.1, 0.8),
+    3.0: (0.1, 0.2, 0.3, 0.4),
+    2.0: (0.4, 0.3, 0.2, 0.1),
+    1.0: (1.0, 0.0, 0.0, 0.0),
+}
+
+
+def shares_of(mean: float, iterations: int) -> tuple[float, ...]:
+    """Returns shares of depths 1 … ``iterations`` with this mean: :data:`SHARES`, or else geometric ones."""
+    if not 1 <= mean <= iterations:
+        raise InputError(f"--depths {mean:g} must be between 1 and {iterations}")
+    if iterations == 4 and mean in SHARES:
+        return SHARES[mean]
+    if mean in (1, iterations):
+        return tuple(float(depth == mean) for depth in range(1, iterations + 1))
+    low, high = -40.0, 40.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_depth(_geometric(middle, iterations)) < mean else (low, middle)
+    return _geometric(low, iterations)
+
+
+def _geometric(slope: float, iterations: int) -> tuple[float, ...]:
+    """Returns shares in proportion to ``exp(slope * depth)``."""
+    # Relative to the greatest, so that no exponential overflows.
+    weights = [math.exp(slope * (depth - (iterations if slope > 0 else 1))) for depth in range(1, iterations + 1)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def mean_depth(shares: Sequence[float]) -> float:
+    """Returns the mean of depths 1, 2, … in these shares."""
+    return sum(depth * share for depth, share in enumerate(shares, start=1))
+
+
+def draw_depths(shares: Sequence[float], count: int, *, seed: int) -> list[int]:
+    """Returns ``count`` depths in exactly these shares (rounded to add up), shuffled by the seed."""
+    bounds = [round(sum(shares[:depth]) / sum(shares) * count) for depth in range(len(shares) + 1)]
+    depths = [depth + 1 for depth in range(len(shares)) for _ in range(bounds[depth + 1] - bounds[depth])]
+    random.Random(seed).shuffle(depths)
+    return depths

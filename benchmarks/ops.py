@@ -1,0 +1,232 @@
+"""Times the operations over the vocabulary, plain and ours, as shares of the device's measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typer import Option
+
+from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_linear_cross_entropy
+from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
+from adaponder.terminal import console
+from benchmarks import harness
+from benchmarks.harness import Common, Run, Timing, measure, number, ratio, speed
+
+Row = dict[str, Any]
+EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
+OPERATIONS = (EXPECTATION, LOSS)
+PLAIN, OURS, KEPT, TORCH = "plain", "ours", "ours, logits kept", "torch"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# The precision of operands, as in training; products are computed in the precision that is measured.
+_HELD = torch.float32
+_COLUMNS = {
+    "implementation": lambda row: f"{row['implementation']}, {'with backward' if row['backward'] else 'forward'}",
+    "ms": speed("milliseconds", ",.3f"),
+    "spread": harness.SPREAD,
+    "peak GiB": harness.PEAK,
+    "x plain": number("times_plain", ".2f"),
+    "of matmul": number("matmul_share", ".1%"),
+    "of copy": number("copy_share", ".1%"),
+}
+
+
+class Size(NamedTuple):
+    """The size of an operation over the vocabulary."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, d = {self.hidden:,}, vocabulary {self.vocabulary:,}"
+
+
+# Batches of the paper's 70M and 410M on a GPU; a CPU gets what it computes in a moment.
+ON_GPU = (Size(65536, 512, 50304), Size(16384, 1024, 50304))
+ON_CPU = (Size(1024, 128, 4096),)
+
+
+class Work(NamedTuple):
+    """The least work of an operation: FLOPs of its matrix products, bytes of operands and results."""
+
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One implementation of one operation, forward alone or with its backward."""
+
+    op: str
+    size: Size
+    implementation: str
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.implementation}, {'with backward' if self.backward else 'forward'}"
+
+
+def run(
+    options: Common,
+    *,
+    size: Annotated[
+        list[str] | None,
+        Option(
+            metavar="TOKENS,D,VOCABULARY",
+            help=f"Default: 65536,512,50304 and 16384,1024,50304 on a GPU, 1024,128,4096 on a CPU{harness.SEVERAL}",
+        ),
+    ] = None,
+    dtype: Annotated[str | None, Option(metavar="NAME", help="bfloat16 (default on a GPU) or float32.")] = None,
+) -> dict[str, Any]:
+    """Time the operations over the vocabulary by themselves, against the device's own matmul and copy.
+
+    [dim]python -m benchmarks ops --device cuda --size 65536,512,50304[/]
+    """
+    device = options.target
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    harness.one_of("--dtype", dtype, DTYPES)
+    sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
+    sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
+    chosen = harness.select(cases(sizes), options.only, always=PLAIN)
+    bench = Run.begin(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
+    if not torch_has_it():
+        console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
+
+    def row_of(case: OpCase) -> Row:
+        how: dict[str, Any] = {"device": device, "dtype": DTYPES[dtype], "seed": options.seed or 0}
+        timing = harness.if_it_fits(lambda: measure_op(case, **how, **options.how_often))
+        return as_row(case, timing, bench.hardware)
+
+    def show(rows: list[Row]) -> None:
+        for op, size in dict.fromkeys((row["op"], _size(row)) for row in rows):
+            some = [row for row in rows if (row["op"], _size(row)) == (op, size)]
+            harness.print_table(f"\n{op}: {size}, {dtype}", _COLUMNS, some)
+
+    bench.measure_all(chosen, row_of, compare=compare_with_plain, show=show)
+    return bench.finish()
+
+
+def cases(sizes: Sequence[Size]) -> list[OpCase]:
+    """Returns every operation at every size: plain, ours, ours with logits kept, torch's own loss if it has one."""
+    chosen = []
+    for op in OPERATIONS:
+        ways = [PLAIN, OURS, *([KEPT] if op == EXPECTATION else [TORCH] if torch_has_it() else [])]
+        chosen += [
+            OpCase(op, size, way, backward)
+            for size in sizes
+            for way in ways
+            for backward in (False, True)
+            if backward or way != KEPT  # forward alone keeps nothing
+        ]
+    return chosen
+
+
+def torch_has_it() -> bool:
+    """Returns whether this torch has a linear_cross_entropy of its own."""
+    return hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
+
+
+def work_of(op: str, size: Size, *, backward: bool) -> Work:
+    """Returns the roofline's two counts; nothing computed twice or stored in between is counted.
+
+    A product of tokens x d with d x vocabulary is 2 n d V FLOPs. The expectation needs two (logits, mixture) and its
+    backward four (into probabilities, table, hidden states, head); the loss one, and its backward two. Every operand is
+    read once and every result written once, as training holds them, in float32; targets take 8 bytes each.
+    """
+    n, d, v = size
+    rows, matrix = n * d, v * d
+    if op == EXPECTATION:
+        products = 6 if backward else 2
+        elements = 2 * rows + 2 * matrix  # hidden states, head and table in, mixture out
+        elements += 2 * rows + 2 * matrix if backward else 0  # d mixture in, d hidden, d head and d table out
+        targets = 0
+    else:
+        products = 3 if backward else 1
+        elements = rows + matrix + n  # hidden states and head in, losses out
+        elements += rows + matrix + n if backward else 0  # d losses in, d hidden and d head out
+        targets = n
+    return Work(products * 2 * n * d * v, elements * _HELD.itemsize + 8 * targets)
+
+
+def measure_op(
+    case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: int, warmup: int, repeats: int
+) -> Timing:
+    """Times one case; raises torch's own error if memory does not suffice."""
+    harness.forget(device)
+    step = operation(case, device=device, dtype=dtype, seed=seed)
+    return measure(step, device, warmup=warmup, repeats=repeats)
+
+
+def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], Sequence[Tensor]]:
+    """Returns a function that computes the case's result, or its gradients, on fixed random operands."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=_HELD)
+
+    n, d, v = case.size
+    leaves = [draw(n, d), draw(v, d) * 0.02, *([draw(v, d) * 0.02] if case.op == EXPECTATION else [])]
+    for leaf in leaves:
+        leaf.requires_grad_(case.backward)
+    if case.op == EXPECTATION:
+        grad = draw(n, d)
+        compute = plain_vocab_expectation
+        if case.implementation != PLAIN:
+            compute = partial(vocab_expectation, keep_logits=case.implementation == KEPT)
+    else:
+        targets = torch.randint(v, (n,), generator=generator, device=device)
+        compute, grad = _loss(case.implementation, targets, dtype), None
+
+    def step() -> Sequence[Tensor]:
+        with torch.set_grad_enabled(case.backward):
+            with torch.autocast(device.type, dtype, enabled=dtype != _HELD):
+                out = compute(*leaves)
+            return torch.autograd.grad(out, leaves, grad if grad is None else grad.to(out)) if case.backward else (out,)
+
+    return step
+
+
+def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
+    if implementation == TORCH:
+        options = nn.LinearCrossEntropyOptions()
+        # Its chunks ignore autocast, so operands are cast here.
+        return lambda hidden, weight: nn.functional.linear_cross_entropy(
+            hidden.to(dtype), weight.to(dtype), targets, options=options
+        )
+    if implementation == PLAIN:
+        return lambda hidden, weight: plain_linear_cross_entropy(hidden, weight, targets).mean()
+    every = torch.ones(targets.shape, device=targets.device)
+    return lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, every) / len(targets)
+
+
+def as_row(case: OpCase, timing: Timing | None, hardware: dict[str, Any]) -> Row:
+    """Returns a record's row, with the shares of the device's measured rates."""
+    work, median = work_of(case.op, case.size, backward=case.backward), None if timing is None else timing.median
+    row = {"op": case.op, **case.size._asdict(), "implementation": case.implementation, "backward": case.backward}
+    row |= {"flops": work.flops, "bytes": work.bytes, "milliseconds": median and median * 1e3}
+    row |= {"matmul_share": ratio(ratio(work.flops, median), hardware["matmul_flops"])}
+    row |= {"copy_share": ratio(ratio(work.bytes, median), hardware["copy_bytes"])}
+    return row | harness.timing_fields(timing)
+
+
+def compare_with_plain(rows: list[Row]) -> None:
+    """Fills in each row's speed and memory relative to the plain version of the same operation and size."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row["op"], _size(row), row["backward"]
+
+    plain = {key(row): row for row in rows if row["implementation"] == PLAIN}
+    for row in rows:
+        other = plain.get(key(row), {})
+        row["times_plain"] = ratio(other.get("milliseconds"), row["milliseconds"])
+        row["memory_of_plain"] = ratio(row["peak_bytes"], other.get("peak_bytes"))
+
+
+def _size(row: Row) -> Size:
+    return Size(row["tokens"], row["hidden"], row["vocabulary"])

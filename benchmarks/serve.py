@@ -1,0 +1,373 @@
+"""Loads a running server: all streams at once, then rates that rise, beside the engine alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+from typer import Argument, Option
+
+from adaponder.devices import DTYPES, as_device
+from adaponder.errors import EvaluationError, InputError
+from adaponder.policies import parse_policy
+from adaponder.terminal import console, line
+from benchmarks import harness
+from benchmarks.harness import SEVERAL, number, print_table, record_path, save
+from benchmarks.record import ROOT, commit_of
+from benchmarks.serve_client import (
+    Answer,
+    ServerLoad,
+    ServerProcess,
+    get,
+    poisson_times,
+    run_client,
+    started,
+    steady_rate,
+    summary,
+)
+
+Row = dict[str, Any]
+KEY = "ADAPONDER_API_KEY"
+PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "httpx")
+# Shares of the server's maximum at which it is loaded where no rates are given.
+USUAL_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.25)
+# Streams and tokens of each with which the client is measured against a server that has nothing to do.
+_CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of ``benchmarks serve``; one of ``checkpoint``, ``url`` and ``stand_in`` names the server."""
+
+    checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="Start its server; measure its engine, too.")] = (
+        None
+    )
+    url: Annotated[str | None, Option(metavar="URL", help=f"A running server; its key is read from {KEY}.")] = None
+    stand_in: Annotated[
+        list[str] | None,
+        Option(metavar="LANES,MS", help=f"An engine that sleeps: LANES tokens every MS ms, such as 64,8{SEVERAL}"),
+    ] = None
+    rates: Annotated[
+        str | None, Option(metavar="1,2,…", help="Requests per second, rising; default: 0.1 to 1.25 of the maximum.")
+    ] = None
+    seconds: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="Duration of each rate.")] = 10.0
+    context: Annotated[int, Option(metavar="N", min=1, max=2**20, help="Tokens of a random prompt.")] = 32
+    new: Annotated[int, Option(metavar="N", min=2, max=2**20, help="Tokens that each request generates.")] = 64
+    streams: Annotated[int, Option(metavar="N", min=1, max=4096, help="Requests at once for the maximum.")] = 64
+    repeats: Annotated[int, Option(metavar="N", min=1, max=1000, help="Repetitions of the maximum.")] = 3
+    timeout: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="A longer request has failed.")] = 120.0
+    policy: Annotated[str | None, Option(metavar="RULE", help="Such as fixed:2; default: the server's.")] = None
+    seed: Annotated[int, Option(metavar="N", min=0, help="Of arrivals and prompts.")] = 0
+    device: Annotated[str, Option(metavar="NAME", help="Of CKPT: cpu, cuda, cuda:1, …")] = "cpu"
+    dtype: Annotated[str, Option(metavar="NAME", help=f"Of CKPT: {', '.join(DTYPES)}.")] = "auto"
+    commit: Annotated[str | None, Option(metavar="NAME", help="The measured commit; default: from git.")] = None
+    record: Annotated[bool, Option("--record/--no-record", help="Write a record to benchmarks/records/.")] = True
+    json: Annotated[Path | None, Option(metavar="PATH", help="Write the result as JSON; - for standard output.")] = None
+
+    @property
+    def kind(self) -> str:
+        return "stand-in" if self.stand_in else "checkpoint" if self.checkpoint is not None else "url"
+
+    def load(self, url: str, key: str | None, streams: int | None = None) -> ServerLoad:
+        """Returns the load for the model that the server at ``url`` serves."""
+        about = served_model(url, key)
+        facts = about.get("adaponder") or {}
+        extension = {"ignore_eos": True} | ({} if self.policy is None else {"policy": self.policy})
+        return ServerLoad(
+            model=about["id"],
+            vocabulary=int(facts.get("vocabulary", 256)),
+            settings={"adaponder": extension} if facts else {},
+            context=self.context,
+            new=self.new,
+            streams=streams or self.streams,
+            seconds=self.seconds,
+            timeout=self.timeout,
+            seed=self.seed,
+        )
+
+
+def run(options: ServeOptions) -> dict[str, Any]:
+    """Load a server with requests that arrive at random times, at rates that rise: tokens/s, latencies, failures.
+
+    [dim]python -m benchmarks serve runs/demo --new 32[/]
+
+    [dim]python -m benchmarks serve --url http://127.0.0.1:8000 --rates 1,2,4,8[/]
+
+    [dim]python -m benchmarks serve --stand-in 64,8 --stand-in 256,8[/]
+    """
+    harness.one_of("--dtype", options.dtype, DTYPES)
+    stand_ins = [harness.numbers("--stand-in", text, float, 0.05, 10_000, count=2) for text in options.stand_in or ()]
+    rates = harness.numbers("--rates", options.rates, float, 0.001, 100_000)
+    if (options.checkpoint is not None) + (options.url is not None) + bool(options.stand_in) != 1:
+        raise InputError("give exactly one of CKPT, --url URL and --stand-in LANES,MS")
+    if any(after <= before for before, after in pairwise(rates)):
+        raise InputError(f"--rates {options.rates} must rise: sort them")
+    if options.policy is not None:
+        parse_policy(options.policy)
+    device = as_device(options.device)
+    path = record_path(f"serve-{options.kind}", device) if options.record else None
+    commit = commit_of(options.commit, required=options.record)
+    known = {"command": "bench serve", **harness.conditions(device, commit=commit, packages=PACKAGES)}
+    known["hardware"]["cores"] = os.cpu_count()
+    names = ("checkpoint", "url", "seconds", "context", "new", "streams", "timeout", "repeats", "policy")
+    settings = {name: getattr(options, name) for name in names} | {"rates": rates, "stand_in": stand_ins}
+    known |= {"seed": options.seed, "settings": settings}
+    metrics: dict[str, Any] = {"client_tokens_per_second": client_limit()}
+    console.print(f"the client takes up to {metrics['client_tokens_per_second']:,.0f} tokens/s from an idle server")
+    if options.stand_in:
+        metrics |= _load_stand_ins(options, stand_ins, rates)
+    elif options.checkpoint is not None:
+        alone = _engine_alone(options, device)
+        arguments = ["-m", "adaponder", "serve", options.checkpoint, "--port", "0", "--device", options.device]
+        arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
+        with started(arguments, patience=600.0) as server:
+            wait_until_ready(server.url, None, patience=600.0)
+            metrics |= _load_server(options, rates, server.url, None, alone, server)
+    else:
+        metrics |= _load_server(options, rates, str(options.url), os.environ.get(KEY))
+    record = known | {"complete": True, "metrics": metrics}
+    save(record, path, options.json)
+    if path is not None and metrics["rates"]:
+        most = metrics["all_at_once"][0]["server_tokens_per_second"]
+        for drawn in draw(metrics["rates"], ROOT / "benchmarks" / path.stem, known["hardware"]["device"], most=most):
+            console.print(line("the plot is ", (drawn.relative_to(ROOT), "bold")))
+    return record
+
+
+def _load_server(
+    options: ServeOptions,
+    rates: Sequence[float],
+    url: str,
+    key: str | None,
+    alone: float | None = None,
+    server: ServerProcess | None = None,
+) -> dict[str, Any]:
+    """Measures all streams at once, then rates that rise."""
+    load = options.load(url, key)
+    burst = all_at_once(url, load, key=key, repeats=options.repeats)
+    found = _compared(options.kind, load.streams, alone, burst)
+    print_table("\nAll streams at once", _BURST_COLUMNS, [found])
+    rates = rates or [share * burst.rate / options.new for share in USUAL_SHARES]
+    rows = []
+    for row in at_rates(url, load, rates, key=key):
+        rows.append(row | {"server_rss": None if server is None else server.rss()})
+        print_table("" if rows[1:] else "\nRequests that arrive at random times", _RATE_COLUMNS, rows[-1:])
+    return {"all_at_once": [found], "rates": rows}
+
+
+def _load_stand_ins(
+    options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
+) -> dict[str, Any]:
+    """Measures each stand-in alone and through the server, in turn; the first one under rates that rise, too."""
+    from adaponder.inference import Request
+    from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
+
+    found, rows, model = [], [], stand_in_model()
+    for lanes, tick in ((int(lanes), tick) for lanes, tick in stand_ins):
+        with started(["-m", "benchmarks.stand_in", str(lanes), str(tick)]) as server:
+            load = options.load(server.url, None, streams=lanes)
+            request = Request(prompt=[0], max_new_tokens=load.new, ignore_eos=True, seed=0)
+            requests = [replace(request, prompt=body["prompt"]) for body in load.bodies(lanes, part=0)]
+
+            def alone(lanes: int = lanes, tick: float = tick, requests: list[Request] = requests) -> float:
+                return engine_rate(SleepingEngine(model, lanes=lanes, tick=tick / 1e3), requests)
+
+            # Half of the engine's repetitions before and half after, so that both meet the same machine.
+            speeds = [alone(), alone()]
+            before = server.cpu_seconds()
+            burst = all_at_once(server.url, load, key=None, repeats=options.repeats)
+            after = server.cpu_seconds()
+            speeds += [alone(), alone()]
+            row = _compared(f"{lanes} tokens per {tick:g} ms", lanes, median(speeds), burst)
+            row |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}
+            if before is not None and after is not None:
+                row["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
+            found.append(row)
+            print_table("" if found[1:] else "\nAll streams at once", _BURST_COLUMNS, [row])
+            if not rows:
+                at = rates or [share * burst.rate / options.new for share in USUAL_SHARES]
+                rows = list(at_rates(server.url, load, at, key=None))
+    print_table("\nRequests that arrive at random times", _RATE_COLUMNS, rows)
+    return {"all_at_once": found, "rates": rows}
+
+
+def _engine_alone(options: ServeOptions, device: torch.device) -> float:
+    """Returns the tokens per second of the checkpoint's engine without a server, on requests like the load's."""
+    from adaponder.conversion.open import load
+    from adaponder.inference import Engine, Request
+    from benchmarks.stand_in import engine_rate
+
+    model, _ = load(str(options.checkpoint), dtype=options.dtype, device=options.device)
+    engine = Engine(model.eval(), lanes=options.streams)
+    prompts = ServerLoad("alone", model.config.vocab_size, options.context, options.new, seed=options.seed)
+    policy = None if options.policy is None else parse_policy(options.policy)
+    request = Request(prompt=[0], max_new_tokens=options.new, ignore_eos=True, temperature=0.0, policy=policy, seed=0)
+    rates = []
+    for part in range(options.repeats + 1):  # the first is a warm-up
+        bodies = prompts.bodies(options.streams, part=part)
+        rates.append(engine_rate(engine, [replace(request, prompt=body["prompt"]) for body in bodies]))
+    del engine, model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return sorted(rates[1:])[len(rates[1:]) // 2]
+
+
+# --- measurements --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Burst:
+    """All streams at once: tokens/s of each repetition, and the summary of the last."""
+
+    rates: list[float]
+    last: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        return median(self.rates) if self.rates else 0.0
+
+
+def served_model(url: str, key: str | None, *, timeout: float = 30.0) -> dict[str, Any]:
+    """Returns the server's model, as ``GET /v1/models`` describes it."""
+    status, body = get(url, "/v1/models", key, timeout)
+    if status != 200:
+        cure = f"; give its key in {KEY}" if status in (401, 403) else ""
+        raise EvaluationError(f"{url}/v1/models returned status {status}{cure}")
+    try:
+        return json.loads(body)["data"][0]
+    except (ValueError, LookupError, TypeError):
+        raise EvaluationError(f"{url}/v1/models is not a list of models") from None
+
+
+def wait_until_ready(url: str, key: str | None, *, patience: float) -> None:
+    """Returns once the server takes requests: it listens before its engine is open."""
+    until = time.monotonic() + patience
+    while (status := get(url, "/ready", key, 30.0)[0]) != 200:
+        if time.monotonic() > until:
+            raise EvaluationError(f"{url}/ready still returns status {status} after {patience:g} s")
+        time.sleep(0.05)
+
+
+def all_at_once(url: str, load: ServerLoad, *, key: str | None, repeats: int) -> Burst:
+    """Starts every stream at once and measures tokens/s while all of them run; the first repetition is a warm-up."""
+    rates: list[float] = []
+    last: dict[str, Any] = {}
+    for part in range(repeats + 1):
+        answers = _send(url, load, [0.0] * load.streams, part, key)
+        last = summary(answers, max((answer.ended for answer in answers), default=0.0))
+        if last["answered"] != load.streams:
+            why = next(iter(last["failures"]), "status 429: its queue is full")
+            raise EvaluationError(f"{load.streams - last['answered']} of {load.streams} streams failed: {why}")
+        if part:
+            rates.append(steady_rate(answers))
+    return Burst(rates, last)
+
+
+def at_rates(url: str, load: ServerLoad, rates: Sequence[float], *, key: str | None) -> Iterator[Row]:
+    """Yields a row per rate: the summary of requests that arrive at that many per second."""
+    for step, rate in enumerate(rates):
+        due = poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
+        answers = _send(url, load, due, 100 + step, key)
+        yield {"rate": rate, "offered_tokens_per_second": rate * load.new} | summary(answers, load.seconds)
+
+
+def _send(url: str, load: ServerLoad, due: Sequence[float], part: int, key: str | None) -> list[Answer]:
+    return run_client(url, load.bodies(len(due), part=part), due, key=key, timeout=load.timeout)
+
+
+def client_limit() -> float:
+    """Returns the tokens per second that the client takes from a server which has nothing to do."""
+    with started(["-m", "benchmarks.serve_client", "echo", "0"]) as server:
+        load = ServerLoad("echo", 100, context=1, new=_CLIENT_TOKENS)
+        answers = _send(server.url, load, [0.0] * _CLIENT_STREAMS, 0, None)
+    seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+    return sum(answer.tokens for answer in answers) / seconds
+
+
+def _compared(what: str, streams: int, alone: float | None, burst: Burst) -> Row:
+    """Returns the row of all streams at once; ``overhead`` is the share of the engine's tokens/s that is lost."""
+    return {
+        "what": what,
+        "streams": streams,
+        "engine_tokens_per_second": alone,
+        "server_tokens_per_second": burst.rate,
+        "repetitions": burst.rates,
+        "overhead": None if not alone else 1.0 - burst.rate / alone,
+        "first_token": burst.last["first_token"],
+        "between_tokens": burst.last["between_tokens"],
+    }
+
+
+# --- tables and figure ---------------------------------------------------------------------------------------------
+
+
+def _milliseconds(name: str, share: str) -> Callable[[Row], str]:
+    return lambda row: number(share, ",.1f", 1e3)(row[name])
+
+
+_BURST_COLUMNS = {
+    "what": lambda row: row["what"],
+    "streams": number("streams", ",.0f"),
+    "engine tokens/s": number("engine_tokens_per_second", ",.0f"),
+    "through the server": number("server_tokens_per_second", ",.0f"),
+    "overhead": number("overhead", ".1%"),
+    "between ms p50": _milliseconds("between_tokens", "p50"),
+    "p99": _milliseconds("between_tokens", "p99"),
+}
+_RATE_COLUMNS = {
+    "requests/s": number("rate", ".3g"),
+    "tokens/s": number("tokens_per_second", ",.0f"),
+    **{name: number(name, ",.0f") for name in ("answered", "refused", "failed")},
+    "first ms p50": _milliseconds("first_token", "p50"),
+    "p95": _milliseconds("first_token", "p95"),
+    "p99": _milliseconds("first_token", "p99"),
+    "between ms p50": _milliseconds("between_tokens", "p50"),
+    "p95 ": _milliseconds("between_tokens", "p95"),
+    "p99 ": _milliseconds("between_tokens", "p99"),
+    "depth": number("mean_depth", ".2f"),
+}
+
+
+def draw(rows: Sequence[Row], path: Path, title: str, *, most: float | None) -> tuple[Path, Path]:
+    """Writes ``path``.png and ``path``.svg: tokens/s and latencies by offered load; ``most`` is its maximum."""
+    from adaponder.analysis.style import PAGE, house, new_figure, save, series
+
+    offered = [row["offered_tokens_per_second"] for row in rows]
+    with house():
+        figure = new_figure(width=PAGE, height=3.2)
+        speed, first, between = figure.subplots(1, 3)
+        speed.plot(offered, [row["tokens_per_second"] for row in rows], **series(0, 3), label="answered")
+        speed.plot(offered, offered, **series(1, 3), label="offered")
+        if most:
+            speed.axhline(most, color="0.5", linewidth=0.8, linestyle=":", label="all streams at once")
+        speed.set(title=title, ylabel="tokens/s")
+        speed.set_ylim(bottom=0, top=1.15 * max([*(row["tokens_per_second"] for row in rows), most or 0.0]) or 1.0)
+        for axes, name, what in (
+            (first, "first_token", "to the first token"),
+            (between, "between_tokens", "between tokens"),
+        ):
+            for index, share in enumerate(("p50", "p95", "p99")):
+                points = [
+                    (load, 1e3 * row[name][share])
+                    for load, row in zip(offered, rows, strict=True)
+                    if row[name][share] is not None
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), **series(index, 3), label=share)
+            axes.set(title=what, ylabel="ms")
+            axes.set_ylim(bottom=0)
+        for axes in (speed, first, between):
+            axes.set(xlabel="offered tokens/s")
+            axes.set_xlim(left=0)
+            axes.legend(loc="upper left", fontsize="small")
+        return save(figure, path)

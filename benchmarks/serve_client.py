@@ -1,0 +1,427 @@
+"""Sends a load to a server and counts its answers: requests are sent when due, answered or not (open loop).
+
+``python -m benchmarks.serve_client`` reads a plan from standard input and writes the answers to standard output, both
+as JSON: a process of its own, so that neither the server nor the benchmark takes time from it. ``python -m
+benchmarks.serve_client echo TICK`` serves prepared events, to measure the client's own limit. Neither imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import queue
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from adaponder.errors import EvaluationError, InputError
+
+_ROOT = Path(__file__).resolve().parents[1]
+_ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
+# Lines of a server's output that errors quote from.
+_OUTPUT_LINES = 40
+
+
+# --- requests and answers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """Describes the requests of a load.
+
+    Attributes:
+        model: the name of the served model.
+        vocabulary: prompts are drawn from token ids below it.
+        context: tokens of a prompt.
+        new: tokens to generate.
+        settings: further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
+        streams: requests under way at once where the server's maximum is measured.
+        seconds: how long requests arrive at each rate.
+        timeout: seconds after which an incomplete request has failed.
+        seed: of arrivals and prompts.
+    """
+
+    model: str
+    vocabulary: int
+    context: int = 32
+    new: int = 64
+    settings: dict[str, Any] = field(default_factory=dict)
+    streams: int = 64
+    seconds: float = 10.0
+    timeout: float = 120.0
+    seed: int = 0
+
+    def bodies(self, count: int, *, part: int) -> list[dict[str, Any]]:
+        """Returns the bodies of streaming completions; no two parts of a measurement share a prompt."""
+        common = {"model": self.model, "max_tokens": self.new, "stream": True, "temperature": 0}
+        common |= {"stream_options": {"include_usage": True}} | self.settings
+        bodies = []
+        for index in range(count):
+            draw = random.Random(self.seed * 1_000_003 + part * 100_003 + index)
+            bodies.append(common | {"prompt": [draw.randrange(1, self.vocabulary) for _ in range(self.context)]})
+        return bodies
+
+
+def poisson_times(rate: float, seconds: float, *, seed: int) -> list[float]:
+    """Returns times from 0 to ``seconds`` at which requests are due: ``rate`` per second, independent gaps."""
+    draw, now, times = random.Random(seed), 0.0, []
+    while (now := now + draw.expovariate(rate)) < seconds:
+        times.append(now)
+    return times
+
+
+@dataclass
+class Answer:
+    """The answer to one request; times are seconds since the load began.
+
+    Attributes:
+        due: when the request was to be sent.
+        sent: when it was sent.
+        status: the HTTP status; 0 without an answer.
+        arrivals: when text came, and how many tokens each time.
+        tokens: generated tokens, as counted in ``usage``.
+        mean_depth: mean depth of the tokens read, from ``usage``; ``None`` where it is missing.
+        ended: when the answer was complete.
+        error: why the answer is not complete, in one line.
+        served_by: the header ``x-served-by``, where a server tells its processes apart.
+    """
+
+    due: float
+    sent: float = 0.0
+    status: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    tokens: int = 0
+    mean_depth: float | None = None
+    ended: float = 0.0
+    error: str | None = None
+    served_by: str | None = None
+
+    @property
+    def works(self) -> bool:
+        return self.status == 200 and self.error is None
+
+    @property
+    def refused(self) -> bool:
+        """Returns whether the server's queue was full."""
+        return self.status == 429
+
+    def scaled(self) -> list[tuple[float, float]]:
+        """Returns arrivals whose tokens sum to ``tokens``: text comes only when a character is complete."""
+        counted = sum(count for _, count in self.arrivals)
+        share = self.tokens / counted if counted and self.tokens else 1.0
+        return [(when, count * share) for when, count in self.arrivals]
+
+    def gaps(self) -> list[float]:
+        """Returns the seconds between tokens; tokens that came together share the time before them."""
+        found: list[float] = []
+        for (before, _), (now, count) in pairwise(self.scaled()):
+            found += [(now - before) / max(count, 1e-9)] * max(1, round(count))
+        return found
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Returns the smallest value that at least ``share`` of the values do not exceed; ``None`` without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """Returns the median, the 95th and the 99th percentile."""
+    return {f"p{round(100 * share)}": percentile(values, share) for share in (0.5, 0.95, 0.99)}
+
+
+def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    """Summarises a load of ``seconds``: tokens/s of its second half, latencies in seconds, failures, mean depth.
+
+    The time to the first token counts from when the request was due, so that a client or server that falls behind is
+    not flattered.
+    """
+    done = [answer for answer in answers if answer.works]
+    within = sum(count for answer in done for when, count in answer.scaled() if seconds / 2 < when <= seconds)
+    failures: dict[str, int] = {}
+    for answer in answers:
+        if not answer.works and not answer.refused:
+            reason = answer.error or f"status {answer.status}"
+            failures[reason] = failures.get(reason, 0) + 1
+    depths = [(answer.mean_depth, answer.tokens) for answer in done if answer.mean_depth is not None]
+    weight = sum(tokens for _, tokens in depths)
+    return {
+        "requests": len(answers),
+        "answered": len(done),
+        "refused": sum(answer.refused for answer in answers),
+        "failed": sum(failures.values()),
+        "failures": failures,
+        "tokens": sum(answer.tokens for answer in done),
+        "tokens_per_second": within / (seconds / 2) if seconds else 0.0,
+        "first_token": percentiles([answer.arrivals[0][0] - answer.due for answer in done if answer.arrivals]),
+        "between_tokens": percentiles([gap for answer in done for gap in answer.gaps()]),
+        "mean_depth": sum(depth * tokens for depth, tokens in depths) / weight if weight else None,
+        "client_late": percentile([answer.sent - answer.due for answer in answers], 0.99),
+    }
+
+
+def steady_rate(answers: Sequence[Answer]) -> float:
+    """Returns the tokens per second of all answers, from when each had begun until the first one ended."""
+    arrivals = [answer.scaled() for answer in answers if answer.works and answer.arrivals]
+    if not arrivals:
+        return 0.0
+    begin, end = max(times[0][0] for times in arrivals), min(times[-1][0] for times in arrivals)
+    tokens = sum(count for times in arrivals for when, count in times if begin < when <= end)
+    return tokens / (end - begin) if end > begin else 0.0
+
+
+# --- the client ----------------------------------------------------------------------------------------------------
+
+
+def run_client(
+    url: str, bodies: Sequence[dict[str, Any]], due: Sequence[float], *, key: str | None, timeout: float
+) -> list[Answer]:
+    """Returns the answers to a load that a process of its own sends."""
+    plan = {"url": url, "bodies": list(bodies), "due": list(due), "key": key, "timeout": timeout}
+    command = [sys.executable, "-m", "benchmarks.serve_client"]
+    longest = (max(due) if due else 0.0) + timeout + 60.0
+    pipes: dict[str, Any] = {"input": json.dumps(plan), "capture_output": True, "text": True, "timeout": longest}
+    done = subprocess.run(command, check=False, env=_environment(), **pipes)
+    if done.returncode != 0:
+        raise EvaluationError(f"the client of the load failed: {done.stderr.strip().splitlines()[-1:]}")
+    fields = json.loads(done.stdout)
+    return [Answer(**(each | {"arrivals": [(when, count) for when, count in each["arrivals"]]})) for each in fields]
+
+
+async def send_all(
+    url: str, bodies: Sequence[dict[str, Any]], due: Sequence[float], *, key: str | None, timeout: float
+) -> list[Answer]:
+    """Sends each request when it is due; returns the answers in the order of the bodies."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answers = [Answer(due=when) for when in due]
+    async with httpx.AsyncClient(limits=limits, headers=headers, timeout=None, trust_env=False) as client:
+        requests = [client.build_request("POST", f"{url.rstrip('/')}/v1/completions", json=body) for body in bodies]
+        began, tasks = time.perf_counter(), []
+        for request, answer in zip(requests, answers, strict=True):
+            if (wait := began + answer.due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.append(asyncio.create_task(_send(client, request, answer, began, timeout)))
+        await asyncio.gather(*tasks)
+    return answers
+
+
+async def _send(client: Any, request: Any, answer: Answer, began: float, timeout: float) -> None:
+    """Sends one request and fills in its answer; one that takes longer than ``timeout`` seconds has failed."""
+    import httpx
+
+    answer.sent = time.perf_counter() - began
+    try:
+        async with asyncio.timeout(timeout):
+            response = await client.send(request, stream=True)
+            try:
+                await _receive(response, answer, began)
+            finally:
+                await response.aclose()
+    except TimeoutError:
+        answer.error = f"no answer within {timeout:g} s"
+    except (httpx.ConnectError, OSError) as problem:
+        answer.error = f"no connection: {type(problem).__name__}"
+    except (httpx.HTTPError, ValueError, LookupError, AttributeError, TypeError) as problem:
+        answer.error = f"not a complete answer: {type(problem).__name__}: {problem}"[:200]
+    answer.ended = time.perf_counter() - began
+
+
+async def _receive(response: Any, answer: Answer, began: float) -> None:
+    """Reads a response to its end: counts the tokens of each event of a stream."""
+    answer.status, answer.served_by = response.status_code, response.headers.get("x-served-by")
+    if response.status_code != 200:
+        answer.error = f"status {response.status_code}: {(await response.aread())[:120].decode('utf-8', 'replace')}"
+        return
+    buffer = b""
+    async for data in response.aiter_bytes():
+        *events, buffer = (buffer + data).split(b"\n\n")
+        tokens = sum(_tokens_of(json.loads(event[6:]), answer) for event in events if event.startswith(b"data: {"))
+        if tokens:
+            answer.arrivals.append((time.perf_counter() - began, tokens))
+    if answer.error is None and not answer.tokens:
+        answer.error = "the stream ended without usage"
+
+
+def _tokens_of(chunk: dict[str, Any], answer: Answer) -> int:
+    """Returns the tokens whose text a chunk of a stream carries; notes its usage and error."""
+    if "error" in chunk:
+        answer.error = str(chunk["error"])[:200]
+        return 0
+    if usage := chunk.get("usage"):
+        answer.tokens = usage["completion_tokens"]
+        answer.mean_depth = (usage.get("adaponder") or {}).get("mean_depth")
+    tokens = 0
+    for option in chunk.get("choices", ()):
+        text = option.get("text") or (option.get("delta") or {}).get("content")
+        details = (option.get("adaponder") or {}).get("tokens")
+        tokens += len(details) if details else bool(text)
+    return tokens
+
+
+def get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, bytes]:
+    """Returns the status and the body of a GET."""
+    import httpx
+
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(f"{url.rstrip('/')}{path}", headers=headers, timeout=timeout, trust_env=False)
+    except (httpx.HTTPError, OSError) as problem:
+        raise EvaluationError(f"no server answers at {url} ({type(problem).__name__})") from None
+    except httpx.InvalidURL:
+        raise InputError(f"--url {url} must be http://HOST:PORT") from None
+    return response.status_code, response.content
+
+
+# --- servers in processes of their own -----------------------------------------------------------------------------
+
+
+@dataclass
+class ServerProcess:
+    """A server that listens: its address, its process, and the last lines of its output."""
+
+    url: str
+    process: subprocess.Popen[str]
+    output: list[str] = field(default_factory=list)
+
+    def rss(self) -> int | None:
+        """Returns the bytes of memory that its process holds; ``None`` where the system does not say."""
+        try:
+            with open(f"/proc/{self.process.pid}/status") as status:
+                return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+        except (OSError, StopIteration):
+            return None
+
+    def cpu_seconds(self) -> float | None:
+        """Returns the processor time that its process has used; ``None`` where the system does not say."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as stat:
+                fields = stat.read().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError):
+            return None
+
+
+@contextmanager
+def started(
+    arguments: Sequence[str],
+    *,
+    patience: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    ending: float = 30.0,
+) -> Iterator[ServerProcess]:
+    """Runs ``python ARGUMENTS`` during the block; it must print its address within ``patience`` seconds.
+
+    It is ended with SIGTERM, and killed if it still runs after ``ending`` seconds.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**_environment(), **(environment or {})},
+    )
+    output, address = [], queue.Queue[str | None]()
+    threading.Thread(target=_read, args=(process, output, address), daemon=True).start()
+    try:
+        try:
+            url = address.get(timeout=patience)
+        except queue.Empty:
+            raise EvaluationError("the server did not print its address in time: " + " / ".join(output[-5:])) from None
+        if url is None:
+            raise EvaluationError("the server ended before it listened: " + " / ".join(output[-5:]))
+        yield ServerProcess(url, process, output)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(ending)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _read(process: subprocess.Popen[str], output: list[str], address: queue.Queue[str | None]) -> None:
+    """Keeps the last lines of a process's output; queues the address once it is printed, ``None`` at the end."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        output.append(line.rstrip())
+        del output[:-_OUTPUT_LINES]
+        if match := _ADDRESS.search(line):
+            address.put(match.group())
+    address.put(None)
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment in which a child finds this checkout's benchmarks and package."""
+    paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+async def echo(tick: float) -> None:
+    """Serves prepared events until it is ended: ``max_tokens`` of them per request, one per ``tick`` seconds."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    def event(data: dict[str, Any]) -> bytes:
+        common = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1_700_000_000, "model": "echo"}
+        line = b"data: " + json.dumps(common | data).encode() + b"\n\n"
+        return b"%x\r\n%s\r\n" % (len(line), line)
+
+    token = event({"choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": None}]})
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                request = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = int(request.partition(b"content-length:")[2].split(b"\r\n")[0])
+                tokens = json.loads(await reader.readexactly(length))["max_tokens"]
+                writer.write(head)
+                for _ in range(tokens):
+                    writer.write(token)
+                    await asyncio.sleep(tick)
+                usage = {"prompt_tokens": 1, "completion_tokens": tokens, "adaponder": {"mean_depth": 2.5}}
+                writer.write(event({"choices": [], "usage": usage}) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+def main() -> None:
+    """Serves the echo, or reads a plan, runs it and writes the answers."""
+    if sys.argv[1:2] == ["echo"]:
+        asyncio.run(echo(float(sys.argv[2])))
+        return
+    plan = json.load(sys.stdin)
+    how = {name: plan[name] for name in ("key", "timeout")}
+    running = send_all(plan["url"], plan["bodies"], plan["due"], **how)
+    try:
+        import uvloop
+    except ImportError:
+        answers = asyncio.run(running)
+    else:
+        answers = uvloop.run(running)
+    json.dump([asdict(answer) for answer in answers], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""What the benchmarks' tests share: a tiny recipe and the command line."""
+
+import json
+
+from typer.testing import CliRunner
+
+from adaponder.recipes import load_recipe
+from benchmarks.__main__ import app
+
+TINY = [
+    "model.backbone.hidden_size=16",
+    "model.backbone.intermediate_size=24",
+    "model.backbone.num_hidden_layers=2",
+    "model.backbone.num_attention_heads=2",
+    "model.backbone.vocab_size=61",
+    "model.iterations=3",
+    "data.sequence=12",
+]
+SET = [part for override in TINY for part in ("--set", override)]
+QUICK = ["--trust", "--no-record", "--warmup", "0", "--repeats", "2"]
+
+
+def tiny_recipe(*overrides: str):
+    return load_recipe("cpu/demo", [*TINY, *overrides])
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "180"})
+
+
+def measured(*arguments: str, folder) -> dict:
+    """Returns the record of a command that must succeed, with its output."""
+    result = invoke(*arguments, "--json", str(folder / "out.json"))
+    assert result.exit_code == 0, f"{result.output} {result.exception!r}"
+    return json.loads((folder / "out.json").read_text()) | {"shown": result.output}

@@ -1,0 +1,237 @@
+"""The harness: kernels are checked first, records have telling names, wrong options are named."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.main import get_command
+
+from adaponder.errors import EvaluationError, InputError
+from adaponder.recipes import load_recipe
+from bench_support import QUICK, SET, invoke, measured
+from benchmarks import harness, ops, record, train
+from benchmarks.__main__ import app
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_measuring_leaves_warm_ups_out():
+    calls = []
+    found = harness.measure(lambda: calls.append(0), CPU, warmup=2, repeats=3)
+    assert len(calls) == 5
+    assert len(found.seconds) == 3
+    assert found.peak_bytes is None
+    assert replace(found, seconds=[1.0, 3.0, 2.0]).median == 2.0
+
+
+def test_only_a_lack_of_memory_is_a_row_without_figures():
+    def fails(error):
+        raise error
+
+    for error in (torch.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory"), MemoryError()):
+        assert harness.if_it_fits(lambda error=error: fails(error)) is None
+    with pytest.raises(RuntimeError, match="something else"):
+        harness.if_it_fits(lambda: fails(RuntimeError("something else")))
+
+
+# --- the check of the kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["train", "ops"])
+def test_a_failing_kernel_refuses(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(harness, "run_tests", lambda environment: (1, "…\nFAILED test_kernels.py::test_it"))
+    result = invoke(kind, "--commit", "abc", *(SET if kind != "ops" else []), "--json", str(tmp_path / "out.json"))
+    assert isinstance(result.exception, EvaluationError), "exits with 1"
+    assert not isinstance(result.exception, InputError)
+    assert "FAILED test_kernels.py::test_it" in str(result.exception)
+    assert "measuring" not in result.output
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_kernels_are_interpreted_on_a_cpu_and_compiled_on_a_gpu(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(harness, "run_tests", lambda environment: (ran.append(environment), (0, "passed"))[1])
+    found = measured("ops", "--no-record", "--warmup=0", "--repeats=1", "--size=4,4,8", folder=tmp_path)
+    assert found["tested"] is True
+    harness.check_kernels(torch.device("cuda"))
+    assert ran == [{"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, {}]
+
+
+def test_every_kernel_has_a_test_that_runs_before_a_benchmark():
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "unit" / "ops").glob("test_*.py"))
+    checks = re.findall(
+        r'^    "(test_\w+)"', (ROOT / "tests" / "unit" / "ops" / "conftest.py").read_text(), re.MULTILINE
+    )
+    assert len(checks) > 10
+    assert all(f"def {name}(" in tests for name in checks)
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+def test_records_have_telling_names_and_do_not_replace_each_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1")
+    training = ("--no-compile", "--batch=2", *SET)
+    runs = (("train", *training), ("train", *training, "--keep=1,.5,.5"), ("ops", "--size=4,4,8"))
+    for arguments in runs:
+        result = invoke(*arguments, *asked)
+        assert result.exit_code == 0, f"{result.output} {result.exception!r}"
+    assert "benchmarks/records/ops-cpu.json" in result.output
+    records = {path.name: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
+    assert set(records) == {"train-demo-cpu.json", "train-halting-demo-cpu.json", "ops-cpu.json"}
+    assert all(found["commit"] == "abc" for found in records.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("paper/adaponder-70m", "NVIDIA H200", "train-70m-h200"),
+        ("paper/ponder-410m", "NVIDIA A100-SXM4-80GB", "train-ponder-410m-a100-sxm4-80gb"),
+        ("mini/adaponder", "NVIDIA GeForce RTX 4090", "train-mini-rtx-4090"),
+        ("cpu/demo", None, "train-demo-cpu"),
+    ],
+)
+def test_names_come_from_recipe_and_device(monkeypatch, name, device, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
+    path = harness.record_path("train", torch.device("cuda" if device else "cpu"), load_recipe(name))
+    assert path == ROOT / "benchmarks" / "records" / f"{expected}.json"
+
+
+def test_a_commit_is_asked_for_where_there_is_no_git(monkeypatch):
+    assert record.commit_of(None, required=True).removesuffix("-dirty").isalnum()
+    monkeypatch.setattr(record, "_git", lambda *arguments: None)
+    assert record.commit_of("abc", required=True) == "abc"
+    assert record.commit_of(None, required=False) == "unknown"
+    with pytest.raises(InputError, match="--commit"):
+        record.commit_of(None, required=True)
+
+
+def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch):
+    real = train.build_variant
+
+    def build(recipe, variant, device):
+        if variant.method == "adaponder":
+            raise KeyboardInterrupt
+        return real(recipe, variant, device)
+
+    monkeypatch.setattr(train, "build_variant", build)
+    result = invoke("train", *QUICK, "--no-compile", "--batch", "1", *SET, "--json", "-")
+    assert result.exit_code == 130
+    assert "ponder, eager" in result.stderr.split("a training step")[1]
+    assert "standard output has the rows so far" in result.stderr
+    assert json.loads(result.stdout)["complete"] is False
+
+
+def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_path):
+    asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--no-compile", "--only=checkpointed", "--batch=2")
+    found = measured("train", *asked, *SET, folder=tmp_path)
+    assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "adaponder, eager, checkpointed"]
+    assert found["settings"]["only"] == ["checkpointed"]
+    assert "no record is written" in found["shown"]
+    result = invoke("train", "--trust", "--no-record", "--only=faster", *SET)
+    assert isinstance(result.exception, InputError)
+    assert "--only faster" in str(result.exception)
+    chosen = harness.select(ops.cases([ops.Size(2, 3, 5)]), ["vocab_expectation"], always="plain")
+    assert {case.op for case in chosen if case.implementation != "plain"} == {"vocab_expectation"}
+
+
+# --- ops -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline_counts_the_unavoidable_work():
+    size = ops.Size(2, 3, 5)
+    product = 2 * 2 * 3 * 5
+    expectation = [ops.work_of("vocab_expectation", size, backward=backward) for backward in (False, True)]
+    assert expectation == [(2 * product, 4 * (6 + 15 + 15 + 6)), (6 * product, 4 * 2 * (6 + 15 + 15 + 6))]
+    loss = [ops.work_of("linear_cross_entropy", size, backward=backward) for backward in (False, True)]
+    assert loss == [(product, 4 * (6 + 15 + 2) + 16), (3 * product, 4 * 2 * (6 + 15 + 2) + 16)]
+
+
+def test_ops_compare_plain_ours_and_torchs(tmp_path, monkeypatch):
+    found = measured("ops", *QUICK, "--size", "32,8,50", folder=tmp_path)
+    rows = found["metrics"]["rows"]
+    # Each operation with and without backward, plain and ours; kept logits serve a backward; torch has one loss.
+    assert len(rows) == 8 + 1 + 2 * ops.torch_has_it()
+    for row in rows:
+        same = ("op", "tokens", "hidden", "vocabulary", "backward")
+        (plain,) = [
+            other for other in rows if other["implementation"] == "plain" and all(other[k] == row[k] for k in same)
+        ]
+        seconds = row["milliseconds"] / 1e3
+        assert row["times_plain"] == pytest.approx(plain["milliseconds"] / row["milliseconds"])
+        assert row["matmul_share"] == pytest.approx(row["flops"] / seconds / 1e9)
+        assert row["copy_share"] == pytest.approx(row["bytes"] / seconds / 1e8)
+    assert found["recipe"] is None
+    assert found["settings"]["sizes"] == [[32, 8, 50]]
+    monkeypatch.setattr(ops, "torch_has_it", lambda: False)
+    assert {case.implementation for case in ops.cases([ops.Size(2, 3, 5)])} == {"plain", "ours", "ours, logits kept"}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("op", ops.OPERATIONS)
+def test_what_is_timed_computes_the_same(op, backward):
+    chosen = [case for case in ops.cases([ops.Size(32, 8, 50)]) if case.op == op and case.backward == backward]
+    first, *others = (ops.operation(case, device=CPU, dtype=torch.float32, seed=0)() for case in chosen)
+    assert others
+    for other in others:
+        torch.testing.assert_close(list(other), list(first), rtol=1e-4, atol=1e-6)
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("ops --device abacus", "--device abacus"),
+        ("train --largest", "--largest"),
+        ("train --largest --keep 1,.5,.5", "--largest"),
+        ("train --keep 1,.5", "--keep 1,0.5"),
+        ("train --keep 1,nan", "--keep 1,nan"),
+        ("prefill --keep 1,.5,.6", "--keep 1,0.5,0.6"),
+        ("prefill --keep .9,.5,.5", "--keep 0.9,0.5,0.5"),
+        ("prefill --keep 1,.5,-.5", "--keep 1,.5,-.5"),
+        ("prefill --keep all", "--keep all"),
+        ("ops --size 4,4", "--size 4,4"),
+        ("ops --size 4,4,0", "--size 4,4,0"),
+        ("ops --dtype int3", "--dtype int3"),
+        ("train --recipe paper/adaponder-2.8b-from-ponder", "--recipe paper/adaponder-2.8b-from-ponder"),
+        ("decode --scenario=ouro --subset", "--scenario ouro"),
+        ("decode --checkpoint=x", "--checkpoint"),
+        ("decode --subset --lanes=3", "--subset"),
+        ("decode --lanes 0", "--lanes 0"),
+        ("decode --only=nothing", "--only nothing"),
+        ("decode --shape=huge", "--shape huge"),
+        ("decode --depths=5", "--depths 5"),
+    ],
+)
+def test_wrong_options_are_named(line, option):
+    name, *rest = line.split()
+    shape = SET if name in ("train", "prefill") and "--recipe" not in rest else []
+    result = invoke(name, *rest, "--trust", "--no-record", *shape)
+    assert isinstance(result.exception, InputError), result.output
+    assert option in str(result.exception)
+
+
+@pytest.mark.parametrize("line", ["train --batch 0", "train --repeats 0", "prefill --warmup -1", "decode --tokens 0"])
+def test_options_out_of_range_are_wrong_use(line):
+    result = invoke(*line.split(), "--trust", "--no-record")
+    assert result.exit_code == 2
+    assert line.split()[1] in result.output
+
+
+def test_commands_in_documents_and_help_are_ones_that_the_command_line_takes():
+    commands = get_command(app).commands
+    texts = [path.read_text() for path in (*(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md")]
+    texts += [(command.help or "").replace("[/]", "") for command in commands.values()]
+    lines = re.findall(r"^(?:\[dim\])?python -m benchmarks (\S.*)$", "\n".join(texts), flags=re.MULTILINE)
+    assert {line.split()[0] for line in lines} == set(commands)
+    for line in lines:
+        name, *arguments = shlex.split(line, comments=True)
+        commands[name].make_context(name, arguments)

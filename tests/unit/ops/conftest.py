@@ -1,0 +1,43 @@
+"""Where kernels are tested: compiled on a GPU if there is one, else in Triton's interpreter."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One test of each kernel: two of its cases run on the device before a benchmark (``-m kernel_check``).
+CHECKS = {
+    "test_the_expectation_is_no_worse_than_the_plain_one",
+    "test_the_loss_is_no_worse_than_the_plain_one",
+    "test_the_sum_of_losses_is_no_worse_than_the_plain_one",
+    "test_attention_of_scattered_rows_is_no_worse_than_the_reference",
+    "test_the_kernels_equal_the_reference",
+    "test_a_row_that_enters_is_written_and_reads_itself",
+    "test_the_kernels_equal_the_plain_version",
+    "test_the_kernel_equals_the_plain_version",
+    "test_logits_equal_the_heads",
+    "test_the_expectation_equals_the_plain_one",
+    "test_kernels_keep_the_same_books",
+    "test_kernels_move_windows_alike",
+    "test_value_and_slope_are_no_worse_than_torchs_own",
+    "test_it_is_each_familys_own_function_bit_for_bit",
+}
+
+
+@pytest.fixture
+def on_device():
+    """Makes tensors on the device that kernels run on."""
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    chosen = Counter()
+    for item in items:
+        name = getattr(item, "originalname", None)
+        device = item.callspec.params.get("device", DEVICE) if hasattr(item, "callspec") else DEVICE
+        if name in CHECKS and device == DEVICE and chosen[name] < 2:
+            chosen[name] += 1
+            item.add_marker("kernel_check")
