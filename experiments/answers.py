@@ -12,8 +12,8 @@ from experiments.tables import four_numbers, learning_rates, markdown, prose, sp
 
 
 def answers(judge: Judge) -> list[str]:
-    """The section of the results page: every question with its answer."""
-    lines = ["## Reading the paper critically"]
+    """Returns every question with its answer."""
+    lines: list[str] = []
     for each in judge.claims.questions:
         lines += ["", f"**{each.asks}**", ""]
         if each.answer:

@@ -129,8 +129,8 @@ def aims(subject: Subject, needed: Sequence[int | None]) -> Aims:
     return Aims(rank_correlation(subject.by_depth, needed), lost, spare)
 
 
-def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
-    """The section of the results page; empty where nothing was measured."""
+def section(judge: Judge, command: str) -> list[str]:
+    """Returns the section of the tables' page; empty where nothing was measured."""
     tables = _tables(subjects(judge))
     others = {claim: made for claim in OTHERS if (made := _tables(subjects(judge, claim)))}
     if not tables and not others:
@@ -149,8 +149,6 @@ def section(judge: Judge, command: str, drawn: Sequence[str]) -> list[str]:
         "",
         *(tables or ["Not run yet."]),
     ]
-    if tables and drawn:
-        lines += ["", *drawn]
     for claim, made in others.items():
         says = judge.evidence.queue.claims[claim]
         lines += ["", f"**{says}** `{command.replace(CLAIM, claim)}`", "", *made]

@@ -10,21 +10,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from adaponder.analysis.demand import measure_demand
 from adaponder.analysis.trace import make_trace
-from adaponder.commands.shared import Subject, open_subject
+from adaponder.conversion.open import load
 from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
 from adaponder.evaluation.lab.calibration import budgets_between
 from adaponder.evaluation.lab.calibration import frontier as frontier_rows
 from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement
-from adaponder.evaluation.scoring import ScoringOptions, score
+from adaponder.evaluation.scoring import ScoringOptions, default_length, score
+from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.inference import Engine, Request
+from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
 from adaponder.terminal import console
 from experiments.records import Measure
@@ -45,6 +47,22 @@ _LANES, _NEW = 64, 128
 TIMED = ("speed",)
 
 
+class Subject(NamedTuple):
+    """A trained model in its folder, and the prepared data that it is measured on."""
+
+    model: AdaPonderForCausalLM
+    folder: Path
+    data: Path
+
+    def text(self) -> Text:
+        """Opens the first validation tokens."""
+        vocabulary = open_vocabulary(str(self.folder))
+        return open_text(str(self.data), vocabulary, whose=str(self.folder), max_tokens=_TOKENS)
+
+    def windows(self) -> Windows:
+        return Windows(default_length(self.model))
+
+
 def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> Measure | None:
     """A function that opens a final model and makes the named measurements; ``None`` where there are none.
 
@@ -56,13 +74,13 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
         return None
 
     def measure(final: Path, data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        subject = open_subject(str(final), device=device)
+        subject = Subject(*load(str(final), device=device), data)
         for name in sorted(names, key=list(MEASURES).index):
             console.print(f"measuring {name} …")
             began = time.perf_counter()
             try:
                 with autocast(dtype, subject.model.device):
-                    made = MEASURES[name](subject, data)
+                    made = MEASURES[name](subject)
             except Exception as error:  # whatever it is, the others are made
                 made = {"missing": in_one_line(error)}
             yield name, made | {"seconds": round(time.perf_counter() - began, 1)}
@@ -70,18 +88,14 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
     return measure
 
 
-def _text(subject: Subject, data: Path) -> Any:
-    return subject.text(str(data), max_tokens=_TOKENS)
-
-
-def steps(subject: Subject, data: Path) -> dict[str, Any]:
+def steps(subject: Subject) -> dict[str, Any]:
     """Loss by the iteration that a token halted at: as it came out, and of the same tokens at forced depths.
 
     The first is endogenous: a token's depth decides its loss too. At one forced depth all tokens are compared alike.
     """
     windows = subject.windows()
     trace = make_trace(
-        subject.model, _text(subject, data), windows, checkpoint=subject.name, data="", batch_size=_BATCH
+        subject.model, subject.text(), windows, checkpoint=str(subject.folder), data="", batch_size=_BATCH
     )
     trace = trace.scored
     depth, deepest = trace["depth"].astype(int), trace.about.deepest
@@ -101,13 +115,13 @@ def steps(subject: Subject, data: Path) -> dict[str, Any]:
     }
 
 
-def policies(subject: Subject, data: Path) -> dict[str, Any]:
+def policies(subject: Subject) -> dict[str, Any]:
     """Loss of each policy at the depth that the learned gate realises on held-out text.
 
     Each is tuned around that depth on one half of the text and measured on the other; its loss is then interpolated
     to the learned gate's realised depth, so that no policy is given more iterations than another.
     """
-    lab = _lab(subject, data)
+    lab = _lab(subject)
     own = lab.own_depth()
     lab.budgets((), own)  # raises where every policy is the same
     budgets = [budget for step in _AROUND if 1.0 < (budget := own + step) < lab.iterations]
@@ -125,9 +139,9 @@ def policies(subject: Subject, data: Path) -> dict[str, Any]:
     return {"depth": learned.depth, "compared": compared}
 
 
-def dial(subject: Subject, data: Path) -> dict[str, Any]:
+def dial(subject: Subject) -> dict[str, Any]:
     """Loss on held-out text of this one checkpoint, turned to every mean depth from 1 to K."""
-    lab = _lab(subject, data)
+    lab = _lab(subject)
     rows = list(frontier_rows(lab, budgets_between(lab.iterations, 0.25)))
     own = lab.trained(lab.own_depth())
     return {"rows": [_point(row) for row in rows if row.loss is not None], "own": _point(own)}
@@ -138,17 +152,17 @@ def _point(row: Measurement) -> dict[str, Any]:
     return {name: getattr(row, name) for name in kept}
 
 
-def _lab(subject: Subject, data: Path) -> Lab:
-    halves = halve(_text(subject, data), subject.windows())
+def _lab(subject: Subject) -> Lab:
+    halves = halve(subject.text(), subject.windows())
     return Lab(subject.model, halves, batch_size=_BATCH)
 
 
-def reuse(subject: Subject, data: Path) -> dict[str, Any]:
+def reuse(subject: Subject) -> dict[str, Any]:
     """Loss when a halted token's keys, values and hidden state stay, the keys and values alone, or nothing.
 
     Only the first skips work: it is what inference does, whatever the model was trained with.
     """
-    text, windows, config = _text(subject, data), subject.windows(), subject.model.config
+    text, windows, config = subject.text(), subject.windows(), subject.model.config
     trained, found = config.reuse, {}
     try:
         for rule in ("state", "kv", "none"):
@@ -160,9 +174,9 @@ def reuse(subject: Subject, data: Path) -> dict[str, Any]:
     return {"trained": trained, "as": found, "gap": found["state"]["loss"] - found[trained]["loss"]}
 
 
-def rules(subject: Subject, data: Path) -> dict[str, Any]:
+def rules(subject: Subject) -> dict[str, Any]:
     """Loss by the causal rule that generates, and by the rule of training, which may look at later tokens."""
-    text, windows, method = _text(subject, data), subject.windows(), subject.model.method
+    text, windows, method = subject.text(), subject.windows(), subject.model.method
     found = {}
     chosen: dict[str, Policy | None] = {"causal": None, "training": method.training_policy(1.0)}
     for name, policy in chosen.items():
@@ -171,15 +185,15 @@ def rules(subject: Subject, data: Path) -> dict[str, Any]:
     return found
 
 
-def demand(subject: Subject, data: Path) -> dict[str, Any]:
+def demand(subject: Subject) -> dict[str, Any]:
     """Accuracy and depth on puzzles, by the depth that each question needs; see :mod:`adaponder.analysis.demand`."""
-    found = measure_demand(subject.model, _text(subject, data), batch_size=_BATCH)
+    found = measure_demand(subject.model, subject.text(), batch_size=_BATCH)
     return found.as_dict() | {"least_depth": found.least_depth()}
 
 
-def speed(subject: Subject, data: Path) -> dict[str, Any]:
+def speed(subject: Subject) -> dict[str, Any]:
     """Tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
-    text, windows = _text(subject, data), subject.windows()
+    text, windows = subject.text(), subject.windows()
     model = subject.model.eval()
     if model.device.type == "cuda":
         model.bfloat16()
@@ -204,22 +218,23 @@ def speed(subject: Subject, data: Path) -> dict[str, Any]:
     }
 
 
-def tasks(subject: Subject, data: Path) -> dict[str, Any]:
+def tasks(subject: Subject) -> dict[str, Any]:
     """Accuracy on the downstream sets in ``data/tasks``, without examples, beside what guessing reaches."""
     if find_spec("lm_eval") is None:
         raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
     if not _TASK_DATA.is_dir():
         raise InputError(f"{_TASK_DATA}: there are no downstream sets; see adaponder eval --task-data")
     from adaponder.commands import tasks as command
+    from adaponder.commands.options import EvalOptions
 
     there = [name for name in _TASKS if (_TASK_DATA / name).is_dir()]
     device = str(subject.model.device)
-    result = command.run_tasks(str(subject.folder), there, task_data=_TASK_DATA, device=device)
-    return {"tasks": result["tasks"]}
+    options = EvalOptions(checkpoint=str(subject.folder), tasks=there, task_data=_TASK_DATA, device=device)
+    return {"tasks": command.run(options)["tasks"]}
 
 
 # In this order: the quick ones first, and speed, which rounds the weights, last.
-MEASURES: Mapping[str, Callable[[Subject, Path], dict[str, Any]]] = {
+MEASURES: Mapping[str, Callable[[Subject], dict[str, Any]]] = {
     "steps": steps,
     "reuse": reuse,
     "rules": rules,

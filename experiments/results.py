@@ -1,4 +1,4 @@
-"""adaponder reproduce --results: writes the results page, its figures and README's table from the records."""
+"""Writes the results page, its tables and figures and README's table from the records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaponder.terminal import console, line
 from experiments import demand
 from experiments.evidence import Evidence
 from experiments.judging import Judge, read_judge
-from experiments.page import BEGIN, END, readme_part, results_page
+from experiments.page import BEGIN, END, readme_part, results_page, tables_page
 from experiments.queue import Queue
 from experiments.tables import learning_rates
 
@@ -33,22 +33,22 @@ CAPTIONS = {
 }
 
 
-def write(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> int:
-    """Writes everything beside the folder ``experiments``: ``docs/results.md``, ``docs/figures``, ``README.md``."""
+def write(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> None:
+    """Writes ``tables.md`` in the folder ``experiments``, and beside it ``docs`` and ``README.md``."""
     from experiments import demand_figure, figures
 
     root = experiments.parent
     judge = judge_of(queue, records, experiments)
-    page, readme = page_of(judge, experiments), readme_of(judge, (root / "README.md").read_text())
+    page, readme = page_of(judge), readme_of(judge, (root / "README.md").read_text())
     points = figure_points(judge)
     draw = {LEARNING_RATE: figures.learning_rates, FRONTIER: figures.frontier}
     draw |= {STEPS: figures.steps, POLICIES: figures.policies, DEMAND: demand_figure.demand}
     for name, shown in points.items():
         figures.save(draw[name](*shown), root / "docs" / "figures" / f"{name}.png", shown)
     write_whole(root / "docs" / "results.md", page.encode())
+    write_whole(experiments / "tables.md", tables_of(judge, experiments).encode())
     write_whole(root / "README.md", readme.encode())
     console.print(line("→ ", (root / "docs" / "results.md", "bold"), f", {len(points)} figures, and README's table"))
-    return 0
 
 
 def judge_of(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> Judge:
@@ -56,10 +56,14 @@ def judge_of(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Pa
     return read_judge(experiments / "claims.yaml", Evidence(queue, records))
 
 
-def page_of(judge: Judge, experiments: Path) -> str:
-    """The text of ``docs/results.md``."""
-    figures = {name: CAPTIONS[name] for name in figure_points(judge)}
-    return results_page(judge, figures=figures, others=_apart(judge, experiments / "records"))
+def page_of(judge: Judge) -> str:
+    """Returns the text of ``docs/results.md``."""
+    return results_page(judge, figures={name: CAPTIONS[name] for name in figure_points(judge)})
+
+
+def tables_of(judge: Judge, experiments: Path) -> str:
+    """Returns the text of ``experiments/tables.md``."""
+    return tables_page(judge, others=_apart(judge, experiments / "records"))
 
 
 def readme_of(judge: Judge, readme: str) -> str:

@@ -31,9 +31,12 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "benchmarks/README.md",
-    "experiments/README.md",
+    "experiments/*.md",
 ]
-exclude_patterns = [".*", "build", "src", "tests", "runs", "data", "**/records", "**/__pycache__"]  # not walked through
+exclude_patterns = [
+    "experiments/*.template.md",
+    *(".*", "build", "src", "tests", "runs", "data", "**/records", "**/__pycache__"),  # not walked through
+]
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4

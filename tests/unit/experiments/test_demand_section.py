@@ -89,7 +89,7 @@ def page(monkeypatch):
         monkeypatch.setattr(demand, "subjects", lambda judge, claim=demand.CLAIM: by_claim.get(claim, ()))
         queue = types.SimpleNamespace(claims={"hops-capitals": "As it was."})
         judge = types.SimpleNamespace(evidence=types.SimpleNamespace(queue=queue))
-        return "\n".join(section(judge, "adaponder reproduce hops", []))
+        return "\n".join(section(judge, "python -m experiments claim hops"))
 
     return made
 
@@ -130,7 +130,7 @@ def test_aims_are_judged_over_all_seeds_of_a_setting_and_not_by_its_best(page):
 def test_an_earlier_form_has_its_own_table_and_changes_no_verdict(page):
     alone, both = page([*SEPARATE, FULL, FOLLOWS]), page([*SEPARATE, FULL, FOLLOWS], (*SEPARATE, LOST))
     assert both.startswith(alone)
-    assert "**As it was.** `adaponder reproduce hops-capitals`" in both
+    assert "**As it was.** `python -m experiments claim hops-capitals`" in both
     assert both.count("needed depth**") == 2
     waiting = page([], tuple(SEPARATE))
     assert waiting.index("Not run yet.") < waiting.index("As it was.")

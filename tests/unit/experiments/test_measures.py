@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from adaponder.commands import measures
 from adaponder.errors import InputError
+from experiments import measures
 from experiments.measures import MEASURES, measuring
 from lab_support import K, opinionated, saved, written
 

@@ -13,9 +13,10 @@ from experiments import figures as results_figures
 from experiments import results
 from experiments.claims import title_of
 from experiments.evidence import Evidence
+from experiments.identity import identity
 from experiments.judging import KINDS, Judge, read_judge, shown
-from experiments.page import BEGIN, END, _opening
-from experiments.queue import identity, read_queue
+from experiments.page import BEGIN, END
+from experiments.queue import read_queue
 from experiments.records import read_records
 from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, Estimate
 from experiments.tables import claim_table, learning_rates, main_table, speed
@@ -28,6 +29,11 @@ EXPERIMENTS = ROOT / "experiments"
 def judge() -> Judge:
     queue = read_queue(EXPERIMENTS / "queue.yaml")
     return results.judge_of(queue, read_records(EXPERIMENTS / "records"), EXPERIMENTS)
+
+
+def pages(judge: Judge) -> str:
+    """The results page and the tables."""
+    return results.page_of(judge) + results.tables_of(judge, EXPERIMENTS)
 
 
 def edited(judge: Judge, changes: dict[str, dict], *, copies: dict[str, tuple[str, int]] | None = None) -> Judge:
@@ -51,8 +57,9 @@ def edited(judge: Judge, changes: dict[str, dict], *, copies: dict[str, tuple[st
 
 
 def test_the_page_the_readme_and_the_figures_are_what_the_records_make(judge):
-    """`adaponder reproduce --results` writes them again."""
-    assert (ROOT / "docs" / "results.md").read_text() == results.page_of(judge, EXPERIMENTS)
+    """`python -m experiments results` writes them again."""
+    assert (ROOT / "docs" / "results.md").read_text() == results.page_of(judge)
+    assert (EXPERIMENTS / "tables.md").read_text() == results.tables_of(judge, EXPERIMENTS)
     readme = (ROOT / "README.md").read_text()
     assert readme == results.readme_of(judge, readme)
     for name, points in results.figure_points(judge).items():
@@ -62,7 +69,7 @@ def test_the_page_the_readme_and_the_figures_are_what_the_records_make(judge):
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_heading(judge):
     width = None
-    for line in results.page_of(judge, EXPERIMENTS).splitlines():
+    for line in pages(judge).splitlines():
         cells = len(line.replace("\\|", "").split("|")) if line.startswith("|") else None
         assert None in (width, cells) or cells == width, line
         width = cells
@@ -83,7 +90,7 @@ def _tried(judge, title):
 
 def test_a_changed_loss_changes_the_page_and_the_figures(judge):
     other = edited(judge, {"mini-ponder-k2-lr-0.004-seed-1": {"validation_loss": 3.4}})
-    assert results.page_of(other, EXPERIMENTS) != results.page_of(judge, EXPERIMENTS)
+    assert pages(other) != pages(judge)
     before, after = results.figure_points(judge), results.figure_points(other)
     assert results_figures.fingerprint(before[results.FRONTIER]) != results_figures.fingerprint(after[results.FRONTIER])
 
@@ -106,7 +113,7 @@ def test_a_run_is_done_if_all_that_it_measures_is_there(judge):
     done = judge.evidence.done
     assert "mini-ponder-k2-lr-0.004-seed-0" in done
     runs = len({each.label for each in judge.evidence.queue.experiments})
-    assert f"{len(done)} of {runs} runs" in " ".join(_opening(judge))
+    assert f"{len(done)} of {runs} runs" in results.page_of(judge)
     label = "mini-pondernet-lr-0.004-seed-0"
     records = [record | {"measured": {}} for record in judge.evidence.records if record["file"].startswith(label)]
     assert label in done - Evidence(judge.evidence.queue, records).done, "its dial is not there"
@@ -242,7 +249,7 @@ def test_a_dialled_checkpoint_is_moved_to_its_validation_loss_and_held_against_i
     assert found.evidence.dial_over_curve(setting, curve, 2.5) == {}, "it jumps from 2 to 3: a line is no measurement"
     finding = found.find({"dial_below_curve": alias, "depth": 1.5, "by": 0.01})
     assert f"{expected:+.4f}" in finding.words
-    assert f"| 1.5 | {expected:+.4f} (seed 0 alone) |" in results.page_of(found, EXPERIMENTS)
+    assert f"| 1.5 | {expected:+.4f} (seed 0 alone) |" in pages(found)
     assert len(results.figure_points(found)[results.FRONTIER][2]) == 1
 
 
@@ -312,7 +319,7 @@ def test_policies_that_come_to_the_same_share_a_row(judge):
     losses = {"learned gate": 3.0, "oracle": 2.9, "uniform": 3.0, "geometric": 3.0, "kl": None, "change": None}
     made = {name: {"loss": loss, "causal": name != "geometric"} for name, loss in losses.items()}
     changes = {"mini-adaponder-lr-0.004-seed-1": {"measured": {"policies": {"depth": 1.5, "compared": made}}}}
-    lines = results.page_of(edited(judge, changes), EXPERIMENTS).splitlines()
+    lines = pages(edited(judge, changes)).splitlines()
     rows = [
         line.split(" | ", 2)[2] for line in lines if line.startswith("| AdaPonder, K = 4 | 1 | ") and "1.500" in line
     ]
@@ -340,14 +347,14 @@ def test_measurements_are_shown_where_their_claim_is(judge):
         },
     }
     other = edited(judge, {"mini-adaponder-lr-0.004-seed-0": {"measured": measured}})
-    page, points = results.page_of(other, EXPERIMENTS), results.figure_points(other)
+    page, points = pages(other), results.figure_points(other)
     assert points[results.POLICIES] == ({"random": {0: pytest.approx(0.1)}},)
     lines, shares = points[results.STEPS]
     assert shares == {1: 0.125, 2: 0.0, 3: 0.375, 4: 0.5}
     assert lines[0].points == {1: {0: 2.0}, 3: {0: 1.5}, 4: {0: 2.5}}
     for name in (results.STEPS, results.POLICIES):
         assert f"(figures/{name}.png)" in page
-        assert f"{name}.png" not in results.page_of(judge, EXPERIMENTS) or (ROOT / f"docs/figures/{name}.png").exists()
+        assert f"{name}.png" not in pages(judge) or (ROOT / f"docs/figures/{name}.png").exists()
     results_figures.steps(lines, shares)
     results_figures.policies(*points[results.POLICIES])
     for row in (
