@@ -32,7 +32,7 @@ class Fixed:
 
     @property
     def note(self) -> str:
-        """The words of the results page; empty where nobody could have looked."""
+        """Returns the note of the results page; empty if the tests were fixed before any run."""
         return "" if self.when == BEFORE else f"chosen after looking: {self.when}"
 
 
@@ -59,7 +59,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the paper: answered by tests, by what is shown (a name), or by a sentence about the paper."""
+    """A question to the paper, answered by tests, by a named table (``show``), or by a sentence."""
 
     asks: str
     answer: str = ""
@@ -94,7 +94,7 @@ _ROWS = ("table1", "equal-flops", "readme", "curve", "frontier", "dials", "savin
 
 
 def read_claims(path: Path) -> Claims:
-    """The claims in a YAML file; what its tables show is named by aliases of its runs."""
+    """Reads the claims in a YAML file; its tables name runs by alias."""
     if not path.exists():
         raise InputError(f"{path}: there is no such file; a checkout has experiments/claims.yaml")
     raw = read_yaml(path, InputError)
@@ -121,7 +121,7 @@ def _dated(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def title_of(claims: Claims, evidence: Evidence, alias: str) -> str:
-    """What tables call a run: the title of its alias, or its recipe's and what is changed, except the learning rate."""
+    """Returns the title of a run: its alias's, or its recipe's with the changed fields, except the learning rate."""
     if alias in claims.titles:
         return claims.titles[alias]
     return _in_words(claims, evidence.settings[claims.runs.get(alias, alias)])

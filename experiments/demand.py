@@ -17,7 +17,7 @@ from experiments.tables import NONE, markdown, prose
 CLAIM, MEASURE = "hops", "demand"
 # Other forms of the puzzle, whose tables stand below.
 OTHERS = ("hops-ends", "hops-capitals")
-# Share of right answers from which on a question counts as solved; fixed beforehand, as are the three aims.
+# A need counts as solved from this share of right answers on. This and the three aims were fixed beforehand.
 SOLVED = 0.95
 _RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
 
@@ -34,7 +34,7 @@ class Subject:
 
     @property
     def full(self) -> Sequence[float]:
-        """Accuracy by need with every token read K times."""
+        """Returns accuracy by need with every token read K times."""
         return self.made["at_depth"][str(self.iterations)]
 
     @property
@@ -43,7 +43,7 @@ class Subject:
 
 
 def subjects(judge: Judge, claim: str = CLAIM) -> list[Subject]:
-    """Every model of the claim that was measured, in the order of the queue."""
+    """Returns every measured model of the claim, in the order of the queue."""
     found = []
     for each in dict.fromkeys(judge.evidence.queue.of_claim(claim)):
         made = judge.evidence.measured(each.setting, MEASURE).get(each.seed)
@@ -56,7 +56,7 @@ def subjects(judge: Judge, claim: str = CLAIM) -> list[Subject]:
 
 
 def fixed_depths(found: Sequence[Subject]) -> dict[int, list[float]]:
-    """Accuracy by need of every separately trained K: the mean over seeds of the method that is best at that need."""
+    """Returns accuracy by need for each separately trained K: the seed mean of the best method at that need."""
     best: dict[int, list[float]] = {}
     for seeds in _settings([each for each in found if not each.halts]):
         k, means = seeds[0].iterations, _means(each.full for each in seeds)
@@ -65,14 +65,14 @@ def fixed_depths(found: Sequence[Subject]) -> dict[int, list[float]]:
 
 
 def needed_depths(found: Sequence[Subject]) -> list[int | None]:
-    """For each need, in order, the least separately trained K that solves it."""
+    """Returns the smallest separately trained K that solves each need."""
     fixed = fixed_depths(found)
     needs = range(len(found[0].made["needs"])) if found else range(0)
     return [next((k for k in sorted(fixed) if fixed[k][i] >= SOLVED), None) for i in needs]
 
 
 def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Sequence[int | None]) -> float | None:
-    """Spearman's correlation of needed depth and depth over questions, from their counts; ``None`` without spread."""
+    """Returns Spearman's correlation of needed depth and depth over questions; ``None`` without spread."""
     cells = [
         (need, depth, count)
         for need, counts in zip(needed, by_depth, strict=True)
@@ -91,7 +91,7 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Sequence[int | N
 
 
 def _mean_ranks(cells: Sequence[tuple[int, int, int]], place: int) -> dict[int, float]:
-    """The mean rank of each value that stands at ``place`` of the cells, whose last entry counts questions."""
+    """Returns the mean rank of each value at index ``place`` of the cells; their last entry counts questions."""
     counts: dict[int, int] = {}
     for cell in cells:
         counts[cell[place]] = counts.get(cell[place], 0) + cell[2]
@@ -104,7 +104,7 @@ def _mean_ranks(cells: Sequence[tuple[int, int, int]], place: int) -> dict[int, 
 
 @dataclass(frozen=True)
 class Aims:
-    """What a model that halts reaches: rank correlation, accuracy lost to its full depth, iterations over need."""
+    """Measures of a model that halts: rank correlation, accuracy lost to full depth, iterations over need."""
 
     rho: float | None
     lost: float
@@ -112,7 +112,7 @@ class Aims:
 
 
 def aims(subject: Subject, needed: Sequence[int | None]) -> Aims:
-    """Over all questions; iterations over need only over questions whose needed depth is known."""
+    """Computes a model's measures over all questions; iterations over need only where the needed depth is known."""
     made = subject.made
     total = sum(made["questions"])
 
@@ -156,7 +156,7 @@ def section(judge: Judge, command: str) -> list[str]:
 
 
 def _tables(found: Sequence[Subject]) -> list[str]:
-    """Fixed depths, those that halt, and verdicts; empty where no fixed depth was measured."""
+    """Returns the tables of fixed depths and of models that halt, with verdicts; empty without fixed depths."""
     fixed, halting = [each for each in found if not each.halts], [each for each in found if each.halts]
     if not fixed:
         return []
@@ -213,7 +213,7 @@ def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Sequ
 
 
 def _settings(found: Sequence[Subject]) -> list[list[Subject]]:
-    """Models by their setting: all seeds of one together."""
+    """Groups models by setting, so that all seeds of one are together."""
     by_title: dict[str, list[Subject]] = {}
     for each in found:
         by_title.setdefault(each.title, []).append(each)
@@ -225,18 +225,18 @@ def _means(rows: Iterable[Sequence[float]]) -> list[float]:
 
 
 def _followed(subject: Subject, needed: Sequence[int | None]) -> float:
-    """The rank correlation of depth and need; 0 where all tokens have one depth."""
+    """Returns the rank correlation of depth and need; 0 where all tokens have one depth."""
     return aims(subject, needed).rho or 0.0
 
 
 def best_of(halting: Sequence[Subject], needed: Sequence[int | None]) -> Subject | None:
-    """The run of the best rank correlation, of those that solve every need at full depth: what the figure shows."""
+    """Returns the run with the best rank correlation among those that solve every need at full depth."""
     solved = (each for each in halting if min(each.full) >= SOLVED)
     return max(solved, key=lambda each: _followed(each, needed), default=None)
 
 
 def figure_points(judge: Judge) -> tuple[Any, ...]:
-    """What the figure shows: accuracy by need of every fixed depth and of the best that halts, and its depths."""
+    """Returns the figure's points: accuracy by need of each fixed depth and of the best model that halts."""
     found = subjects(judge)
     needed = needed_depths(found)
     best = best_of([each for each in found if each.halts], needed)

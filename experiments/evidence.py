@@ -1,4 +1,4 @@
-"""What the records say about runs that are compared: losses, depths and costs by setting and seed."""
+"""Losses, depths and costs of the queue's runs by setting and seed, from the records."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Point(NamedTuple):
 
     @property
     def halted(self) -> float:
-        """Share of tokens of less than full depth."""
+        """Returns the share of tokens below full depth."""
         return 1.0 - self.shares[-1]
 
     @property
     def gates_closed(self) -> float:
-        """Share of (token, gate) pairs that the token did not pass."""
+        """Returns the share of (token, gate) pairs in which the gate is closed or was not reached."""
         gates = len(self.shares) - 1
         return sum(share * (gates - i) for i, share in enumerate(self.shares)) / gates if gates else 0.0
 
     @property
     def collapsed(self) -> bool:
-        """Whether practically all tokens (99 %) have one depth."""
+        """Returns whether 99 % of the tokens have one depth."""
         return max(self.shares) > 0.99
 
 
@@ -80,15 +80,15 @@ class Evidence:
 
     @cached_property
     def settings(self) -> dict[str, Experiment]:
-        """One run of every setting of the queue, by the setting's name."""
+        """Maps each setting's name to one of its runs."""
         return {each.setting: each for each in reversed(self.queue.experiments)}
 
     def points(self, setting: str) -> dict[int, Point]:
-        """The first run of each seed of a setting, on the data of its corpus."""
+        """Returns the first run of each seed of a setting, on its corpus."""
         return {seed: runs[0] for seed, runs in self.runs(setting).items()}
 
     def runs(self, setting: str) -> dict[int, list[Point]]:
-        """All runs of each seed of a setting: more than one where a seed was trained again."""
+        """Returns all runs of each seed of a setting, several where a seed was trained again."""
         return self._runs[setting] if setting in self._runs else self._unknown(setting)
 
     def _unknown(self, setting: str) -> dict[int, list[Point]]:
@@ -122,33 +122,33 @@ class Evidence:
         return [second - first for first, second in losses]
 
     def point(self, experiment: Experiment) -> Point | None:
-        """The run of a claim, if its record has all that the claim measures."""
+        """Returns the run if its record holds all measurements of the claim."""
         record = record_of(experiment, self.records, self.queue.corpora[experiment.corpus])
         loss = self.queue.corpora[experiment.corpus].loss
         return None if record is None else point_of(experiment, record, loss)
 
     @cached_property
     def done(self) -> set[str]:
-        """Labels of the queue's runs that have a record with all that any claim measures on them."""
+        """Returns the labels of runs whose records hold all measurements of every claim."""
         labels = {each.label for each in self.queue.experiments}
         return labels - {each.label for each in self.queue.experiments if self.point(each) is None}
 
     @cached_property
     def used(self) -> set[str]:
-        """Files of the records that belong to a run of the queue."""
+        """Returns the file names of records that belong to a run of the queue."""
         return {point.record["file"] for seeds in self._runs.values() for points in seeds.values() for point in points}
 
     def values(self, setting: str, of: str = "loss") -> dict[int, float]:
-        """One number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
+        """Returns one number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
         return {seed: getattr(point, of) for seed, point in self.points(setting).items()}
 
     def measured(self, setting: str, name: str) -> dict[int, Mapping[str, Any]]:
-        """A measurement by seed, where it was made."""
+        """Returns a measurement by seed, where it was made."""
         found = self._measured_runs(setting, name)
         return {seed: point.record["measured"][name] for seed, point in found.items()}
 
     def _measured_runs(self, setting: str, name: str) -> dict[int, Point]:
-        """The first run of each seed that has all of a measurement: not always the first run of that seed."""
+        """Returns the first run of each seed whose measurement is complete."""
         found = {}
         for seed, runs in self.runs(setting).items():
             whole = [point for point in runs if _is_whole(point.record.get("measured", {}).get(name))]
@@ -157,7 +157,7 @@ class Evidence:
         return found
 
     def over_curve(self, setting: str, curve: Sequence[str], of: str = "depth") -> dict[int, float]:
-        """Loss minus that of the lines between separately trained models, at equal ``depth`` or ``mflops``, by seed.
+        """Returns by seed the loss minus the curve of separately trained models at equal ``depth`` or ``mflops``.
 
         Only where the curve's models on both sides have that seed.
         """
@@ -168,7 +168,7 @@ class Evidence:
         return found
 
     def _on_curve(self, curve: Sequence[str], seed: int, x: float, of: str) -> float | None:
-        """The loss at ``x`` on the lines between the curve's models of this seed, if both neighbours have it."""
+        """Interpolates the curve's loss at ``x`` for this seed; ``None`` if a neighbour lacks the seed."""
         every = [self.points(each) for each in curve]
         ends = sorted({getattr(point, of) for points in every for point in points.values()})
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
@@ -176,7 +176,7 @@ class Evidence:
         return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
 
     def dialled(self, setting: str) -> dict[int, list[tuple[float, float, float]]]:
-        """By seed (mean depth, FLOPs relative to the plain decoder, loss) of one checkpoint turned by the dial.
+        """Returns by seed (mean depth, FLOPs ratio, loss) of one checkpoint turned by the dial.
 
         The dial is turned on a part of the validation's text; losses are that checkpoint's validation loss plus how far
         the dial is from its own depths there.
@@ -190,7 +190,7 @@ class Evidence:
         return found
 
     def dial_over_curve(self, setting: str, curve: Sequence[str], depth: float, of: str = "depth") -> dict[int, float]:
-        """Loss at that mean depth of checkpoints turned by the dial, minus the curve's at equal ``depth`` or ``ratio``.
+        """Returns by seed the dial's loss at a mean depth minus the curve's at equal ``depth`` or ``ratio``.
 
         Paired by seed; only where a checkpoint was turned to about that depth. Some jump: no threshold gives PonderNet
         a mean between one and two iterations.
@@ -208,7 +208,7 @@ class Evidence:
 
 
 def _is_whole(made: Mapping[str, Any] | None) -> bool:
-    """Whether a measurement was made, and nothing of it is missing."""
+    """Returns whether a measurement is complete."""
     return made is not None and "missing" not in made
 
 
@@ -232,7 +232,7 @@ def point_of(experiment: Experiment, record: Mapping[str, Any], loss: str | None
 
 
 def _with_a_shape(experiment: Experiment) -> Recipe:
-    """The run's recipe with the backbone's shape, also where it continues another run."""
+    """Returns the run's recipe with the backbone's shape, also where it continues another run."""
     return load_recipe(experiment.recipe, [*experiment.changes, f"train.seed={experiment.seed}"])
 
 
@@ -242,7 +242,7 @@ def model_parameters(experiment: Experiment) -> Parameters:
 
 
 def costs(recipe: Recipe, shares: Sequence[float]) -> Cost:
-    """What a model costs whose tokens have these depths, over one window of the recipe."""
+    """Returns the cost of a model whose tokens have these shares of depths, over one window of the recipe."""
     train, length = recipe.train, recipe.data.sequence
     rounded = tuple(round(share, 4) for share in shares)
     mflops, ratio, training = _window_costs(_model_key(recipe), rounded, length)
@@ -251,7 +251,7 @@ def costs(recipe: Recipe, shares: Sequence[float]) -> Cost:
 
 
 def _model_key(recipe: Recipe) -> str:
-    """What decides a model's shape, as text: the recipe's section ``model`` and the length of its windows."""
+    """Returns the recipe's ``model`` section and window length as a cache key."""
     values = recipe.as_dict()
     return json.dumps({"model": values["model"], "sequence": recipe.data.sequence}, sort_keys=True)
 
@@ -274,13 +274,13 @@ def _tuple(value: Any) -> Any:
 
 @cache
 def _shape(backbone: str) -> Shape:
-    """The shape of a backbone, by its config as text; the same whatever recurrence is around it."""
+    """Returns the shape of a backbone from its config as JSON."""
     return shape_of(AdaPonderConfig(backbone_config=json.loads(backbone)))
 
 
 @cache
 def _window_costs(key: str, shares: tuple[float, ...], length: int) -> tuple[float, float, float]:
-    """(MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
+    """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
     config = _config(key)
     depths = torch.ones(_WINDOWS * length, dtype=torch.long)
     # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.

@@ -1,9 +1,10 @@
-"""Figures of the results page, drawn from points of records alone: loss by learning rate, loss against iterations."""
+"""Draws the figures of the results page from points of records alone."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, house, new_figure, series
+from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, house, new_figure, series
 
 # Where a PNG says which points it shows.
 _POINTS = "Description"
+# Characters of a line of the legend: three columns must fit on the page.
+_WIDEST = 40
 
 
 class Curve(NamedTuple):
@@ -47,7 +50,7 @@ class Group(NamedTuple):
 
 
 def learning_rates(curves: Sequence[Curve], *, dark: bool = False) -> Figure:
-    """Loss against the learning rate, one line per setting, with its best rate ringed; on the right the lower part.
+    """Draws loss against learning rate, one line per setting, its best rate ringed; the lower part on the right.
 
     Settings whose names begin alike (up to the first comma) share a colour, and have markers and lines of their own.
     """
@@ -88,7 +91,7 @@ def _rate_axis(axes: Axes, rates: Sequence[float]) -> None:
 
 
 def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Group], *, dark: bool = False) -> Figure:
-    """Loss, less the plain model's of the same seed, against mean iterations and against true FLOPs.
+    """Draws the loss minus the plain model's of the same seed against mean iterations and against FLOPs.
 
     Separately trained depths are joined by a line of their means; ``others`` are points, one per seed. ``dials`` are
     checkpoints turned to the same depths, one group per seed: a dotted line of their means with the colour and marker
@@ -119,7 +122,7 @@ def frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Gr
 
 
 def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -> None:
-    """The line through the means over seeds, a faint point per seed, and at the top the name of each depth."""
+    """Draws the line through the seed means, a faint point per seed, and the depths' names at the top."""
     means: list[tuple[float, float]] = []
     for group in groups:
         every = [(getattr(spot, field), spot.gain) for spot in group.spots]
@@ -150,13 +153,13 @@ def _draw_spots(axes: Axes, group: Group, field: str, index: int, theme: Theme) 
 
 
 def _look(index: int) -> dict[str, Any]:
-    """Colour and marker of a model: no two have both, though colours come again."""
+    """Returns the colour and marker of a model; the pair is unique."""
     marker = MARKERS[(index + 1) % len(MARKERS)]
     return {"marker": marker, "color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
 
 
 def steps(lines: Sequence[Curve], shares: Mapping[int, float], *, dark: bool = False) -> Figure:
-    """Mean loss by the step that tokens halted at, one line per way to measure it, a point per seed.
+    """Draws the mean loss by halting step, one line per way of measuring, one point per seed.
 
     ``shares`` of tokens by step stand below.
     """
@@ -179,7 +182,7 @@ def steps(lines: Sequence[Curve], shares: Mapping[int, float], *, dark: bool = F
 
 
 def policies(gaps: Mapping[str, Mapping[int, float]], *, dark: bool = False) -> Figure:
-    """Loss of each policy minus the learned gate's at equal realised depth: a point per seed, and a bar at the mean."""
+    """Draws each policy's loss minus the learned gate's at equal depth: one point per seed, a bar at the mean."""
     with house(dark=dark) as theme:
         ordered = sorted(gaps, key=lambda name: -sum(gaps[name].values()) / len(gaps[name]))
         figure = new_figure(width=PAGE, height=0.9 + 0.22 * len(ordered))
@@ -194,8 +197,47 @@ def policies(gaps: Mapping[str, Mapping[int, float]], *, dark: bool = False) -> 
     return figure
 
 
+def demand(
+    needs: Sequence[int],
+    fixed: Mapping[int, Sequence[float]],
+    name: str,
+    accuracy: Sequence[float],
+    by_depth: Sequence[Sequence[int]],
+    *,
+    dark: bool = False,
+) -> Figure:
+    """Draws right answers by need, for each ``fixed`` K and the model ``name``, and that model's depths by need.
+
+    ``by_depth`` counts questions: a row per need, a column per depth.
+    """
+    with house(dark=dark) as theme:
+        figure = new_figure(width=PAGE, height=3.0)
+        left, right = figure.subplots(1, 2, width_ratios=[1.25, 1.0])
+        for index, (iterations, shares) in enumerate(sorted(fixed.items())):
+            look = dict(series(index)) | {"color": depth_colours(max(fixed))[iterations - 1]}
+            left.plot(needs, [100 * share for share in shares], **look, label=f"every token read {iterations}x")
+        wrapped = textwrap.fill(name, _WIDEST)
+        left.plot(needs, [100 * share for share in accuracy], "*", color=theme.ink, markersize=8, label=wrapped)
+        left.set_xticks(list(needs))
+        left.set_ylim(0, 104)
+        left.set_xlabel("hops that a question needs")
+        left.set_ylabel("right answers (%)")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        table = [[100 * count / sum(row) for count in row] for row in by_depth]
+        right.imshow(table, cmap="Greys", vmin=0, vmax=130, aspect="auto")
+        for y, row in enumerate(table):
+            for x, share in enumerate(row):
+                right.text(x, y, f"{share:.0f}", ha="center", va="center", color="white" if share > 65 else "black")
+        right.set_xticks(range(len(table[0])), [f"{depth}x" for depth in range(1, len(table[0]) + 1)])
+        right.set_yticks(range(len(needs)), [str(need) for need in needs])
+        right.set_xlabel(f"read so often by {name.partition(',')[0]}")
+        right.set_ylabel("hops")
+        right.grid(visible=False)
+    return figure
+
+
 def fingerprint(points: Any) -> str:
-    """A hash of what a figure shows."""
+    """Returns a hash of the points that a figure shows."""
     return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -207,7 +249,7 @@ def save(figure: Figure, path: Path, points: Any) -> None:
 
 
 def shown_by(path: Path) -> str | None:
-    """The fingerprint of the points that a PNG shows."""
+    """Reads the fingerprint of the points from a PNG."""
     from PIL import Image
 
     with Image.open(path) as image:

@@ -39,7 +39,7 @@ def identity(recipe: Mapping[str, Any]) -> str:
 
 
 def _embedding_scale(model: Mapping[str, Any]) -> float:
-    """The number by which embeddings are scaled; recipes may write ``sqrt(d)`` or nothing."""
+    """Returns the factor of the embeddings; recipes may write ``sqrt(d)`` or nothing."""
     stated = model.get("embedding_scale")
     if stated and not isinstance(stated, str):
         return float(stated)

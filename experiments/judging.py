@@ -17,7 +17,7 @@ from experiments.statistics import Estimate, estimate, paired
 
 
 class Finding(NamedTuple):
-    """What a test found: its verdict, and the numbers in words."""
+    """The result of a test: its verdict, and its numbers as text."""
 
     verdict: str
     words: str
@@ -31,12 +31,12 @@ class Judge:
     evidence: Evidence
 
     def verdict(self, tests: Sequence[Test]) -> tuple[str, list[Finding]]:
-        """The verdict on all tests together, and what each found."""
+        """Returns the verdict on all tests together, and each test's finding."""
         findings = [self.find(test) for test in tests]
         return statistics.all_of([each.verdict for each in findings]), findings
 
     def find(self, test: Test) -> Finding:
-        """What one test found."""
+        """Runs one test."""
         return KINDS[_kind(test)](self, test)
 
     def title(self, alias: str) -> str:
@@ -50,7 +50,7 @@ class Judge:
 
 
 def read_judge(path: Path, evidence: Evidence) -> Judge:
-    """A judge of the claims in a YAML file; raises where a test in it is of no kind that there is."""
+    """Reads the claims in a YAML file; raises for a test of an unknown kind."""
     claims = read_claims(path)
     runs = {alias: evidence.best(names) if isinstance(names, list) else names for alias, names in claims.runs.items()}
     judge = Judge(replace(claims, runs=runs), evidence)
@@ -64,7 +64,7 @@ def read_judge(path: Path, evidence: Evidence) -> Judge:
 
 
 def shown(value: Estimate | None, *, digits: int = 4, percent: bool = False) -> str:
-    """A difference, its interval and its seeds, as a table shows them."""
+    """Formats a difference with its interval and seeds."""
     if value is None:
         return "–"
 
@@ -95,7 +95,7 @@ def _equal(judge: Judge, test: Test) -> Finding:
 
 
 def _steadier(judge: Judge, test: Test) -> Finding:
-    """Reruns of the first runs differ at most half as much as those of the second, by the root mean square."""
+    """Tests whether reruns of the first runs differ at most half as much as those of the second (root mean square)."""
     differences = [
         judge.evidence.rerun_differences([judge.claims.runs[alias] for alias in aliases], weights)
         for aliases, weights in zip(test["steadier"], (test.get("weights", "final"), "final"), strict=True)
@@ -134,7 +134,7 @@ def _dial_below_curve(judge: Judge, test: Test) -> Finding:
 
 
 def _curve(judge: Judge, test: Test) -> tuple[list[str], str]:
-    """The settings that lines are drawn between (``against``, else the curve), and what these lines are called."""
+    """Returns the settings of the curve (``against``, or the default) and the curve's name."""
     aliases = test.get("against", judge.claims.rows["curve"])
     name = f"the lines between {'; '.join(map(judge.title, aliases))}," if "against" in test else "the curve"
     return [judge.claims.runs[each] for each in aliases], name
@@ -146,12 +146,14 @@ def _collapse(judge: Judge, test: Test) -> Finding:
     cases = {seed: point.collapsed for seed, point in sorted(points.items())}
     depths = ", ".join(f"{points[seed].depth:.2f}" for seed in cases)
     seeds = "seed" if len(cases) == 1 else "seeds"
-    words = f"{judge.title(alias)}: {sum(cases.values())} of {len(cases)} {seeds} (mean depth {depths})"
+    low, high = statistics.exact_interval(sum(cases.values()), len(cases)) if cases else (0.0, 1.0)
+    words = f"{judge.title(alias)}: {sum(cases.values())} of {len(cases)} {seeds}, exact interval of the share"
+    words += f" [{low:.2f}, {high:.2f}] (mean depth {depths})"
     return Finding(statistics.often(cases), words if cases else "–")
 
 
 def _same_order(judge: Judge, test: Test) -> Finding:
-    """Runs that differ by more than ``by`` differ in the same direction after half of the training.
+    """Tests whether runs that differ by more than ``by`` keep their order after half of the training.
 
     A pair counts for a verdict where both of its differences are told from 0.
     """
@@ -194,17 +196,15 @@ def _check_mark(judge: Judge, test: Test) -> Finding:
     by_seed = {seed: made["nll"] for seed, made in sorted(judge.measured(alias, "steps").items())}
     if not by_seed:
         return Finding(statistics.NOT_RUN, "–")
-    cases = {}
-    for seed, losses in by_seed.items():
-        present = [loss for loss in losses if loss is not None]
-        whole = len(present) == len(losses)
-        cases[seed] = whole and min(present) == losses[1] and max(present) == losses[-1]
+    # Without tokens that halt at every step there is no curve to have a shape.
+    whole = {seed: losses for seed, losses in by_seed.items() if None not in losses}
+    cases = {seed: min(losses) == losses[1] and max(losses) == losses[-1] for seed, losses in whole.items()}
     listed = "; ".join(
         f"seed {seed}: " + ", ".join("none" if loss is None else f"{loss:.2f}" for loss in losses)
         for seed, losses in by_seed.items()
     )
-    seen = f"a check mark in {sum(cases.values())} of {len(cases)}"
-    return Finding(statistics.often(cases), f"loss by step, {listed} ({seen})")
+    seen = f"a check mark in {sum(cases.values())} of the {len(cases)} seeds in which tokens halt at every step"
+    return Finding(statistics.often(cases) if cases else statistics.UNTESTABLE, f"loss by step, {listed} ({seen})")
 
 
 def _easier(judge: Judge, test: Test) -> Finding:
@@ -229,7 +229,7 @@ def _gap(judge: Judge, test: Test) -> Finding:
 
 
 def _faster(judge: Judge, test: Test) -> Finding:
-    """Measured only where a run had the device for itself."""
+    """Compares speeds, measured only where a run had the device to itself."""
     (first, second), at = test["faster"], test["at"]
     speeds = [
         {seed: made[at]["tokens_per_second"] for seed, made in judge.measured(alias, "speed").items()}
@@ -271,7 +271,7 @@ def _right(judge: Judge, test: Test) -> Finding:
 
 
 def _downstream(measured: Mapping[str, Any]) -> tuple[float, float]:
-    """(mean accuracy, mean of what guessing reaches) over the sets."""
+    """Returns (mean accuracy, mean chance level) over the sets."""
     scores = {each["task"]: each["metrics"]["acc"]["value"] for each in measured["tasks"]}
     return sum(scores.values()) / len(scores), sum(_CHANCE[name] for name in scores) / len(scores)
 

@@ -1,4 +1,4 @@
-"""What is measured on a trained model before it is given up: the analysis claims of the queue, by name.
+"""Named measurements on a trained model, for the analysis claims of the queue.
 
 A measurement is plain data that goes into the run's record. One that cannot be made says why under ``missing`` and the
 run keeps its record: its training is worth more.
@@ -64,7 +64,7 @@ class Subject(NamedTuple):
 
 
 def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> Measure | None:
-    """A function that opens a final model and makes the named measurements; ``None`` where there are none.
+    """Returns a function that opens a final model and makes the named measurements; ``None`` without names.
 
     They compute as the run's validation did, whose ``train.dtype`` is ``dtype``.
     """
@@ -89,7 +89,7 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
 
 
 def steps(subject: Subject) -> dict[str, Any]:
-    """Loss by the iteration that a token halted at: as it came out, and of the same tokens at forced depths.
+    """Measures loss by halting iteration, and of the same tokens at forced depths.
 
     The first is endogenous: a token's depth decides its loss too. At one forced depth all tokens are compared alike.
     """
@@ -116,7 +116,7 @@ def steps(subject: Subject) -> dict[str, Any]:
 
 
 def policies(subject: Subject) -> dict[str, Any]:
-    """Loss of each policy at the depth that the learned gate realises on held-out text.
+    """Measures each policy's loss at the depth of the learned gate on held-out text.
 
     Each is tuned around that depth on one half of the text and measured on the other; its loss is then interpolated
     to the learned gate's realised depth, so that no policy is given more iterations than another.
@@ -140,7 +140,7 @@ def policies(subject: Subject) -> dict[str, Any]:
 
 
 def dial(subject: Subject) -> dict[str, Any]:
-    """Loss on held-out text of this one checkpoint, turned to every mean depth from 1 to K."""
+    """Measures the loss of one checkpoint on held-out text, turned to every mean depth from 1 to K."""
     lab = _lab(subject)
     rows = list(frontier_rows(lab, budgets_between(lab.iterations, 0.25)))
     own = lab.trained(lab.own_depth())
@@ -158,7 +158,7 @@ def _lab(subject: Subject) -> Lab:
 
 
 def reuse(subject: Subject) -> dict[str, Any]:
-    """Loss when a halted token's keys, values and hidden state stay, the keys and values alone, or nothing.
+    """Measures the loss if a halted token keeps keys, values and state, keys and values alone, or nothing.
 
     Only the first skips work: it is what inference does, whatever the model was trained with.
     """
@@ -175,7 +175,7 @@ def reuse(subject: Subject) -> dict[str, Any]:
 
 
 def rules(subject: Subject) -> dict[str, Any]:
-    """Loss by the causal rule that generates, and by the rule of training, which may look at later tokens."""
+    """Measures the loss under the causal rule of generation and under training's, which may see later tokens."""
     text, windows, method = subject.text(), subject.windows(), subject.model.method
     found = {}
     chosen: dict[str, Policy | None] = {"causal": None, "training": method.training_policy(1.0)}
@@ -186,13 +186,13 @@ def rules(subject: Subject) -> dict[str, Any]:
 
 
 def demand(subject: Subject) -> dict[str, Any]:
-    """Accuracy and depth on puzzles, by the depth that each question needs; see :mod:`adaponder.analysis.demand`."""
+    """Measures accuracy and depth on puzzles by needed depth; see :mod:`adaponder.analysis.demand`."""
     found = measure_demand(subject.model, subject.text(), batch_size=_BATCH)
     return found.as_dict() | {"least_depth": found.least_depth()}
 
 
 def speed(subject: Subject) -> dict[str, Any]:
-    """Tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
+    """Measures tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
     text, windows = subject.text(), subject.windows()
     model = subject.model.eval()
     if model.device.type == "cuda":
@@ -219,7 +219,7 @@ def speed(subject: Subject) -> dict[str, Any]:
 
 
 def tasks(subject: Subject) -> dict[str, Any]:
-    """Accuracy on the downstream sets in ``data/tasks``, without examples, beside what guessing reaches."""
+    """Measures zero-shot accuracy on the downstream sets in ``data/tasks``."""
     if find_spec("lm_eval") is None:
         raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
     if not _TASK_DATA.is_dir():

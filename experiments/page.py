@@ -6,25 +6,28 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments import demand
-from experiments.answers import answers
-from experiments.claims import Statement
-from experiments.judging import Finding, Judge
+from experiments.claims import Question, Statement
+from experiments.evidence import costs
+from experiments.judging import Finding, Judge, shown
 from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
 from experiments.tables import (
     NONE,
     apart,
     claim_table,
     dial_table,
+    four_numbers,
     frontier_table,
+    learning_rates,
     lr_table,
     main_table,
     markdown,
     measured_tables,
     prose,
+    spread_of_seeds,
     twice,
 )
 
@@ -87,7 +90,7 @@ def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
 
 
 def _is_ours(statement: Statement) -> bool:
-    """Whether a statement is not the paper's own."""
+    """Returns whether a statement is ours rather than the paper's."""
     return statement.where.startswith(("not in the paper", "what Table 1"))
 
 
@@ -135,7 +138,7 @@ def _paper(judge: Judge, table: str, head: Sequence[str]) -> list[str]:
 
 
 def _claims(judge: Judge) -> list[str]:
-    """Tables of all claims without a section of their own."""
+    """Returns tables of all claims without their own section."""
     lines, waiting = [], []
     for claim, says in judge.evidence.queue.claims.items():
         if claim in _OWN_SECTION:
@@ -147,6 +150,87 @@ def _claims(judge: Judge) -> list[str]:
             count = len({experiment.label for experiment in judge.evidence.queue.of_claim(claim)})
             waiting.append(f"`{claim}` ({count} runs)")
     return [*lines, *(["", f"Not run yet: {', '.join(waiting)}."] if waiting else [])]
+
+
+def answers(judge: Judge) -> list[str]:
+    """Returns every question with its answer."""
+    lines: list[str] = []
+    for each in judge.claims.questions:
+        lines += ["", f"**{each.asks}**", ""]
+        if each.answer:
+            lines += [*prose(each.answer), ""]
+        if each.show is not None:
+            lines += SHOWN[each.show](judge) or [f"{NOT_RUN.capitalize()}."]
+        lines += _tested(judge, each)
+    return lines
+
+
+def _tested(judge: Judge, question: Question) -> list[str]:
+    findings = [judge.find(test) for test in question.tests]
+    if findings and all(finding.verdict == NOT_RUN for finding in findings):
+        return [f"Here: {NOT_RUN}."]
+    return [f"- {finding.words}: **{finding.verdict}**" for finding in findings]
+
+
+def _four(judge: Judge) -> list[str]:
+    *halting, base = judge.claims.rows["savings"]
+    table = four_numbers(judge, halting, base)
+    words = f"Saved are iterations and FLOPs of {judge.title(base)}; the gates' own FLOPs count."
+    return [*table, "", words] if table else []
+
+
+def _true_cost(judge: Judge) -> list[str]:
+    rows = []
+    for alias in judge.claims.rows["true-cost"]:
+        recipe = judge.evidence.settings[judge.claims.runs[alias]].resolved()
+        iterations = recipe.model.iterations or 1
+        cost = costs(recipe, [0.0] * (iterations - 1) + [1.0])
+        rows.append([judge.title(alias), f"{iterations}x", f"{cost.ratio:.2f}x", f"{cost.training:.1f}"])
+    words = prose(
+        "No. Iterations are equal; but an expectation over the vocabulary costs two heads, and attention",
+        "over pauses four",
+        "times the keys. At this size, by formula:",
+    )
+    return [*words, "", *markdown(["every token at full depth", "iterations", "FLOPs", "training PFLOP"], rows)]
+
+
+def _resolution(judge: Judge) -> list[str]:
+    table, smallest = spread_of_seeds(judge, judge.claims.rows["seeds"])
+    if not table:
+        return []
+    words = "Three paired seeds tell apart, half of the time or more, what exceeds the last column"
+    effect = 0.003
+    said = (
+        "so an effect of 0.003 cannot be told from chance here"
+        if smallest > effect
+        else "so an effect of 0.003 can be seen"
+    )
+    return [*table, "", f"{words}, {smallest:.4f} at the least: {said}."]
+
+
+def _tuning(judge: Judge) -> list[str]:
+    plain, second = judge.claims.rows["curve"][:2]
+    lines = []
+    for title, tried in learning_rates(judge)[1].items():
+        first = {rate: points[0].loss for rate, points in tried.items() if 0 in points}
+        if 0.001 in first and len(first) > 1:
+            worth = first[0.001] - min(first.values())
+            lines.append(f"- {title}: the best rate is worth {worth:.3f} over 0.001 (seed 0)")
+    scaled = paired(judge.values(plain), judge.values("vanilla-unscaled"))
+    iterated = paired(judge.values(second), judge.values(plain))
+    if scaled is not None:
+        lines.append(f"- embedding scale 16 instead of 1, {judge.title(plain)} at 0.004: {shown(scaled)}")
+    if iterated is not None:
+        lines.append(f"- a second iteration, both tuned: {shown(iterated)}")
+    return lines
+
+
+SHOWN: Mapping[str, Callable[[Judge], list[str]]] = {
+    "four-numbers": _four,
+    "true-cost": _true_cost,
+    "resolution": _resolution,
+    "tuning": _tuning,
+}
 
 
 def readme_part(judge: Judge) -> str:

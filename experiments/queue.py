@@ -44,7 +44,7 @@ class Corpus:
     loss: str | None = None
 
     def trained(self, record: Mapping[str, Any]) -> bool:
-        """Whether this record stands on this corpus."""
+        """Returns whether a record's run was trained on this corpus."""
         return record["data"] == self.hash if self.hash else record.get("corpus") == self.name
 
 
@@ -53,7 +53,7 @@ class Experiment:
     """One training run of a claim: a recipe, what is changed in it, and a seed.
 
     Attributes:
-        measures: what is measured on the trained model before it is given up, by name (``commands/measures.py``).
+        measures: names of measurements on the trained model (``measures.py``).
         corpus: the name of its corpus; empty for the queue's main one.
         source: the label of the run, of the same seed, whose final model this one continues.
         again: how many earlier runs of the same recipe, seed and data there must be; 0 for an ordinary run.
@@ -70,7 +70,7 @@ class Experiment:
 
     @property
     def setting(self) -> str:
-        """The label without the seed: equal for runs that are compared seed by seed."""
+        """Returns the label without the seed, equal for runs that are compared seed by seed."""
         recipe = Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe
         whence = [] if self.source is None else [f"from-{self.source.setting}"]
         corpus = [f"on-{self.corpus}"] if self.corpus else []
@@ -78,12 +78,12 @@ class Experiment:
 
     @property
     def label(self) -> str:
-        """A name for people, folders and files: ``mini-ponder-k2-lr-0.004-seed-1``."""
+        """Returns the name for people, folders and files, such as ``mini-ponder-k2-lr-0.004-seed-1``."""
         again = f"-again-{self.again}" if self.again else ""
         return f"{self.setting}-seed-{self.seed}{again}"
 
     def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
-        """The recipe that is trained, on the shards in ``data``, continuing a run in the folder ``runs``.
+        """Resolves the recipe, on the shards in ``data``, continuing a run in the folder ``runs``.
 
         Without ``runs`` the backbone of a run that continues another is ``from`` and the label of the other.
         """
@@ -95,7 +95,7 @@ class Experiment:
 
     @property
     def identity(self) -> str:
-        """A hash of what this run computes on given data: equal for equal runs."""
+        """Returns the hash of what this run computes, equal for equal runs."""
         return _identity_of(dataclasses.replace(self, claim="", measures=(), again=0))
 
     def with_seed(self, seed: int) -> Experiment:
@@ -133,12 +133,12 @@ class Queue:
 
     @property
     def data_hash(self) -> str:
-        """The hash of the main corpus."""
+        """Returns the hash of the main corpus."""
         assert self.main.hash is not None  # read_queue has seen to it
         return self.main.hash
 
     def of_claim(self, claim: str, seeds: Sequence[int] = ()) -> list[Experiment]:
-        """The runs of one claim; with ``seeds``, each of its settings with those seeds."""
+        """Returns the runs of one claim; with ``seeds``, each of its settings with those seeds."""
         if claim not in self.claims:
             raise InputError(f"{claim}: no such claim; choose one of {', '.join(self.claims)}")
         chosen = [each for each in self.experiments if each.claim == claim]
@@ -147,13 +147,13 @@ class Queue:
         return list(dict.fromkeys(each.with_seed(seed) for seed in seeds for each in chosen))
 
     def measures_of(self, experiment: Experiment) -> tuple[str, ...]:
-        """What any claim wants measured on this run: it is trained once for all of them."""
+        """Returns the measurements of all claims on this run, which is trained once for all of them."""
         same = [each for each in self.experiments if each.label == experiment.label]
         return tuple(dict.fromkeys(name for each in [experiment, *same] for name in each.measures))
 
 
 def read_queue(path: Path) -> Queue:
-    """The queue in a YAML file; every recipe and change in it is checked."""
+    """Reads the queue in a YAML file and checks every recipe and change."""
     if not path.exists():
         raise InputError(f"--queue {path}: there is no such file; a checkout has experiments/queue.yaml")
     raw = read_yaml(path, InputError)
@@ -192,7 +192,7 @@ _FIELDS = {"claim", "recipe", "set", "each", "seeds", "measure", "corpus", "from
 def _experiments(
     entries: Sequence[Mapping[str, Any]], claims: Mapping[str, str], corpora: Mapping[str, Corpus]
 ) -> Iterator[Experiment]:
-    """An entry is a recipe with what is ``set``, for ``each`` value of further fields, and for each of its seeds.
+    """Expands entries: a recipe with ``set`` changes, for ``each`` value of further fields, and for each seed.
 
     ``measure`` names measurements, ``corpus`` other text, ``from`` the ``recipe`` and ``set`` of the run that is
     continued; ``times: 2`` trains the same run twice.
@@ -220,7 +220,7 @@ def _experiments(
 
 
 def _source(entry: Mapping[str, Any], seed: int) -> Experiment | None:
-    """The run that an entry continues, if it does."""
+    """Returns the run that an entry continues, if any."""
     if (source := entry.get("from")) is None:
         return None
     if unknown := set(source) - {"recipe", "set"}:
@@ -234,6 +234,6 @@ def _changes(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _short(change: str) -> str:
-    """``train.lr=0.004`` as ``lr-0.004``."""
+    """Shortens ``train.lr=0.004`` to ``lr-0.004``."""
     field, _, value = change.replace('"', "").partition("=")
     return f"{field.rpartition('.')[2]}-{value}"

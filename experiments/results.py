@@ -35,14 +35,14 @@ CAPTIONS = {
 
 def write(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> None:
     """Writes ``tables.md`` in the folder ``experiments``, and beside it ``docs`` and ``README.md``."""
-    from experiments import demand_figure, figures
+    from experiments import figures
 
     root = experiments.parent
     judge = judge_of(queue, records, experiments)
     page, readme = page_of(judge), readme_of(judge, (root / "README.md").read_text())
     points = figure_points(judge)
     draw = {LEARNING_RATE: figures.learning_rates, FRONTIER: figures.frontier}
-    draw |= {STEPS: figures.steps, POLICIES: figures.policies, DEMAND: demand_figure.demand}
+    draw |= {STEPS: figures.steps, POLICIES: figures.policies, DEMAND: figures.demand}
     for name, shown in points.items():
         figures.save(draw[name](*shown), root / "docs" / "figures" / f"{name}.png", shown)
     write_whole(root / "docs" / "results.md", page.encode())
@@ -52,7 +52,7 @@ def write(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path)
 
 
 def judge_of(queue: Queue, records: Sequence[Mapping[str, Any]], experiments: Path) -> Judge:
-    """The claims in the folder ``experiments`` and all that the records say about them."""
+    """Builds the judge of the claims in the folder ``experiments``."""
     return read_judge(experiments / "claims.yaml", Evidence(queue, records))
 
 
@@ -67,7 +67,7 @@ def tables_of(judge: Judge, experiments: Path) -> str:
 
 
 def readme_of(judge: Judge, readme: str) -> str:
-    """README with its table of results made anew."""
+    """Returns README with its results table replaced."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -76,7 +76,7 @@ def readme_of(judge: Judge, readme: str) -> str:
 
 
 def _apart(judge: Judge, folder: Path) -> dict[str, str]:
-    """Why each record of the folder that no run of the queue has is not compared."""
+    """Returns why each record that belongs to no run of the queue is not compared."""
     known = {record["file"]: record for record in judge.evidence.records}
     hashes = {corpus.hash for corpus in judge.evidence.queue.corpora.values()}
     why = {}
@@ -97,7 +97,7 @@ def _apart(judge: Judge, folder: Path) -> dict[str, str]:
 
 
 def figure_points(judge: Judge) -> dict[str, Any]:
-    """What each figure shows, by its name; one for which nothing was measured is absent."""
+    """Returns the points of each figure by name; figures without measurements are left out."""
     points = {LEARNING_RATE: (_learning_rate_points(judge),), FRONTIER: _frontier_points(judge)}
     points |= {STEPS: _step_points(judge)} if judge.measured(_ANALYSED, "steps") else {}
     points |= {POLICIES: (gaps,)} if (gaps := _policy_points(judge)) else {}

@@ -33,7 +33,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Mapping[int, float]) -> Estimate | None:
-    """The mean of ``values``, one per seed, and its interval; ``None`` without values."""
+    """Returns the mean of ``values``, one per seed, with its interval; ``None`` without values."""
     if not values:
         return None
     mean, count = statistics.fmean(values.values()), len(values)
@@ -44,7 +44,7 @@ def estimate(values: Mapping[int, float]) -> Estimate | None:
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
-    """The estimate of ``first`` minus ``second`` over the seeds that both have."""
+    """Estimates ``first`` minus ``second`` over the seeds that both have."""
     return estimate({seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())})
 
 
@@ -67,7 +67,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def lower(difference: Estimate | None) -> str:
-    """The verdict on "the first is lower than the second", from first minus second.
+    """Returns the verdict on "the first is lower than the second", from first minus second.
 
     It holds where the whole interval lies below 0, and does not where the whole interval lies above.
     """
@@ -77,7 +77,7 @@ def lower(difference: Estimate | None) -> str:
 
 
 def within(value: Estimate | None, low: float, high: float) -> str:
-    """The verdict on "the value lies between ``low`` and ``high``".
+    """Returns the verdict on "the value lies between ``low`` and ``high``".
 
     It holds where the whole interval lies inside, and does not where the whole interval lies outside.
     """
@@ -89,12 +89,12 @@ def within(value: Estimate | None, low: float, high: float) -> str:
 
 
 def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
-    """The verdict on "the two are equal": the whole interval of their difference lies inside the margin."""
+    """Returns the verdict on "the two are equal": the difference's interval must lie inside the margin."""
     return within(difference, -margin, margin)
 
 
 def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
-    """The verdict on "this happens frequently", from whether it did with each seed.
+    """Returns the verdict on "this happens frequently", from whether it did with each seed.
 
     With ``least`` seeds or more it holds if it did in at least half of them, and does not if it never did.
     """
@@ -106,8 +106,25 @@ def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
     return HOLDS if 2 * happened >= len(cases) else UNRESOLVED if happened else FAILS
 
 
+def exact_interval(count: int, total: int) -> tuple[float, float]:
+    """Returns the exact (Clopper-Pearson) 95 % interval of a share that was seen ``count`` times in ``total``."""
+
+    def at_least(least: int, share: float) -> float:
+        return sum(math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(least, total + 1))
+
+    def share_where(least: int, probability: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_least(least, middle) < probability else (low, middle)
+        return (low + high) / 2
+
+    lower_end = share_where(count, 0.025) if count else 0.0
+    return lower_end, share_where(count + 1, 0.975) if count < total else 1.0
+
+
 def all_of(verdicts: Sequence[str]) -> str:
-    """The verdict on several statements at once: it fails with one, and holds only with all."""
+    """Combines verdicts: fails if one fails, holds only if all hold."""
     for verdict in (FAILS, UNTESTABLE, NOT_RUN, UNRESOLVED):
         if verdict in verdicts:
             return verdict
@@ -115,7 +132,7 @@ def all_of(verdicts: Sequence[str]) -> str:
 
 
 def at_depth(points: Iterable[tuple[float, float]], depth: float, *, beyond: float = 0.05) -> float | None:
-    """The value at ``depth`` on the lines between neighbouring ``(depth, value)`` points.
+    """Interpolates the value at ``depth`` between neighbouring ``(depth, value)`` points.
 
     Up to ``beyond`` outside of the points the outermost line goes on; further out there is none.
     """

@@ -22,7 +22,7 @@ _RATE = "train.lr="
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table; a bar inside a cell is escaped."""
+    """Formats a Markdown table; a bar inside a cell is escaped."""
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
@@ -31,12 +31,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def prose(*sentences: str) -> list[str]:
-    """A paragraph of running text, wrapped."""
+    """Wraps a paragraph."""
     return textwrap.wrap(" ".join(sentences), _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def learning_rates(judge: Judge) -> tuple[list[float], dict[str, dict[float, dict[int, Point]]]]:
-    """The rates that were tried, and by setting without its rate the points of each rate by seed."""
+    """Returns the rates tried, and by setting without its rate the points of each rate by seed."""
     found: dict[str, dict[float, dict[int, Point]]] = {}
     for each in judge.evidence.queue.of_claim("lr"):
         rate = rate_of(each)
@@ -48,13 +48,13 @@ def learning_rates(judge: Judge) -> tuple[list[float], dict[str, dict[float, dic
 
 
 def rate_of(experiment: Experiment) -> float | None:
-    """The learning rate that a run sets, if it sets one."""
+    """Returns the learning rate that a run sets, if any."""
     given = [change.removeprefix(_RATE) for change in experiment.changes if change.startswith(_RATE)]
     return float(json.loads(given[0])) if given else None
 
 
 def lr_table(judge: Judge) -> list[str]:
-    """Loss of seed 0 by learning rate; the best of each row is bold, and mean depths stand beside where tokens halt."""
+    """Returns the loss of seed 0 by learning rate, the best of each row bold, with mean depths where tokens halt."""
     rates, found = learning_rates(judge)
     rows = []
     for title, tried in found.items():
@@ -77,7 +77,7 @@ def _seeds(judge: Judge, aliases: Sequence[str]) -> list[int]:
 
 
 def main_table(judge: Judge, aliases: Sequence[str]) -> list[str]:
-    """Losses by seed, the paired difference to the first row, perplexity, iterations, costs and parameters."""
+    """Returns losses by seed, the paired difference to the first row, perplexity, iterations, costs and parameters."""
     base = aliases[0]
     seeds = _seeds(judge, aliases)
     plain = statistics.fmean(judge.values(base, "mflops").values()) if judge.values(base) else math.nan
@@ -104,13 +104,13 @@ _MEANS = ("loss", "depth", "mflops", "training")
 
 
 def speed(points: Iterable[Point]) -> str:
-    """Training tokens per second, of runs that had the device for themselves."""
+    """Returns training tokens per second of runs that had the device to themselves."""
     alone = [p.record["tokens_per_second"] for p in points if not p.record["shared_device_with"]]
     return f"{statistics.median(alone):,.0f}" if alone else "shared"
 
 
 def frontier_table(judge: Judge) -> list[str]:
-    """Every model on or against the curve: iterations, FLOPs, losses, and how far from the curve it lies."""
+    """Returns every model on or against the curve: iterations, FLOPs, losses, and distance from the curve."""
     curve = [judge.claims.runs[alias] for alias in judge.claims.rows["curve"]]
     aliases = [*judge.claims.rows["curve"], *judge.claims.rows["frontier"]]
     rows = []
@@ -131,7 +131,7 @@ def frontier_table(judge: Judge) -> list[str]:
 
 
 def dial_table(judge: Judge, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5)) -> list[str]:
-    """Checkpoints turned by the dial, minus the curve, at equal iterations and at equal FLOPs; empty if none was."""
+    """Returns dialled checkpoints minus the curve at equal iterations and at equal FLOPs; empty without any."""
     curve = [judge.claims.runs[alias] for alias in judge.claims.rows["curve"]]
     rows = []
     for alias in judge.claims.rows["dials"]:
@@ -147,7 +147,7 @@ def dial_table(judge: Judge, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0
 
 
 def measured_tables(judge: Judge, claim: str) -> list[str]:
-    """Tables of what a claim measured on its models: a row per setting and seed."""
+    """Returns tables of a claim's measurements, one row per setting and seed."""
     lines: list[str] = []
     experiments = judge.evidence.queue.of_claim(claim)
     for name in dict.fromkeys(name for each in experiments for name in each.measures):
@@ -181,7 +181,7 @@ def _steps(made: Mapping[str, Any]) -> Cells:
 
 
 def _policies(made: Mapping[str, Any]) -> Cells:
-    """A row for all policies of one loss: with two iterations there is one gate, and several come to the same."""
+    """Returns one row per loss: with one gate several policies halt the same tokens."""
     learned = made["compared"]["learned gate"]["loss"]
     rows: list[list[str]] = []
     alike: dict[tuple[float | None, bool], list[str]] = {}
@@ -226,7 +226,7 @@ _MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Cells]] = {
 
 
 def claim_table(judge: Judge, claim: str) -> list[str]:
-    """Every setting of a claim that has records with all that the claim measures; empty if none has.
+    """Returns every setting of a claim whose records hold its measurements; empty without any.
 
     Losses and depths by seed, and where tokens halted. Where the claim's settings are held against one run: their
     paired differences from it at its learning rate, and in how many seeds practically all tokens had one depth.
@@ -256,12 +256,12 @@ def claim_table(judge: Judge, claim: str) -> list[str]:
 
 
 def _shares(point: Point) -> str:
-    """Percent of tokens by depth: of each seed on its own, since a mean over seeds that differ is of no model."""
+    """Formats percent of tokens by depth of one seed; a mean over seeds would describe no model."""
     return "/".join(f"{100 * share:.0f}" for share in point.shares)
 
 
 def _against(judge: Judge, base: str, setting: str, points: Mapping[int, Point]) -> str:
-    """A setting's losses minus those of ``base``, another run at the same learning rate."""
+    """Returns a setting's losses minus those of ``base`` at the same learning rate."""
     held = judge.claims.runs[base]
     rates = [rate_of(judge.evidence.settings[each]) for each in (held, setting)]
     if setting == held or rates[0] != rates[1]:
@@ -270,7 +270,7 @@ def _against(judge: Judge, base: str, setting: str, points: Mapping[int, Point])
 
 
 def four_numbers(judge: Judge, aliases: Sequence[str], base: str) -> list[str]:
-    """Tokens halted early, gates closed, iterations and FLOPs saved: four different numbers."""
+    """Returns tokens halted early, gates closed, iterations and FLOPs saved: four different numbers."""
     rows = []
     for alias in aliases:
         points = judge.evidence.points(judge.claims.runs[alias])
@@ -293,7 +293,7 @@ def four_numbers(judge: Judge, aliases: Sequence[str], base: str) -> list[str]:
 
 
 def spread_of_seeds(judge: Judge, aliases: Sequence[str]) -> tuple[list[str], float]:
-    """The standard deviation of losses and of paired differences over seeds, and what three seeds can tell apart.
+    """Returns deviations of losses and paired differences over seeds, and what three seeds can resolve.
 
     Returns the table and the smallest difference in it that three seeds can tell from 0.
     """
@@ -313,7 +313,7 @@ def spread_of_seeds(judge: Judge, aliases: Sequence[str]) -> tuple[list[str], fl
 
 
 def twice(judge: Judge) -> list[str]:
-    """Runs of one recipe and seed that were trained more than once, and by how much they differ."""
+    """Returns runs that were trained more than once with one seed, and their largest difference."""
     rows = []
     for setting in judge.evidence.settings:
         for seed, points in sorted(judge.evidence.runs(setting).items()):

@@ -15,7 +15,7 @@ from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, PUZZLES, ids_of, needed
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_text, open_vocabulary
-from experiments.demand_figure import demand
+from experiments.figures import demand
 from experiments.measures import measuring
 from support import FAMILIES, stir
 

@@ -203,7 +203,7 @@ def test_measurements_decide_the_analysis_claims(judge):
     assert "-0.1000" in found.find({"policy": ["learned gate", "geometric, ranked"], "run": "ada"}).words
     early = (10 * 2.0 + 20 * 1.0 + 30 * 1.5) / 60
     assert f"{early - 2.5:+.2f}" in found.find({"easier": "ada", "at": "nll"}).words
-    assert "(a check mark in 1 of 1)" in found.find({"check_mark": "ada"}).words
+    assert "a check mark in 1 of the 1 seeds" in found.find({"check_mark": "ada"}).words
     assert found.find({"above_chance": "ada"}) == (NOT_RUN, "could not be measured: no sets")
     assert found.find({"right": ["ada", "k4"]}).verdict == NOT_RUN
     assert edited(judge, {}).find({"gap": "no-reuse"}).verdict == NOT_RUN

@@ -17,6 +17,7 @@ from experiments.statistics import (
     at_depth,
     equal,
     estimate,
+    exact_interval,
     lower,
     often,
     paired,
@@ -98,3 +99,11 @@ def test_values_between_points_lie_on_a_line_and_beyond_them_there_are_none():
     assert at_depth(points, 4.06) is None
     assert at_depth([(2.0, 1.0)], 2.0) == 1.0
     assert at_depth([], 2.0) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "low", "high"),
+    [(0, 3, 0.0, 0.7076), (3, 3, 0.2924, 1.0), (1, 3, 0.0084, 0.9057), (5, 10, 0.1871, 0.8129)],
+)
+def test_exact_intervals_are_those_of_clopper_and_pearson(count, total, low, high):
+    assert exact_interval(count, total) == pytest.approx((low, high), abs=1e-4)
