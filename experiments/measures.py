@@ -225,12 +225,11 @@ def tasks(subject: Subject) -> dict[str, Any]:
     if not _TASK_DATA.is_dir():
         raise InputError(f"{_TASK_DATA}: there are no downstream sets; see adaponder eval --task-data")
     from adaponder.commands import tasks as command
-    from adaponder.commands.options import EvalOptions
 
     there = [name for name in _TASKS if (_TASK_DATA / name).is_dir()]
     device = str(subject.model.device)
-    options = EvalOptions(checkpoint=str(subject.folder), tasks=there, task_data=_TASK_DATA, device=device)
-    return {"tasks": command.run(options)["tasks"]}
+    result = command.run_tasks(str(subject.folder), there, task_data=_TASK_DATA, device=device)
+    return {"tasks": result["tasks"]}
 
 
 # In this order: the quick ones first, and speed, which rounds the weights, last.
