@@ -23,7 +23,7 @@ def test_an_unknown_measurement_is_refused_and_one_that_cannot_be_made_says_why(
         measuring(["nothing"], device="cpu")
     assert measuring([], device="cpu") is None
     made = measured(tmp_path, "policies", "tasks", method="ponder")
-    assert "there is no depth to give out" in made["policies"]["missing"]
+    assert "every token the same depth" in made["policies"]["missing"]
     assert "missing" in made["tasks"]
 
 

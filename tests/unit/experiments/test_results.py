@@ -394,13 +394,16 @@ def test_numbers_are_shown_with_their_seeds():
     assert shown(None) == "–"
 
 
+WORDS = dict.fromkeys(("claim", "where", "says", "paper"), "x")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"table1": ["nobody"]}, "nobody: no such alias"),
         ({"statements": [{"claim": "lr"}]}, "missing"),
         (
-            {"statements": [dict.fromkeys(("claim", "where", "says", "paper"), "x") | {"tests": [{"higher": "x"}]}]},
+            {"statements": [WORDS | {"fixed": {"date": "2026-11-18", "when": "x"}, "tests": [{"higher": "x"}]}]},
             "a test has one of",
         ),
     ],
