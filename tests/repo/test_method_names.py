@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ ALLOWED = {
 
 def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yields (line, name) of every method that a module's code names: as text, or by importing its class."""
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module in MODULES:
             yield node.lineno, node.module
         if isinstance(node, ast.Constant) and node.value in method_names():
@@ -46,6 +48,7 @@ def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
 
 
+@cache
 def named_outside() -> dict[tuple[str, str], int]:
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
