@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from adaponder import AdaPonderForCausalLM, Engine
+from adaponder import AdaPonderForCausalLM
 from support import stir
 
 if TYPE_CHECKING:
@@ -59,31 +57,15 @@ def small_model(method: str = "adaponder", iterations: int = ITERATIONS) -> AdaP
 
 @contextmanager
 def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None) -> Iterator[str]:
-    """The address of a running server of a model, the small one by default; it asks for the key if one is given."""
-    import uvicorn
-
-    from adaponder.serving.app import make_app
+    """Runs a server of a model, by default the small one, and yields its address; ``key`` is then required."""
+    import serving_support
     from adaponder.serving.served import Served
     from adaponder.serving.settings import Access, Key, Settings
-    from adaponder.serving.worker import Worker
 
-    model, tokenizer = model or small_model(), byte_tokenizer()
-    worker = Worker(lambda: Engine(model, lanes=4), Served.of(model, tokenizer, name="small"))
+    served = Served.of(model or small_model(), byte_tokenizer(), name="small")
     settings = Settings(lanes=4, access=Access(keys=() if key is None else (Key.of(key),)))
-    config = uvicorn.Config(make_app(worker, settings), host="127.0.0.1", port=0, log_level="warning", lifespan="on")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert thread.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
+    with serving_support.serving(served, settings) as running:
+        yield running.address
 
 
 def post(address: str, path: str, **body: Any) -> dict[str, Any]:

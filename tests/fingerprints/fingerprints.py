@@ -373,6 +373,52 @@ def prepared_values(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 PREPARE = ("prepare", "text.jsonl", "--tokenizer", "train-bpe:300", "--validation", "0.1", "--workers", "1")
+CHECKPOINT = "run/checkpoints/step-00000002"
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "eval": ("eval", CHECKPOINT, "--data", "shards", "--policy", "gate:0.4985"),
+    "eval of a text": ("eval", CHECKPOINT, "--data", "text.jsonl", "--policy", "random:0.5", "--max-tokens", "1500"),
+    "eval of sliding windows": ("eval", CHECKPOINT, "--data", "shards", "--stride", "8", "--max-iterations", "2"),
+    "calibrate": ("calibrate", CHECKPOINT, "--data", "text.jsonl", "--budget", "2"),
+    "calibrate by entropy": ("calibrate", CHECKPOINT, "--data", "text.jsonl", "--budget", "2.2", "--rule", "entropy"),
+    "generate": ("generate", CHECKPOINT, "--prompt", "the cat", "--max-new-tokens", "8", "--policy", "random:0.5"),
+    "inspect": ("inspect", CHECKPOINT),
+}
+# Fields of a command's JSON result that are compared, wherever they are in it.
+RESULTS = {
+    *(
+        "loss",
+        "interval",
+        "bits_per_byte",
+        "depth",
+        "perplexity",
+        "tokens",
+        "documents",
+        "iterations",
+        "depths",
+        "text",
+    ),
+    *("tokens_by_depth", "flops_per_token", "vanilla_flops_per_token", "kv_bytes_per_token", "mean_depth", "policy"),
+}
+
+
+def command_values(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the results of commands on the checkpoint of ``fixtures/training``."""
+    shutil.copytree(FIXTURES / "training", folder, dirs_exist_ok=True)
+    for number, (name, command) in enumerate(COMMANDS.items()):
+        adaponder(*command, "--json", f"{number}.json", folder=folder)
+        result = json.loads((folder / f"{number}.json").read_text())
+        yield from ((f"{name} float32: {path}", value) for path, value in _results(result))
+
+
+def _results(result: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in result.items() if isinstance(result, dict) else enumerate(result):
+        if name in RESULTS and not isinstance(value, dict):
+            floats = isinstance(value, float) or (isinstance(value, list) and any(isinstance(x, float) for x in value))
+            yield f"{path}{name}", torch.tensor(value, dtype=torch.float64) if floats else value
+        elif isinstance(value, (dict, list)):
+            yield from _results(value, f"{path}{name}.")
+
+
 METRICS = {
     "loss",
     "cross_entropy",
@@ -420,7 +466,7 @@ def write_fixtures() -> None:
     (training / "run" / ".lock").unlink()
 
 
-GROUPS = (*METHODS, "variants", "families", "packed", "prepared", "resumed")
+GROUPS = (*METHODS, "variants", "families", "packed", "prepared", "resumed", "commands")
 
 
 def group_values(group: str, folder: Path) -> dict[str, Any]:
@@ -428,8 +474,9 @@ def group_values(group: str, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     if group in METHODS:
         values = method_values(group)
-    elif group in ("prepared", "resumed"):
-        values = {"prepared": prepared_values, "resumed": resumed_values}[group](folder)
+    elif group in ("prepared", "resumed", "commands"):
+        made = {"prepared": prepared_values, "resumed": resumed_values, "commands": command_values}
+        values = made[group](folder)
     else:
         values = {"variants": variant_values, "families": family_values, "packed": packed_values}[group]()
     return {name: fingerprint(value) for name, value in values}
