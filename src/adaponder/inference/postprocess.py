@@ -61,14 +61,15 @@ class Postprocessor:
         sequence.kv.in_flight -= rows
         sequence.kv.decode.used += rows
         self.rows += rows
+        progress = sequence.window.pop(0, None) or TokenProgress()
         for tick, token_id in enumerate(tokens):
-            progress = sequence.window.setdefault(0, TokenProgress())
             self._record_iteration(sequence, progress, extras, tick, column)
             if token_id == GOES_ON:
                 continue
-            del sequence.window[0]
             if self._append(sequence, self._token(sequence, progress, token_id, extras, tick, column), events):
                 return
+            progress = TokenProgress()
+        sequence.window[0] = progress
 
     def _decode_window(
         self, sequence: Sequence, lines: list[list[int]], extras: Extras, column: int, events: list[Event]

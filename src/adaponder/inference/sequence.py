@@ -150,7 +150,7 @@ class KVRows:
         return {number: frozenset(block_pages) for number, block_pages in pages.items()}
 
 
-@dataclass
+@dataclass(slots=True)
 class TokenProgress:
     """The iterations computed so far of a token that is being decoded: their number, gates and top tokens.
 

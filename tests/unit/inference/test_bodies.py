@@ -1,4 +1,4 @@
-"""A fused body equals the stock layers: rows at different iterations, single queries and cohorts, every family."""
+"""Tests that a fused body equals the stock layers: mixed iterations, decode and prefill rows, every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting by depth changes no token and no depth, takes fewer ticks, and leaves nothing behind."""
+"""Tests drafting: the same tokens and depths in fewer ticks, without leaks."""
 
 import random
 import sys

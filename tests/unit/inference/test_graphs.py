@@ -1,4 +1,4 @@
-"""A body's passes replayed as graphs equal its own passes."""
+"""Tests that passes of a body replayed as CUDA graphs equal eager ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of many requests in one pass: each lane is answered as if its policy were alone."""
+"""Tests policies of many requests in one pass: each lane's decisions are those of its policy alone."""
 
 from __future__ import annotations
 

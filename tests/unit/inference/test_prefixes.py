@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is found, for whom, and what is dropped first."""
+"""Tests the prefix cache: lookup, holding of pages, and eviction."""
 
 import torch
 
@@ -7,7 +7,7 @@ from adaponder.inference.prefixes import Prefixes, Span
 
 
 def entered(prefixes, root, tokens):
-    """Enters every whole block of ``tokens`` with a page of its own each; its reader has let go."""
+    """Caches every whole block of ``tokens``, one page each, held by the cache alone."""
     count = len(tokens) // prefixes.size
     taken = prefixes.pages.take(count)
     spans = [Span(torch.zeros(1, 1), [1] * prefixes.size, frozenset({page})) for page in taken]

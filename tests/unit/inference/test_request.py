@@ -1,4 +1,4 @@
-"""Every request that cannot be honoured is refused with its field named; every other one passes."""
+"""Tests the checks of a request: an invalid one is refused by the name of its field."""
 
 from __future__ import annotations
 

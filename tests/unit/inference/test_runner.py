@@ -1,4 +1,4 @@
-"""Small passes run on one thread, large ones on as many as torch has, and afterwards torch has what it had."""
+"""Tests the thread count of a pass: one for small passes, torch's own for large ones, restored afterwards."""
 
 from __future__ import annotations
 

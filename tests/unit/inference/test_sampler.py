@@ -1,4 +1,4 @@
-"""A row's token depends on its own logits, settings, seed and position, and on nothing else in the batch."""
+"""Tests sampling: a token depends on its row's logits, settings, seed and position only, and draws are fair."""
 
 from __future__ import annotations
 

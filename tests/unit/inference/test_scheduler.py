@@ -1,4 +1,4 @@
-"""Who takes part in a tick, without a device: a stand-in answers as one would, late or at once."""
+"""Tests scheduling without a device: a stand-in returns results like one, at once or a launch late."""
 
 import random
 
@@ -20,7 +20,7 @@ SIZE = 4
 
 
 class StandIn:
-    """A scheduler, its pages, and a device that says of each token only how deep it is."""
+    """A scheduler with its pages, and a stand-in for the device whose only result is each token's depth."""
 
     def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None, **shape):
         self.pages = Pages(rows // SIZE + 1, SIZE)
@@ -88,7 +88,7 @@ class StandIn:
         return 1 if halts else -1
 
     def check(self, plan):
-        """What must hold of every plan."""
+        """Asserts the invariants of every plan."""
         scheduler = self.scheduler
         lanes = [one.lane for one in scheduler.resident.values()]
         assert len(lanes) == len(set(lanes))
