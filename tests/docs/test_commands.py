@@ -63,7 +63,6 @@ NOT_RUN = {
     r"^sweep": "trains six times; tests/unit/training",
     r"^train finetune": "takes minutes; tests/repo/test_finetune_page.py runs it small",
     r"^prepare hops": "takes 7 s; tests/unit/data",
-    r"^reproduce": "has moved to python -m experiments",
     r"EleutherAI|zeng123": "needs the hub",
     r"--tasks": "needs sets of questions; tests/unit/commands/test_task_command.py",
     r"--push": "sends to the hub; tests/unit/conversion",
