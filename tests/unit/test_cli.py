@@ -318,12 +318,12 @@ def test_doctor_says_what_is_there(tmp_path, monkeypatch):
     assert found["versions"]["torch"]
     assert found["devices"][0]["name"] == "cpu"
     ops = {"compact_attention", "ledger_attention", "linear_cross_entropy", "vocab_expectation"}
-    ops |= {"row_gates", "row_linear", "row_vocabulary", "lane_books", "lane_windows", "next_token"}
+    ops |= {"row_gates", "row_linear", "row_vocabulary", "lanes", "next_token"}
     assert {kernel["op"] for kernel in found["kernels"]} == ops
     assert {doctor.would_run(op, "cpu") for op in ops} == {"torch (reference)"}
-    monkeypatch.setattr("adaponder.ops.fused.HAS_TRITON", True)
+    monkeypatch.setattr("adaponder.ops.dispatch.HAS_TRITON", True)
     assert all("Triton kernels" in doctor.would_run(op, "cuda:0") for op in ops)
-    monkeypatch.setattr("adaponder.ops.fused.HAS_TRITON", False)
+    monkeypatch.setattr("adaponder.ops.dispatch.HAS_TRITON", False)
     assert all("not installed" in doctor.would_run(op, "cuda:0") for op in ops)
 
 

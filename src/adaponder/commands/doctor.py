@@ -110,7 +110,7 @@ def operations() -> list[str]:
 
 def would_run(op: str, device: str) -> str:
     """The implementation of an operation that would run on a device, in words."""
-    from adaponder.ops.fused import HAS_TRITON
+    from adaponder.ops.dispatch import HAS_TRITON
 
     written = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
     if device == "cpu" or not written:

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from adaponder.inference.sequence import Sequence
-from adaponder.ops.lane_books import Books
-from adaponder.ops.lane_windows import DraftWindows, WindowRows, begin_windows, end_windows
+from adaponder.ops.lanes import Books, DraftWindows, WindowRows, begin_windows, end_windows
 
 
 class Drafting:

@@ -14,8 +14,7 @@ from adaponder.inference.bodies.base import Body, Pools, RowShape
 from adaponder.inference.bodies.fused import FusedBody
 from adaponder.inference.sequence import Needs
 from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
-from adaponder.ops.ledger_attention import LedgerRows, Tiles
-from adaponder.ops.ledger_attention.choice import by_kernels
+from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
 _SHORT, _SEVERAL = 4, 8
 _SPARE_TILES = 64  # beyond those of one long cohort

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adaponder.inference.config import PAGE, EngineShape
 from adaponder.methods import State
-from adaponder.ops.lane_books import Books, resume_rows
+from adaponder.ops.lanes import Books, resume_rows
 
 
 class Lanes:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
-from adaponder.ops.lane_books import force_rows
+from adaponder.ops.lanes import force_rows
 from adaponder.policies import ForcedDepths, Policy, PolicyInput, as_int64
 
 # The largest number of numeric fields of a policy: a schedule has thresholds and shares.

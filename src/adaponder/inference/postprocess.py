@@ -11,7 +11,7 @@ from adaponder.inference.sampler import Scores
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence, TokenProgress
 from adaponder.inference.tick import ChunkOutput, Extras
-from adaponder.ops.lane_books import GOES_ON, NOT_A_NUMBER
+from adaponder.ops.lanes import GOES_ON, NOT_A_NUMBER
 
 
 class Postprocessor:

@@ -29,7 +29,7 @@ _LAYER_PRODUCTS, _HEAD_PRODUCTS = 4, 2
 
 
 class Log(NamedTuple):
-    """The results of several ticks: ``token [ticks, n]``, see :mod:`adaponder.ops.lane_books`, and their extras."""
+    """The results of several ticks: ``token [ticks, n]``, see :mod:`adaponder.ops.lanes`, and their extras."""
 
     token: Tensor
     extras: Extras

@@ -25,7 +25,7 @@ from adaponder.inference.sampler import SamplerState, Scores, prompt_log_probabi
 from adaponder.inference.sequence import Chunk, Needs
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.ops.lane_books import Begun, begin_rows, book_rows, end_rows, ponder_rows
+from adaponder.ops.lanes import Begun, begin_rows, book_rows, end_rows, ponder_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.ops.precision import widened
 from adaponder.ops.row_gates import StackedGates, counter_for, stacked_gates

@@ -1,6 +1,7 @@
-"""GELU for compiled passes in half precision: memory's speed instead of the error function's.
+"""Computes GELU in compiled passes in half precision at the speed of memory.
 
-Written with ``erf``, a GPU computes longer at GELU than it takes to read and write it. The tail of the normal
+With ``erf``, a GPU computes longer than it takes to read and write: 6.2 of the 171.8 ms of a 410M step with six layers,
+where the bytes need 3.9 (``benchmarks/records/tuning-h200.json``, run 4: a gain of 1.3 %). The tail of the normal
 distribution is also ``e^(-x^2/2)`` times a polynomial of ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26), off by
 less than 3e-7, and the same exponential is what the derivative needs.
 """

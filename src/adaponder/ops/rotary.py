@@ -1,8 +1,10 @@
-"""Rotary positions for compiled passes: two products over whole heads instead of slices and concatenations.
+"""Computes rotary positions in compiled passes as two products over whole heads.
 
-Hugging Face turns halves of a head by slicing, negating and concatenating, and a compiler makes of each piece a branch
-that every element walks through, backward several times over. The same numbers are ``x * cos + partner(x) * sin`` where
-``partner`` exchanges neighbouring halves: with cosines of 1 and sines of 0 where a head does not turn, nothing is cut.
+Hugging Face turns halves of a head by slicing, negating and concatenating, and a compiler makes of each piece a
+branch that every element walks through, backward several times over. The same numbers are ``x * cos + partner(x) *
+sin`` where ``partner`` exchanges neighbouring halves: with cosines of 1 and sines of 0 where a head does not turn,
+nothing is cut. A 410M step with two layers takes 97.2 instead of 99.5 ms of GPU time
+(``benchmarks/records/tuning-h200.json``, runs 5 and 6).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 
 # Elements of tokens x vocabulary held at once, backward twice: 2^29 bf16 values are 1 GiB.
 CHUNK_ELEMENTS = 1 << 29

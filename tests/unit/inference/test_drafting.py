@@ -26,7 +26,7 @@ from adaponder import FixedDepth
 from adaponder.errors import InputError
 from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
-from adaponder.ops.lane_windows import torch as plain
+from adaponder.ops.lanes import torch as plain
 from support import VOCABULARY, stir, tiny
 
 RECURRENT = ("adaponder", "ponder", "loop", "mor", "ouro")
@@ -159,7 +159,7 @@ def test_cancelling_in_the_middle_of_a_window_leaks_nothing():
 def test_rows_of_halted_tokens_may_be_nobodys(monkeypatch, by_kernels):
     """As on a GPU, where shapes do not depend on who has halted; and by its kernels, interpreted."""
     if by_kernels:
-        kernels = pytest.importorskip("adaponder.ops.lane_windows.triton", reason="no Triton on this platform")
+        kernels = pytest.importorskip("adaponder.ops.lanes.triton", reason="no Triton on this platform")
         monkeypatch.setattr("adaponder.inference.drafting.begin_windows", kernels.begin_windows)
         monkeypatch.setattr("adaponder.inference.drafting.end_windows", kernels.end_windows)
     else:

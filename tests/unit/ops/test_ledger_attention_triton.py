@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
-from adaponder.ops.ledger_attention import Projection, Scratch, Turn, entry, launch, scratch_for
+from adaponder.ops.ledger_attention import Projection, Scratch, Turn, launch, scratch_for
 from adaponder.ops.ledger_attention import torch as reference
 from ledger_support import case
 from poison import poisoned  # noqa: F401
@@ -140,9 +140,9 @@ def test_a_row_that_enters_is_written_and_reads_itself(number, device, dtype):
             if getattr(shape, name) is not None
         }
     )
-    truth = entry.decode_attention(*wide, rows, wide_shape, turn, window=window)
+    truth = reference.decode_attention(*wide, rows, wide_shape, turn, window=window)
     plain_pools = [made.keys.clone(), made.values.clone()]
-    plain = entry.decode_attention(qkv, *plain_pools, rows, shape, turn, window=window)
+    plain = reference.decode_attention(qkv, *plain_pools, rows, shape, turn, window=window)
     pools = [made.keys.clone(), made.values.clone()]
     scratch = scratch_for(rows.alone, shape.heads, shape.size, device)
     for _ in range(2 if number == 2 else 1):  # the counters are as they were
@@ -159,7 +159,9 @@ def test_a_row_that_enters_is_written_and_reads_itself(number, device, dtype):
     fresh = [made.keys.clone(), made.values.clone()]
     query = launch.enter(qkv, *fresh, rows.row, shape, turn)
     no_further(
-        query, entry.enter(qkv, *plain_pools, rows.row, shape, turn), entry.enter(*wide, rows.row, wide_shape, turn)
+        query,
+        reference.enter(qkv, *plain_pools, rows.row, shape, turn),
+        reference.enter(*wide, rows.row, wide_shape, turn),
     )
     for pool, other, exact in zip(fresh, plain_pools, wide[1:], strict=True):
         no_further(pool[rows.row], other[rows.row], exact[rows.row])

@@ -1,19 +1,31 @@
-"""The operation as a compiler sees it: one call with results of known shape, forward and backward, not looked into.
+"""Wraps the operation for torch.compile: one call with results of known shape, forward and backward, never traced.
 
-Without windows, packed documents and dropout: whoever has those leaves the pass uncompiled.
+It knows no windows, packed documents or dropout; passes with those are not compiled.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adaponder.ops.compact_attention import torch as reference
-from adaponder.ops.compact_attention.choice import kernels_for
 from adaponder.ops.compact_attention.torch import PackedRows
+from adaponder.ops.dispatch import runs_fused
 from adaponder.ops.masks import Places
+
+
+def kernels_for(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float = 0.0
+) -> ModuleType | None:
+    """Returns the module of the Triton version where it runs and fits, else ``None``."""
+    if not runs_fused(query) or query.dtype.itemsize != 2:
+        return None
+    from adaponder.ops.compact_attention import triton
+
+    return triton if triton.fits(query, keys, values, rows, window=window, dropout=dropout) else None
 
 
 def compact_attention(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from adaponder.ops.compact_attention.torch import PackedRows
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 
 # (rows, keys, stages of the pipeline) of a block, by the largest head size they are for: what fits into 160 KiB of
 # shared memory, backward included.

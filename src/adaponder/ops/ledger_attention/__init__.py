@@ -1,19 +1,65 @@
-"""Attention of rows at any iteration, through an index into pools of keys and values."""
+"""Computes attention of rows at any iteration, through an index into pools of keys and values.
 
-from adaponder.ops.ledger_attention.choice import decode_attention, enter, ledger_attention
-from adaponder.ops.ledger_attention.entry import Projection, Turn
-from adaponder.ops.ledger_attention.scratch import Scratch, scratch_for
-from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows, Tiles
+``softmax(q K^T * scale) V`` where the index ``[lanes, iterations, slots] -> row`` names the pool rows that a query
+reads; nothing is copied. ``enter`` takes the QKV product of new rows, turns it by position and writes keys and values
+into the pools; ``decode_attention`` is ``enter`` and attention of single rows in one kernel. A pass with both kinds
+of rows calls ``decode_attention`` for the rows alone, ``enter`` for the rest, then ``ledger_attention`` with
+``alone=0`` for the cohorts.
 
-__all__ = [
-    "Cohort",
-    "LedgerRows",
-    "Projection",
-    "Scratch",
-    "Tiles",
-    "Turn",
-    "decode_attention",
-    "enter",
-    "ledger_attention",
-    "scratch_for",
-]
+``torch.py`` is every case. The kernels (``triton.py``: rows alone and rows that enter, ``cohorts.py``: chunks of
+prompts, ``launch.py``: how they are launched) need CUDA, pools in bf16 or fp16, and one size of keys and values up to
+128. Rows alone: a program owns a row, a key head and a part of the row's keys; the number of parts is bounded on the
+host and chosen on the device, so a captured graph does no work beyond a row's length, and the program that ends last
+writes the result. Cohorts: a program owns a block of queries and a head and walks the keys up to its last slot.
+
+H200, 16 heads of 128, 1,088 keys: 32 rows 68 us (67 at the copy rate), 128 rows 267 (270)
+(``benchmarks/records/tuning-h200.json``).
+"""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from adaponder.ops.dispatch import dispatch, runs_fused
+from adaponder.ops.ledger_attention import torch as plain
+from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows, Projection, Scratch, Tiles, Turn, scratch_for
+
+__all__ = ["Cohort", "LedgerRows", "Projection", "Scratch", "Tiles", "Turn"]
+__all__ += ["by_kernels", "decode_attention", "enter", "ledger_attention", "scratch_for"]
+
+_KERNELS = "adaponder.ops.ledger_attention.launch"
+
+
+def _kernels(pool: Tensor) -> ModuleType | None:
+    """Returns the module that launches kernels where they run: on CUDA, for pools in bf16 or fp16."""
+    if not runs_fused(pool) or pool.dtype.itemsize != 2:
+        return None
+    from adaponder.ops.ledger_attention import launch
+
+    return launch
+
+
+def by_kernels(keys: Tensor, values: Tensor) -> bool:
+    """Returns whether kernels read pools such as these."""
+    kernels = _kernels(keys)
+    return kernels is not None and kernels.pools_fit(keys, values)
+
+
+def _fits(query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, **options: object) -> bool:
+    kernels = _kernels(keys)
+    return kernels is not None and kernels.fits(query, keys, values, rows)
+
+
+def _enters(qkv: Tensor, keys: Tensor, values: Tensor, *rest: object, **options: object) -> bool:
+    kernels = _kernels(keys)
+    return kernels is not None and kernels.entry_fits(qkv, keys, values)
+
+
+def _decodes(qkv: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, *rest: object, **options: object) -> bool:
+    kernels = _kernels(keys)
+    return kernels is not None and kernels.entry_fits(qkv, keys, values, rows)
+
+
+ledger_attention = dispatch(plain.ledger_attention, _KERNELS, when=_fits)
+enter = dispatch(plain.enter, _KERNELS, when=_enters)
+decode_attention = dispatch(plain.decode_attention, _KERNELS, when=_decodes)

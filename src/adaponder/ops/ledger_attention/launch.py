@@ -10,12 +10,20 @@ import torch
 import triton
 from torch import Tensor
 
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.ledger_attention import triton as kernels
 from adaponder.ops.ledger_attention.cohorts import cohort_kernel
-from adaponder.ops.ledger_attention.entry import Projection, Turn
-from adaponder.ops.ledger_attention.scratch import MOST_PROGRAMS, MOST_SPLITS, Scratch, scratch_for
-from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows, Tiles
+from adaponder.ops.ledger_attention.torch import (
+    MOST_PROGRAMS,
+    MOST_SPLITS,
+    Cohort,
+    LedgerRows,
+    Projection,
+    Scratch,
+    Tiles,
+    Turn,
+    scratch_for,
+)
 
 LARGEST = 128  # of head sizes
 # Measured on an H200 with torch 2.11 (bf16, 16 heads; 1 to 128 rows of 128 to 2,048 keys; cohorts of 1,024).
@@ -87,7 +95,7 @@ def decode_attention(
     dependent: bool = False,
     splits: int | None = None,
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.ledger_attention.entry.decode_attention`; ``out`` is contiguous."""
+    """Equals :func:`adaponder.ops.ledger_attention.torch.decode_attention`; ``out`` is contiguous."""
     heads, size = projection.heads, projection.size
     if out is None:
         out = torch.empty(rows.alone, heads, size, dtype=keys.dtype, device=keys.device)
@@ -98,7 +106,7 @@ def decode_attention(
 
 
 def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """Equals :func:`adaponder.ops.ledger_attention.entry.enter`."""
+    """Equals :func:`adaponder.ops.ledger_attention.torch.enter`."""
     query = torch.empty(qkv.shape[0], projection.heads, projection.size, dtype=keys.dtype, device=keys.device)
     if qkv.shape[0]:
         shape = {"KEY_HEADS": keys.shape[1], "GROUPS": projection.heads // keys.shape[1], "SIZE": keys.shape[2]}

@@ -9,9 +9,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from adaponder.ops.masks import masked_attention
+from adaponder.ops.precision import widened
 
 # Most elements of gathered keys at a time.
 GATHERED = 1 << 27
+# Most parts that the keys of a row are split into, and most programs that keys are ever split for.
+MOST_SPLITS, MOST_PROGRAMS = 32, 256
 
 
 class Cohort(NamedTuple):
@@ -66,6 +69,70 @@ class LedgerRows(NamedTuple):
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
 
+class Projection(NamedTuple):
+    """How a row of the QKV product ``[n, (heads + 2 key heads) size]`` lies, and what happens to it before attention.
+
+    Attributes:
+        heads: of the queries; a multiple of ``key_heads``.
+        key_heads: of keys and values.
+        size: of a head.
+        packed: ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, then all keys, then all values.
+        rotary: how many numbers of a head are turned, from the first; an even number, 0 for none.
+        bias: of the product, in its layout; added here if the product came without.
+        query_norm: weights ``[size]`` of an RMS norm over each query head before it is turned.
+        key_norm: the same for keys.
+        epsilon: of the norms.
+    """
+
+    heads: int
+    key_heads: int
+    size: int
+    packed: bool = False
+    rotary: int = 0
+    bias: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    epsilon: float = 1e-6
+
+
+class Turn(NamedTuple):
+    """Where each row stands and the tables that turn it.
+
+    Attributes:
+        position: int64 ``[n]``.
+        cos: float32 ``[positions, rotary]``, like ``sin``; both halves written out, as Hugging Face does.
+        sin: see ``cos``.
+    """
+
+    position: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class Scratch(NamedTuple):
+    """Memory in which programs that share a row's keys meet: a place for each row, head and part.
+
+    Consecutive calls may share it.
+
+    Attributes:
+        partial: float32 ``[places, size]``, results of the parts.
+        level: float32 ``[places]``, the base-2 logarithm of what each part was normalised by.
+        counter: int32 ``[places]``, for each row and key head how many parts are done; 0 between calls.
+    """
+
+    partial: Tensor
+    level: Tensor
+    counter: Tensor
+
+
+def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
+    """Returns enough memory for any pass: keys are split only where few rows leave room for it."""
+    places = max(rows, MOST_PROGRAMS) * heads
+    partial = torch.empty(places, size, dtype=torch.float32, device=device)
+    level = torch.empty(places, dtype=torch.float32, device=device)
+    return Scratch(partial, level, torch.zeros(places, dtype=torch.int32, device=device))
+
+
 def ledger_attention(
     query: Tensor,
     keys: Tensor,
@@ -74,6 +141,7 @@ def ledger_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Equals ``softmax(q K^T * scale) V`` over the rows that the index names for each query.
 
@@ -88,6 +156,7 @@ def ledger_attention(
         rows: where the queries stand.
         window: how many slots a query sees at most, its own included; ``None`` for all.
         scale: of the scores; by default one over the root of the size.
+        scratch: memory of the kernels, made once by :func:`scratch_for`; unused here.
 
     Returns:
         ``[n, heads, value size]``.
@@ -157,3 +226,71 @@ def _together(
     mask = seen[None, None].expand(asked.shape[0], -1, -1, -1)
     mixed = scaled_dot_product_attention(asked, found_keys, found_values, attn_mask=mask, scale=scale)
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+# --- rows that enter the ledger ------------------------------------------------------------------------------------
+
+
+def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
+    """Writes the rows' keys and values into the pools at ``row`` and returns their queries ``[n, heads, size]``.
+
+    Computed in float32 at least, whatever the product's precision; stored in the pool's.
+    """
+    query, key, value = _apart(qkv, projection)
+    query = _turned(_normed(widened(query), projection.query_norm, projection), projection, turn)
+    key = _turned(_normed(widened(key), projection.key_norm, projection), projection, turn)
+    keys[row], values[row] = key.to(keys.dtype), value.to(values.dtype)
+    return query.to(keys.dtype)
+
+
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    projection: Projection,
+    turn: Turn,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    scratch: Scratch | None = None,
+    dependent: bool = False,
+) -> Tensor:
+    """Equals :func:`enter` and then ledger attention of the rows alone, ``[alone, heads, size]``.
+
+    Rows alone of one pass must not see one another: the keys of earlier passes are read, and a row's own. ``out`` is
+    contiguous and gets the result. ``dependent`` lets the kernel start while the one before it ends: whatever it reads
+    but ``qkv`` must have been written before the last launch that was not dependent.
+    """
+    alone = rows.alone
+    first = rows._replace(**{name: getattr(rows, name)[:alone] for name in ("lane", "slot", "iteration", "row")})
+    turn = turn._replace(position=turn.position[:alone])
+    query = enter(qkv[:alone], keys, values, first.row, projection, turn)
+    mixed = ledger_attention(query, keys, values, first._replace(cohorts=()), window=window, scale=scale)
+    return mixed if out is None else out.copy_(mixed.view(out.shape))
+
+
+def _apart(qkv: Tensor, projection: Projection) -> tuple[Tensor, ...]:
+    heads, key_heads, size = projection[:3]
+    if projection.bias is not None:
+        qkv = widened(qkv) + projection.bias
+    if projection.packed:
+        return qkv.unflatten(-1, (heads, 3, size)).unbind(-2)
+    return qkv.unflatten(-1, (heads + 2 * key_heads, size)).split((heads, key_heads, key_heads), -2)
+
+
+def _normed(x: Tensor, weight: Tensor | None, projection: Projection) -> Tensor:
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + projection.epsilon) * weight
+
+
+def _turned(x: Tensor, projection: Projection, turn: Turn) -> Tensor:
+    """The first ``rotary`` numbers of each head turned in halves."""
+    if not projection.rotary:
+        return x
+    cos, sin = turn.cos[turn.position][:, None], turn.sin[turn.position][:, None]
+    turning, rest = x.split((projection.rotary, projection.size - projection.rotary), -1)
+    first, second = turning.chunk(2, -1)
+    return torch.cat((turning * cos + torch.cat((-second, first), -1) * sin, rest), -1)

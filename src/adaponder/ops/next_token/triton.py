@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.next_token.torch import GOLDEN, ROUNDS, Picked
 
 BLOCK, SORTED_BLOCK = 1024, 2048

@@ -24,10 +24,10 @@ class StackedGates(NamedTuple):
     out_bias: Tensor
 
 
-def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor) -> Tensor:
+def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
     """Equals ``gate[min(iteration, last)](hidden)`` row by row, for ``hidden [n, d]`` and ``iteration [n]``: ``[n]``.
 
-    All gates are computed of all rows and each row's own is picked.
+    All gates are computed for all rows and each row's own is picked. Only the kernel counts in ``counter``.
     """
     inner, inner_bias, out, out_bias = stacked
     if inner is None or inner_bias is None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.row_gates.torch import StackedGates
 from adaponder.ops.row_gates.torch import stacked_gates as plain
 from adaponder.ops.row_linear.kernels import activate, row_tile, weight_tile

@@ -1,48 +1,27 @@
-"""Products of few rows with wide matrices: what a decoding step spends its time on."""
+"""Multiplies few rows with wide matrices, with the norm before and the activation or residual after.
 
-from collections.abc import Sequence
+A decoding step spends its time here. Norms, sums, activations and the residual sum are in float32; results are
+rounded once. How many rows there are decides how (``FEW`` and ``SOME`` in ``triton.py``):
 
-from torch import Tensor
+- few (``kernels.py``): matrix-vector. A program owns one row and a few outputs, and loads their weights before it
+  waits for the kernel before it (``ops/dependent.py``).
+- some (``dots.py``, ``some.py``): a program owns a few outputs of all rows; weights stream through shared memory
+  once.
+- more: the matrix library, with the norm as a kernel.
 
-from adaponder.ops.fused import runs_fused
-from adaponder.ops.row_linear import torch as reference
+Measured times by shape and rows are in ``benchmarks/records/tuning-h200.json``; what was tried and left out in
+``experiments/LOG.md``.
+"""
+
+from adaponder.ops.dispatch import dispatch, runs_fused
+from adaponder.ops.row_linear import torch as plain
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
 __all__ = ["ACTIVATIONS", "Linear", "Norm", "Piece", "Term"]
 __all__ += ["gated_linear", "normed_linears", "residual_linears", "row_norm"]
 
-
-def row_norm(x: Tensor, norm: Norm) -> Tensor:
-    """The torch version, or its Triton kernel where it runs."""
-    if runs_fused(x):
-        from adaponder.ops.row_linear import triton
-
-        return triton.row_norm(x, norm)
-    return reference.row_norm(x, norm)
-
-
-def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The torch version, or its Triton kernels where they run."""
-    if runs_fused(x):
-        from adaponder.ops.row_linear import triton
-
-        return triton.normed_linears(x, pieces)
-    return reference.normed_linears(x, pieces)
-
-
-def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
-    """The torch version, or its Triton kernels where they run."""
-    if runs_fused(x):
-        from adaponder.ops.row_linear import triton
-
-        return triton.gated_linear(x, gate, up, norm, activation=activation)
-    return reference.gated_linear(x, gate, up, norm, activation=activation)
-
-
-def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """The torch version, or its Triton kernel where it runs."""
-    if runs_fused(residual):
-        from adaponder.ops.row_linear import triton
-
-        return triton.residual_linears(residual, terms)
-    return reference.residual_linears(residual, terms)
+_KERNELS = "adaponder.ops.row_linear.triton"
+row_norm = dispatch(plain.row_norm, _KERNELS, when=runs_fused)
+normed_linears = dispatch(plain.normed_linears, _KERNELS, when=runs_fused)
+gated_linear = dispatch(plain.gated_linear, _KERNELS, when=runs_fused)
+residual_linears = dispatch(plain.residual_linears, _KERNELS, when=runs_fused)

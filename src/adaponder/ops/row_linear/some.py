@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from adaponder.ops.dependent import launch_options
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.row_linear import dots
 from adaponder.ops.row_linear.torch import Linear, Term
 

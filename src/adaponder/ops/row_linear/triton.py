@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaponder.ops.dependent import launch_options
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.row_linear import kernels, some
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
-from adaponder.ops.fused import on_device_of
+from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.row_linear.torch import Linear, Piece
 from adaponder.ops.row_linear.triton import normed_linears
 from adaponder.ops.rows import finite

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adaponder.ops.fused import add_product_, compute_dtype, rows_per_chunk
+from adaponder.ops.dispatch import add_product_, compute_dtype, rows_per_chunk
 from adaponder.ops.precision import wide_dtype, widened
 
 # Elements of tokens x vocabulary held at once: 2^25 float32 values are 128 MiB.

@@ -1,0 +1,39 @@
+"""Advances the lanes of a decoding engine by one tick.
+
+``begin_rows`` takes the next KV row of each lane and enters it into the index (law 3); ``end_rows`` moves each lane
+to its token's next iteration, or to the first iteration of the chosen token. ``begin_windows`` and ``end_windows`` do
+the same for windows of consecutive tokens, each at its own iteration (:mod:`adaponder.inference.drafting`): the token
+at place ``p`` lies at ``p % window``, and its KV rows have fixed places on the lane's pages. Rows that only fill up a
+batch use the last lane, whose content has no meaning. The torch version takes dozens of small kernels on a GPU, the
+Triton version one each.
+"""
+
+from torch import Tensor
+
+from adaponder.ops.dispatch import dispatch, has_kernels, runs_fused
+from adaponder.ops.lanes import torch as plain
+from adaponder.ops.lanes.torch import GOES_ON, NOT_A_NUMBER, Begun, Books, DraftWindows, WindowRows, book_rows
+
+__all__ = ["GOES_ON", "NOT_A_NUMBER", "Begun", "Books", "DraftWindows", "WindowRows", "begin_rows", "begin_windows"]
+__all__ += ["book_rows", "end_rows", "end_windows", "force_rows", "ponder_rows", "resume_rows"]
+
+_KERNELS = "adaponder.ops.lanes.triton"
+
+
+def _has_rows(lane: Tensor) -> bool:
+    return has_kernels(lane) and len(lane) > 0
+
+
+begin_rows = dispatch(
+    plain.begin_rows, _KERNELS, when=lambda books, lane, *, width, vanishes: width == 1 and _has_rows(lane)
+)
+end_rows = dispatch(plain.end_rows, _KERNELS, when=lambda books, lane, *rest, **options: _has_rows(lane))
+resume_rows = dispatch(plain.resume_rows, _KERNELS, when=lambda first, kept, lane, iteration: _has_rows(lane))
+force_rows = dispatch(plain.force_rows, _KERNELS, when=lambda keep, forced, lane, *rest: _has_rows(lane))
+ponder_rows = dispatch(
+    plain.ponder_rows,
+    _KERNELS,
+    when=lambda embedding, *rest: runs_fused(embedding) and len(embedding) > 0 and embedding.shape[1] == 1,
+)
+begin_windows = dispatch(plain.begin_windows, _KERNELS, when=lambda books, windows, lane, **options: _has_rows(lane))
+end_windows = dispatch(plain.end_windows, _KERNELS, when=lambda books, windows, lane, *rest: _has_rows(lane))
