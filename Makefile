@@ -5,6 +5,8 @@ FLOOR := .venv-floor
 BIN := $(VENV)/bin
 JOBS ?= 2
 # Packages are compiled when they are first imported (--no-compile): most of their files never are.
+# That needs bytecode to be written, also where the environment says otherwise: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
-from adaponder.files import read_json, write_whole
+from adaponder.files import lock, read_json, write_whole
 from benchmarks.record import provenance
 from experiments.identity import identity
 from experiments.queue import Corpus, Experiment
@@ -80,16 +82,32 @@ def carry_out(
     record = _training_record(experiment, trainer, final.parent, device=device, commit=commit, beside=beside)
     record |= {"corpus": corpus.name} | _documents(trainer) | {"measured": {}}
     name = identity(record["recipe"])[:8]
-    known = read_records(records) if records.is_dir() else []
-    earlier = [each.get("again", 0) for each in known if each["identity"][:8] == name and corpus.trained(each)]
-    record["again"] = max(earlier, default=-1) + 1
-    again = f"-again-{record['again']}" if record["again"] else ""
-    path = records / f"{experiment.setting}-seed-{experiment.seed}-{name}{again}.json"
-    write_run(path, record)
+    records.mkdir(parents=True, exist_ok=True)
+    with _locked(records):  # two trainings of one run may end in the same second
+        earlier = [
+            other.get("again", 0)
+            for other in read_records(records)
+            if other["identity"][:8] == name and corpus.trained(other)
+        ]
+        record["again"] = max(earlier, default=-1) + 1
+        again = f"-again-{record['again']}" if record["again"] else ""
+        path = records / f"{experiment.setting}-seed-{experiment.seed}-{name}{again}.json"
+        write_run(path, record)
     for title, measurement in () if measure is None else measure(final, trainer.sampler.shards.folder):
         record["measured"][title] = measurement
         write_run(path, record)
     return path
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks ``folder`` against other processes, so that none takes the name of another's record."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_run(path: Path, record: Mapping[str, Any]) -> None:

@@ -124,7 +124,7 @@ def test_the_references_add_up_to_the_averages_the_paper_prints():
     [
         ({"tasks": []}, "--tasks: name at least one task"),
         ({"tasks": ["mmlu"], "suite": "paper"}, "mmlu: not in --suite paper"),
-        ({"suite": "glue"}, "--suite glue: one of paper"),
+        ({"suite": "glue"}, "--suite glue"),
         ({"fewshot": [-1]}, "--fewshot -1"),
         ({"fewshot": [5]}, r"arc_easy/train\.jsonl"),
         ({"limit": 0}, "--limit 0"),

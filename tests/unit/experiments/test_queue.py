@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from adaponder.errors import InputError
+from adaponder.files import lock
 from adaponder.methods import method_class
 from adaponder.recipes import load_recipe
 from adaponder.training.build import config_of
@@ -21,7 +23,7 @@ from experiments.__main__ import app
 from experiments.identity import identity
 from experiments.measures import MEASURES
 from experiments.queue import Corpus, Experiment, Queue, read_queue
-from experiments.records import read_records, record_of
+from experiments.records import _locked, read_records, record_of
 from experiments.runner import choose, device_seconds, wall_seconds
 from training_support import corpus
 
@@ -423,3 +425,12 @@ def test_a_run_that_is_cut_leaves_no_record_and_its_process_ends(tmp_path, monke
     assert all(child.returncode is not None for child in children)
     assert "2 runs are stopped" in capsys.readouterr().out
     assert not (tmp_path / "records").exists()
+
+
+def test_two_runs_that_end_together_do_not_take_one_record_name(tmp_path):
+    with _locked(tmp_path):
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        try:
+            assert not lock(descriptor)
+        finally:
+            os.close(descriptor)

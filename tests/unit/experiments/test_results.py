@@ -436,25 +436,14 @@ def test_numbers_that_the_documents_quote_are_those_of_the_records(judge):
     def gap(test: dict) -> str:
         return f"{abs(float(judge.find(test).words.rpartition(': ')[2].split()[0])):.3f}"
 
-    own = {"below_curve": "reread-k2-own-halts"}
-    half_way = {"dial_below_curve": "reread-k2-own-halts", "depth": 1.5}
     longer = gap({"lower": ["vanilla-long", "k2"]})
     deeper = gap({"lower": ["vanilla-20-layers", "k2"]})
     converted = gap({"lower": ["pondernet-from-vanilla", "on-vanilla-4e-3"]})
     readme = _flat("README.md")
     for words in (
         f"lies {gap({'below_curve': 'pondernet'})} nats below the line",
-        f"and {gap({'below_curve': 'pondernet', 'of': 'mflops'})} at equal FLOPs (three seeds",
-        f"is {gap({'lower': ['recall-k2', 'k4']})} below PonderLM's four iterations",
-        f"with exits gain {gap({'lower': ['pondernet', 'recall-k2']})} more",
-        f"lies {gap(own)} [0.015, 0.023] below the line",
-        f"{gap(own | {'of': 'mflops'})} at equal FLOPs (three seeds; of all variants",
-        f"Turned down to 1.5 iterations it is {gap(half_way)} below",
-        f"it is {gap(half_way | {'against': ['vanilla', 'recall-k2']})} above, not told apart from 0",
-        f"a loss of 3.3842: {longer} below (one seed)",
-        f"at inference, has 3.4474: {deeper} below (one seed)",
-        f"as PonderNet it is {converted} below the same tokens of plain training (two seeds)",
-        f"with late gates {gap({'lower': ['late-ada-from-vanilla', 'on-vanilla-4e-3']})} (one)",
+        f"plain training for longer is {longer} below it",
+        f"20 plain layers instead of 6 are {deeper} below",
     ):
         assert words in readme, words
     assert f"by {converted} with PonderNet's recurrence" in _flat("docs/convert.md")

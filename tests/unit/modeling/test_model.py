@@ -237,7 +237,7 @@ def test_from_scratch_every_method_has_one_scale_but_loop_which_has_its_releases
 def test_an_embedding_scale_is_a_number_or_a_rule():
     for given, scale in {"sqrt(d)": 4.0, "sqrt(2.5 d)": 40**0.5, 1.0: 1.0, 3: 3}.items():
         assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale=given).embedding_scale == scale
-    with pytest.raises(ConfigError, match=r"embedding_scale='d': a number .* or sqrt\(d\)"):
+    with pytest.raises(ConfigError, match="embedding_scale"):
         AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale="d")
 
 
