@@ -17,11 +17,11 @@ from adaponder.fields import REQUEST_FIELDS, Range, Recurrence, Sampling, body_f
 from adaponder.recipes import ModelRecipe, load_recipe
 
 VALUES = {
-    "top_p": ({0.5, 1}, {0, 1.5, -1}),
-    "temperature": ({0, 0.7, 100}, {-0.1, 101}),
-    "repetition_penalty": ({1e-6, 1.0, 1e6}, {0, 1e7}),
-    "max_new_tokens": ({1, 10**9}, {0, -3}),
-    "samples": ({1, 128}, {0, 129}),
+    "top_p": ((0.5, 1), (0, 1.5, -1)),
+    "temperature": ((0, 0.7, 100), (-0.1, 101)),
+    "repetition_penalty": ((1e-6, 1.0, 1e6), (0, 1e7)),
+    "max_new_tokens": ((1, 10**9), (0, -3)),
+    "samples": ((1, 128), (0, 129)),
 }
 CASES = [(name, value, True) for name, (good, _) in VALUES.items() for value in good]
 CASES += [(name, value, False) for name, (_, bad) in VALUES.items() for value in bad]

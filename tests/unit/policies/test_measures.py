@@ -66,7 +66,9 @@ def test_a_token_continues_while_its_measure_is_on_the_right_side_of_the_thresho
     assert output.depth[mask.bool()].unique().numel() > 1
 
 
-@pytest.mark.parametrize(("rule", "method"), zip(RULES, ("adaponder", "act", "mor", "ouro", "pondernet"), strict=True))
+@pytest.mark.parametrize(
+    ("rule", "method"), [*zip(RULES, ("adaponder", "act", "mor", "ouro", "pondernet"), strict=True)]
+)
 def test_dense_compact_and_cached_decide_alike(models, rule, method):
     model, (ids, mask) = models[method], padded()
     policy = RULES[rule](thresholds(model, RULES[rule], 0.5)[0])
