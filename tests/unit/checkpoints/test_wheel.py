@@ -86,6 +86,6 @@ def test_what_is_installed_from_the_wheel_opens_the_sample_without_a_network(whe
 
 def test_version_citation_and_changelog_agree():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert newest is not None
     assert newest.group(1) == __version__
