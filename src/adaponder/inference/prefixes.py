@@ -18,7 +18,7 @@ class Span:
     Attributes:
         columns: their columns of the index, int32 ``[iterations, slots]``.
         depths: the depth of each token.
-        pages: the pages of their rows; whoever keeps the span holds them.
+        pages: the pages of their rows, held as long as the span is.
     """
 
     columns: Tensor

@@ -231,7 +231,7 @@ def finite(value: float) -> float:
 
 
 def text_cost(served: Served, depths: Sequence[int], *, logits: int, policy: Any, max_iterations: int | None) -> Cost:
-    """Returns the cost of reading a text once with these depths, and computing the logits of so many rows."""
+    """Returns the cost of reading a text once with these depths, and computing ``logits`` rows of logits."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:

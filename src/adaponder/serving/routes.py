@@ -82,7 +82,7 @@ class Context:
         return self.settings.limits
 
     def admit(self, sequences: int) -> None:
-        """Raises 503 while the server starts or stops, and 429 if the queue has no room for so many sequences."""
+        """Raises 503 while the server starts or stops, and 429 if the queue has no room for the sequences."""
         waiting = {"retry-after": str(self.limits.retry_seconds)}
         if self.worker.state != "ready":
             message = f"the server is {self.worker.state}; try again"

@@ -47,7 +47,7 @@ class Begun(NamedTuple):
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    """The next row of each of these lanes, entered into the index; for ``width`` slots per token, so many rows."""
+    """Returns the next row of each lane, entered into the block table; ``width`` rows per token."""
     books.tick.add_(1)
     count = torch.arange(width, device=lane.device)
     where = (books.used[lane][:, None] + count).clamp(max=books.pages.shape[1] * books.page_size - 1)
@@ -111,7 +111,7 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
 def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
     """Who goes on, ``[n, …]`` like the others: by ``forced[lane, place]`` where it names a depth, else by ``keep``.
 
-    Nobody goes on after ``last[lane]``.
+    No lane continues after ``last[lane]``.
     """
     depth = forced[lane, place]
     return torch.where(depth > 0, iteration + 1 < depth, keep) & (iteration < last[lane])

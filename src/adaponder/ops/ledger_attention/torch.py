@@ -28,7 +28,7 @@ class Cohort(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Cohorts cut into blocks of so many rows: int32 ``[tiles, 4]``, first row, end of its cohort, lane, iteration.
+    """Splits cohorts into blocks of rows: int32 ``[tiles, 4]``, first row, end of its cohort, lane, iteration.
 
     A tile that ends where it begins is none.
     """
