@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -203,10 +203,10 @@ def assert_alike(one: Completion, other: Completion) -> None:
     """Two completions of a request say the same; numbers up to float64's rounding."""
     assert (one.ids, one.depths, one.finish_reason) == (other.ids, other.depths, other.finish_reason), one.request
     for mine, theirs in zip(one.tokens, other.tokens, strict=True):
-        assert_near(mine.as_dict(), theirs.as_dict())
+        assert_near(asdict(mine), asdict(theirs))
     assert (one.prompt_log_probabilities is None) == (other.prompt_log_probabilities is None)
     for mine, theirs in zip(one.prompt_log_probabilities or [], other.prompt_log_probabilities or [], strict=True):
-        assert_near(mine.as_dict(), theirs.as_dict())
+        assert_near(asdict(mine), asdict(theirs))
 
 
 def assert_near(one: Any, other: Any, tolerance: float = 1e-9) -> None:

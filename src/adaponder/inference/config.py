@@ -11,7 +11,7 @@ import torch
 from adaponder.backbones.families import read_whole, rope_types
 from adaponder.errors import BackboneError, InputError, shown
 from adaponder.fields import fields_of, setting, violation
-from adaponder.inference.bodies.base import Body
+from adaponder.inference.bodies import Body
 from adaponder.modeling import AdaPonderForCausalLM
 
 # Rows per page.
@@ -97,14 +97,13 @@ class EngineShape:
             raise InputError(f"expectation_top_k={top_k} has no effect: {model.config.method} mixes no embeddings")
         if top_k is not None and top_k > model.config.vocab_size:
             raise InputError(f"expectation_top_k={top_k} must be at most {model.config.vocab_size}, the vocabulary")
-        drafts = default_drafts(config.lanes, width, passes) if config.drafts is None else config.drafts
         return cls(
             lanes=config.lanes,
             iterations=iterations,
             tokens=max_tokens(model, config.tokens),
             width=width,
             passes=passes,
-            window=_window(drafts, model.config.method, width, passes),
+            window=_window(config, model.config.method, width, passes),
             burst=config.burst or (16 if on_gpu else 1),
             chunk=max(width, config.chunk or (8192 if on_gpu else 256) * width),
         )
@@ -165,20 +164,16 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
     return frozenset(int(token) for token in (ids if isinstance(ids, (list, tuple)) else [ids]))
 
 
-def default_drafts(lanes: int, width: int, passes: int) -> int:
-    """Returns the default number of drafts: all useful ones for engines with few lanes, else none."""
-    return passes - 1 if lanes <= FEW_LANES and width == 1 else 0
-
-
-def _window(drafts: int, method: str, width: int, passes: int) -> int:
-    """Returns the number of tokens in a window with ``drafts`` drafts.
+def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
+    """Returns the number of tokens in a draft window; 1 without drafting.
 
     More than one draft per iteration after the first is useless: the first token of a full window has halted by then.
     """
-    if not drafts:
-        return 1
-    if width > 1:
+    drafts = config.drafts
+    if drafts is None:
+        return passes if config.lanes <= FEW_LANES and width == 1 else 1
+    if drafts and width > 1:
         raise InputError(f"drafts={drafts}: {method} computes all {width} slots of a token in one pass; use drafts=0")
-    if passes == 1:
+    if drafts and passes == 1:
         raise InputError(f"drafts={drafts}: {method} has one iteration, so there is nothing to verify; use drafts=0")
     return min(drafts, passes - 1) + 1

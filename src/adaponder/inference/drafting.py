@@ -50,7 +50,7 @@ class Drafting:
         entries = []
         for sequence in sequences:
             lane, position = sequence.lane_number, len(sequence.tokens) - 1
-            single = sequence.submission.needs.features.penalised or lane in host_lanes
+            single = sequence.submission.features.penalised or lane in host_lanes
             final = position + sequence.num_remaining - 1
             entries.append((lane, position, sequence.tokens[-1], final, 1 if single else self.size))
         windows = self.windows

@@ -15,16 +15,16 @@ import torch
 
 from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.bodies import build_body
-from adaponder.inference.config import PAGE, EngineConfig, EngineShape, check_model, eos_ids
+from adaponder.inference.config import PAGE, EngineConfig, EngineShape, check_model
+from adaponder.inference.kv_cache import Pages, PrefixCache
 from adaponder.inference.outputs import Completion, Event, Token
-from adaponder.inference.pages import Pages
 from adaponder.inference.policies import prefix_key, runs_on_host
 from adaponder.inference.postprocess import Postprocessor
-from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.request import Request, check_request, policy_of
 from adaponder.inference.runner import Launch, Runner
+from adaponder.inference.sampler import Features
 from adaponder.inference.scheduler import Scheduler
-from adaponder.inference.sequence import DECODING, FINISHED, Needs, Sequence, Submission
+from adaponder.inference.sequence import DECODING, FINISHED, Sequence, Submission
 from adaponder.inference.tick import pad_lanes
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import Policy
@@ -46,25 +46,25 @@ class Engine:
     def __init__(self, model: AdaPonderForCausalLM, config: EngineConfig | None = None, **options: Any):
         check_model(model)
         self.model, self.config = model, replace(config or EngineConfig(), **options)
-        self.eos_ids = eos_ids(model)
         shape = EngineShape.of(self.config, model)
         self.iterations, self.tokens = shape.iterations, shape.tokens
         decode_rows = pad_lanes(pad_lanes(shape.lanes) * shape.window * shape.width)
         body = build_body(model, self.config.body, rows=decode_rows, positions=shape.tokens, width=shape.width)
         rows = shape.default_rows(model, body) if self.config.rows is None else self.config.rows
         self.pages = Pages(rows // PAGE + 1, PAGE)
-        self.prefixes = Prefixes(self.pages, self.config.prefix_block)
+        self.prefixes = PrefixCache(self.pages, self.config.prefix_block)
         rows, top_k = self.pages.count * PAGE, self.config.expectation_top_k
-        self.runner = Runner(model, body, shape, rows=rows, eos_ids=self.eos_ids, top_k=top_k)
-        self.scheduler = Scheduler(shape, self.pages, self.prefixes)
-        self.postprocessor = Postprocessor(self.runner, self.scheduler, self.prefixes, self.eos_ids)
+        self.runner = Runner(model, body, shape, rows=rows, top_k=top_k)
+        self.eos_ids = self.runner.eos_ids
+        self.scheduler = Scheduler(shape, self.prefixes)
+        self.postprocessor = Postprocessor(self.runner, self.scheduler)
         self.late = model.device.type == "cuda" if self.config.late is None else self.config.late
         # Rows of a token at full depth; rows that one request may use, beside those of launches in flight.
         self._token_rows = shape.width * shape.passes
         self._most_rows = max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - shape.rows_in_flight)
         self._requests: dict[int, list[Sequence]] = {}
         self._callbacks: dict[int, Callable[[Event], None]] = {}
-        self._sequence_numbers, self._request_numbers = itertools.count(), itertools.count()
+        self._request_numbers = itertools.count()
         self._in_flight: Launch | None = None
         self._pending: list[Event] = []
         self._stepping = False
@@ -88,22 +88,13 @@ class Engine:
                     "gate:0.1 or entropy:2.5",
                     stacklevel=2,
                 )
-            submission = Submission(
-                request,
-                next(self._request_numbers),
-                policy=policy,
-                iterations=iterations,
-                namespace=self._namespace(request, policy, iterations),
-                page_size=PAGE,
-            )
-            self._requests[submission.number] = [
-                submission.add_sample(next(self._sequence_numbers)) for _ in range(request.samples)
-            ]
+            number, namespace = next(self._request_numbers), self._namespace(request, policy, iterations)
+            sequences = Submission(request, number, policy, iterations, namespace, PAGE).samples
+            self._requests[number] = list(sequences)
             if on_event is not None:
-                self._callbacks[submission.number] = on_event
-            for sequence in submission.samples:
-                self.scheduler.add(sequence)
-            return submission.number
+                self._callbacks[number] = on_event
+            self.scheduler.waiting.extend(sequences)
+            return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
         """Ends the unfinished samples of a request, or one of them, and frees what they hold."""
@@ -155,7 +146,9 @@ class Engine:
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
                 longest = max(len(sequence.tokens) + sequence.num_remaining for sequence in decoding)
-                self.runner.graphs.warm_up(Needs.of(decoding), longest * self.runner.width, len(decoding))
+                features = Features.union(sequence.submission.features for sequence in decoding)
+                for lanes in range(1, len(decoding) + 1):
+                    self.runner.graphs.of(lanes, features, longest * self.runner.width)
 
     def _dispatch(self, events: list[Event]) -> list[Event]:
         """Passes events to their callbacks and forgets finished requests."""

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from adaponder.execution.base import Pass
-from adaponder.inference.bodies.base import Body, Pools, RowShape
-from adaponder.inference.bodies.fused import FusedBody
-from adaponder.inference.sequence import Needs
+from adaponder.inference.bodies import Body, FusedBody, Pools, RowShape
+from adaponder.inference.sampler import Features
 from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
 from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
@@ -35,38 +34,30 @@ def pad_prefill(rows: int) -> int:
 
 
 class Graphs:
-    """Replays ticks, one graph for each number of lanes and set of needs, captured at first use.
+    """Replays ticks, one graph for each number of lanes and set of features, captured at first use.
 
     ``ticks`` is the maximum number of ticks per launch, whose logs are kept until the host fetches them.
     """
 
     def __init__(self, runner: TickRunner, ticks: int):
         self.runner, self.ticks = runner, ticks
-        self.graphs: dict[Hashable, _TickGraph] = {}
+        self.graphs: dict[Hashable, TickGraph] = {}
         self.pool: Any = None
 
-    def run(self, lanes: list[int], needs: Needs, context: int, ticks: int) -> tuple[Tensor, Extras]:
-        """Runs ``ticks`` ticks of these lanes; the results are on the host once the stream has reached the copy."""
-        return self._graph(len(lanes), needs, context).run(lanes, ticks)
-
-    def warm_up(self, needs: Needs, context: int, lanes: int) -> None:
-        """Captures the graphs of every number of lanes up to ``lanes``, for the current policies."""
-        for count in range(1, lanes + 1):
-            self._graph(count, needs, context)
-
-    def _graph(self, lanes: int, needs: Needs, context: int) -> _TickGraph:
+    def of(self, lanes: int, features: Features, context: int) -> TickGraph:
+        """Returns the graph for this number of lanes and the current policies; captures it if necessary."""
         size = pad_lanes(lanes)
         context = pad_context(context, self.runner.lanes.index.shape[2])
-        key = (size, needs, context, self.runner.policies.key())
+        key = (size, features, context, self.runner.policies.key())
         if key not in self.graphs:
-            self.graphs[key] = _TickGraph(self, size, needs, context)
+            self.graphs[key] = TickGraph(self, size, features, context)
         return self.graphs[key]
 
 
-class _TickGraph:
+class TickGraph:
     """The graphs of one tick and of several; the lanes and the number of the tick are in its own buffers."""
 
-    def __init__(self, owner: Graphs, size: int, needs: Needs, context: int):
+    def __init__(self, owner: Graphs, size: int, features: Features, context: int):
         runner = owner.runner
         self.runner, self.size = runner, size
         self.lane_numbers: list[int] = []
@@ -77,18 +68,18 @@ class _TickGraph:
         with _side_stream():
             for _ in range(2):
                 runner.lanes.books.tick.fill_(-1)
-                extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
+                extras, _ = runner.tick(self.lane, (), features, context, self.tokens)
         self.extras = [None if values is None else values.new_zeros(owner.ticks, *values.shape) for values in extras]
         # The device idles for some microseconds between two graphs: short ticks are captured several at a time.
         self.several = min(_SEVERAL, owner.ticks) if size <= _SHORT else 1
-        self.single = self._capture(owner, needs, context, 1)
-        self.many = self.single if self.several == 1 else self._capture(owner, needs, context, self.several)
+        self.single = self._capture(owner, features, context, 1)
+        self.many = self.single if self.several == 1 else self._capture(owner, features, context, self.several)
 
-    def _capture(self, owner: Graphs, needs: Needs, context: int, ticks: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, owner: Graphs, features: Features, context: int, ticks: int) -> torch.cuda.CUDAGraph:
         graph, runner = torch.cuda.CUDAGraph(), self.runner
         with torch.cuda.graph(graph, pool=owner.pool):
             for _ in range(ticks):
-                extras, _ = runner.tick(self.lane, (), needs, context, self.tokens)
+                extras, _ = runner.tick(self.lane, (), features, context, self.tokens)
                 for buffer, values in zip(self.extras, extras, strict=True):
                     if buffer is not None and values is not None:
                         buffer.index_copy_(0, runner.lanes.books.tick, values[None])
@@ -96,6 +87,7 @@ class _TickGraph:
         return graph
 
     def run(self, lanes: list[int], ticks: int) -> tuple[Tensor, Extras]:
+        """Runs ``ticks`` ticks of these lanes; the results are on the host once the stream has reached the copy."""
         padding = self.runner.lanes.padding
         if lanes != self.lane_numbers:
             self.lane.copy_(self.runner.as_tensor(lanes + [padding] * (self.size - len(lanes))))

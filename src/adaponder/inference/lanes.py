@@ -14,20 +14,14 @@ from adaponder.ops.lanes import Books, resume_rows
 
 
 class Lanes:
-    """One entry per lane, and a last one for padding rows.
+    """One entry per lane, and a last one, ``padding``, for padding rows.
 
-    Every tensor keeps its address, so that CUDA graphs can read and write it.
-
-    Args:
-        shape: the engine's sizes.
-        like: the method's state of one token, for shapes and dtypes.
+    Every tensor keeps its address, so that CUDA graphs can read and write it. ``like`` is the method's state of one
+    token, for shapes and dtypes.
 
     Attributes:
         books: where each lane is, and which rows it attends to.
-        state: the method's state of each lane's current token, kept between iterations; with drafting, of every token
-            in its window.
-        padding: the number of the padding lane.
-        tokens: the maximum length of a sequence.
+        state: the method's state of each lane's current token, or of every token in its draft window.
     """
 
     def __init__(self, shape: EngineShape, like: State):
@@ -78,6 +72,11 @@ class Lanes:
         return torch.tensor(entries).to(self.books.token.device, non_blocking=True).unbind(1)
 
 
+def write_lane(buffer: Tensor, lane: int, values: Sequence[Any]) -> None:
+    """Copies ``values`` to ``buffer[lane]`` without waiting for the device."""
+    buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
+
+
 def select_state(state: State, which: Any) -> State:
     """Returns some rows of a state, without their hidden states."""
     return State(state.input[which], carried=tuple(values[which] for values in state.carried))
@@ -97,10 +96,7 @@ def join_states(states: Sequence[State]) -> State:
     if len(states) == 1:
         return states[0]
     carried = zip(*(state.carried for state in states), strict=True)
-    return State(
-        torch.cat([state.input for state in states]),
-        carried=tuple(torch.cat(values) for values in carried),
-    )
+    return State(torch.cat([state.input for state in states]), carried=tuple(map(torch.cat, carried)))
 
 
 def store_state(stored: State, lane: Tensor, new: State, hidden: Tensor | None) -> None:

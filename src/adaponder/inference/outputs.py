@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from adaponder.inference.request import Request
 
@@ -21,17 +20,12 @@ class PromptToken:
     log_probability: float | None = None
     top: TopTokens = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token.
 
     Attributes:
-        id: the token id.
         depth: the depth of the token before it, whose row predicted this one.
         log_probability: by the model's own distribution, before biases, penalties and temperature; ``None`` unless the
             request asks for it.
@@ -47,21 +41,14 @@ class Token:
     gates: tuple[float, ...] = ()
     iteration_top: tuple[TopTokens, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
-        return dataclasses.asdict(self)
-
 
 @dataclass
 class Completion:
     """One sample of a request.
 
     Attributes:
-        request: the request.
         sample: the number of the sample, from 0.
-        prompt: token ids of the prompt.
         tokens: the generated tokens; a stop token is the last.
-        prompt_depths: depths of the prompt's tokens.
         prompt_log_probabilities: one entry per token of the prompt, if the request asks for them.
         finish_reason: ``stop`` (an end-of-text or stop id), ``length``, ``cancelled`` or ``error``; ``None`` until it
             finishes.
@@ -98,24 +85,6 @@ class Completion:
     def mean_depth(self) -> float:
         """Mean depth of the computed tokens; 0 without any."""
         return sum(self.depths) / len(self.depths) if self.depths else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the results for JSON; of the request only prompt and seed."""
-        prompt = self.prompt_log_probabilities
-        return {
-            "prompt": self.prompt,
-            "seed": int(self.request.seed),
-            "sample": self.sample,
-            "tokens": [token.as_dict() for token in self.tokens],
-            "prompt_depths": self.prompt_depths,
-            "prompt_log_probabilities": None if prompt is None else [token.as_dict() for token in prompt],
-            "mean_depth": self.mean_depth,
-            "finish_reason": self.finish_reason,
-            "stop_id": self.stop_id,
-            "error": self.error,
-            "dropped_rows": self.dropped_rows,
-            "cached_tokens": self.cached_tokens,
-        }
 
 
 @dataclass(frozen=True)

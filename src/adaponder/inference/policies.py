@@ -1,10 +1,9 @@
 """Applies each lane's own halting policy where rows of many requests share one pass.
 
-The numeric fields of all lanes' policies are device tensors. Each built-in policy class that is present is called once
-for all rows, with every field replaced by a tensor of one value per row, and each row takes the result of its own
-lane's class. Shapes are static and the host never waits, so a CUDA graph can hold the call; the graph stays valid while
-:meth:`LanePolicies.key` is unchanged. A user's own policy, and a built-in one with other fields, is called with the
-rows of its lane alone, and the host waits for it.
+Each built-in policy class that is present is called once for all rows, with every numeric field replaced by a tensor of
+one value per row, and each row takes the result of its lane's class. Shapes are static and the host never waits, so a
+CUDA graph can hold the call while :meth:`LanePolicies.key` is unchanged. A user's own policy, and a built-in one with
+other fields, is called with the rows of its lane alone, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
+from adaponder.inference.lanes import write_lane
 from adaponder.ops.lanes import force_rows
 from adaponder.policies import ForcedDepths, Policy, PolicyInput, as_int64
 
@@ -35,19 +34,17 @@ class LanePolicies:
         errors: the exception of a user's policy, by lane, until the lane is set or cleared; that lane's rows halt.
     """
 
-    def __init__(self, lanes: int, slots: int, config: AdaPonderConfig, device: torch.device | str = "cpu"):
-        self.iterations, self.slots, self.device = config.iterations, slots, torch.device(device)
+    def __init__(self, lanes: int, slots: int, iterations: int, device: torch.device | str = "cpu"):
+        self.iterations, self.slots, self.device = iterations, slots, torch.device(device)
         self.errors: dict[int, Exception] = {}
-        shape = (lanes, self.iterations, _FIELDS)
-        self._numbers = torch.full(shape, math.nan, dtype=torch.float64, device=self.device)
+        self._numbers = torch.full((lanes, iterations, _FIELDS), math.nan, dtype=torch.float64, device=self.device)
         self._integers = torch.zeros(lanes, 3, dtype=torch.int64, device=self.device)
         self._seed, self._class_number, self._last = self._integers.unbind(1)  # views of the columns
         self._forced: Tensor | None = None
+        # By lane: the class of a built-in policy (or ForcedDepths, which decides nothing itself), or a user's policy.
         self._classes: dict[int, type[Policy]] = {}
         self._callables: dict[int, Policy] = {}
-        self._classless: set[int] = set()
         self._forcing: set[int] = set()
-        self._forced_before: set[int] = set()
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(
@@ -58,14 +55,10 @@ class LanePolicies:
         depths: Mapping[int, int] | None = None,
         last_iteration: int | None = None,
     ) -> None:
-        """Assigns a lane to a request.
+        """Assigns a lane to a request; :class:`ForcedDepths` uses the depths of its first sequence.
 
-        Args:
-            lane: the lane.
-            policy: its policy; :class:`ForcedDepths` uses the depths of its first sequence.
-            seed: the seed for policies that draw.
-            depths: forced depth by slot, which overrides the policy; 0 is not forced.
-            last_iteration: the last iteration of any row; by default the model's.
+        ``depths`` are forced depths by slot, which override the policy (0 does not); ``seed`` is for policies that
+        draw; ``last_iteration`` is by default the model's.
         """
         self.clear(lane)
         last = self.iterations - 1 if last_iteration is None else last_iteration
@@ -77,27 +70,24 @@ class LanePolicies:
         if _is_built_in(policy):
             self._classes[lane] = type(policy)
             class_number = self._class_numbers.setdefault(type(policy), len(self._class_numbers))
-            self._write(self._numbers, lane, _number_table(policy, self.iterations, last))
+            write_lane(self._numbers, lane, _number_table(policy, self.iterations, last))
         elif isinstance(policy, ForcedDepths):
-            self._classless.add(lane)
+            self._classes[lane] = ForcedDepths
         else:
             self._callables[lane] = policy
-        self._write(self._integers, lane, [as_int64(seed), class_number, last])
+        write_lane(self._integers, lane, (as_int64(seed), class_number, last))
         if forced:
             self._forcing.add(lane)
             if self._forced is None:
                 self._forced = torch.zeros(len(self._integers), self.slots, dtype=torch.int32, device=self.device)
-        if self._forced is not None and (forced or lane in self._forced_before):
-            self._forced_before.add(lane)
-            self._write(self._forced, lane, [forced.get(slot, 0) for slot in range(self.slots)])
+        if self._forced is not None:
+            write_lane(self._forced, lane, [forced.get(slot, 0) for slot in range(self.slots)])
 
     def clear(self, lane: int) -> None:
         """Frees a lane; decisions for its rows are undefined until it is set again."""
-        self._classes.pop(lane, None)
-        self._callables.pop(lane, None)
-        self.errors.pop(lane, None)
+        for by_lane in (self._classes, self._callables, self.errors):
+            by_lane.pop(lane, None)
         self._forcing.discard(lane)
-        self._classless.discard(lane)
 
     def classes(self) -> tuple[type[Policy], ...]:
         """Returns the built-in policy classes in use, in the order of their first use."""
@@ -114,7 +104,7 @@ class LanePolicies:
 
     def key(self) -> tuple[Any, ...]:
         """Returns what a captured call depends on: while the key is unchanged, its CUDA graph stays valid."""
-        return self.classes(), bool(self._forcing), bool(self._callables), bool(self._classless)
+        return self.classes(), bool(self._forcing), bool(self._callables), ForcedDepths in self._classes.values()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         """Returns True for rows whose token continues, by the policy of each row's lane, ``rows.sequence``.
@@ -140,7 +130,7 @@ class LanePolicies:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
         decisions = [_with_tensors(kind, numbers)(rows) for kind in classes]
-        if len(classes) == 1 and not self._callables and not self._classless:
+        if len({*self._classes.values()}) == 1 and not self._callables:
             return decisions[0]
         keep, class_number = torch.zeros_like(rows.active), self._class_number[rows.sequence]
         for kind, decision in zip(classes, decisions, strict=True):
@@ -166,9 +156,6 @@ class LanePolicies:
         except Exception as error:  # any error ends this request alone
             self.errors[lane] = error
             return keep
-
-    def _write(self, buffer: Tensor, lane: int, values: Any) -> None:
-        buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:

@@ -5,49 +5,45 @@ from __future__ import annotations
 from copy import copy
 
 from adaponder.inference.outputs import Event, FinishReason, PromptToken, Token, TopTokens
-from adaponder.inference.prefixes import Prefixes
 from adaponder.inference.runner import Launch, Runner
 from adaponder.inference.sampler import Scores
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, Chunk, Sequence, TokenProgress
-from adaponder.inference.tick import ChunkOutput, Extras
+from adaponder.inference.tick import Extras
 from adaponder.ops.lanes import GOES_ON, NOT_A_NUMBER
 
 
 class Postprocessor:
-    """Updates the host's view of each sequence and finishes sequences.
+    """Updates the host's view of each sequence, finishes sequences, and counts what was computed.
 
-    Attributes:
-        ticks: the number of ticks so far; likewise ``rows`` and generated ``tokens``.
-        drafted: tokens that were started before they were certain.
-        accepted: drafted tokens that turned out right.
+    ``drafted`` counts tokens that were started before they were certain, ``accepted`` those that turned out right.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, prefixes: Prefixes, eos_ids: frozenset[int]):
-        self.runner, self.scheduler, self.prefixes, self.eos_ids = runner, scheduler, prefixes, eos_ids
+    def __init__(self, runner: Runner, scheduler: Scheduler):
+        self.runner, self.scheduler, self.prefixes = runner, scheduler, scheduler.prefixes
         self.ticks = self.rows = self.tokens = self.drafted = self.accepted = 0
 
     def process(self, launch: Launch) -> list[Event]:
         """Waits for a launch and returns the events that its results cause."""
-        log = launch.wait()
+        tokens, extras = launch.wait()
         events: list[Event] = []
         self.ticks += launch.ticks
         self._end_failed(launch, events)
-        results = log.token.transpose(0, 1).tolist()  # by lane
+        results = tokens.transpose(0, 1).tolist()  # by lane
         process = self._decode if self.runner.drafts is None else self._decode_window
         for column, (sequence, preemptions) in enumerate(launch.decoding):
             if _is_current(sequence, preemptions):
-                process(sequence, results[column], log.extras, column, events)
-        for chunk, preemptions, output in launch.chunks:
+                process(sequence, results[column], extras, column, events)
+        for chunk, preemptions, active, scores in launch.chunks:
             if _is_current(chunk.sequence, preemptions):
-                self._prefill(chunk, output)
+                self._prefill(chunk, active.tolist(), scores)
         return events
 
     def _end_failed(self, launch: Launch, events: list[Event]) -> None:
         """Ends the requests whose own policy raised, and no others."""
         if not launch.failed:
             return
-        involved = [*launch.decoding, *((chunk.sequence, preemptions) for chunk, preemptions, _ in launch.chunks)]
+        involved = [*launch.decoding, *((chunk.sequence, preemptions) for chunk, preemptions, *_ in launch.chunks)]
         for sequence, preemptions in involved:
             if _is_current(sequence, preemptions) and sequence.lane in launch.failed:
                 error = launch.failed[sequence.lane]
@@ -143,8 +139,8 @@ class Postprocessor:
         sequence.tokens.append(token.id)
         sequence.completion.tokens.append(token)
         self.tokens += 1
-        events.append(Event(sequence.submission.number, sequence.sample, token))
-        if token.id in request.stop_ids or (token.id in self.eos_ids and not request.ignore_eos):
+        events.append(Event(*sequence.order, token))
+        if token.id in request.stop_ids or (token.id in self.runner.eos_ids and not request.ignore_eos):
             events.append(self.finish(sequence, "stop", stop_id=token.id))
         elif not sequence.num_remaining:
             events.append(self.finish(sequence, "length"))
@@ -152,15 +148,15 @@ class Postprocessor:
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
-    def _prefill(self, chunk: Chunk, output: ChunkOutput) -> None:
+    def _prefill(self, chunk: Chunk, active: list[bool], scores: Scores | None) -> None:
         """Processes one iteration of a chunk: records halted tokens, keeps the active ones."""
-        sequence, active, iterations = chunk.sequence, output.active.tolist(), chunk.iteration + 1
+        sequence, iterations = chunk.sequence, chunk.iteration + 1
         halted = [index for index, continues in zip(chunk.tokens, active, strict=True) if not continues]
         sequence.set_depth(halted, iterations * self.runner.width)
         self.rows += len(chunk.tokens) * self.runner.width
         self.scheduler.record_depth(sequence.submission.kind, len(halted), len(halted) * iterations)
-        if output.scores is not None:
-            _record_scores(sequence, chunk, active, output.scores)
+        if scores is not None:
+            _record_scores(sequence, chunk, active, scores)
         self.runner.compact(chunk, [number for number, continues in enumerate(active) if continues])
         chunk.in_flight, chunk.iteration = False, iterations
         if not chunk.tokens:
@@ -207,7 +203,7 @@ class Postprocessor:
         completion = sequence.completion
         completion.prompt_depths = sequence.depths[: len(completion.prompt)]
         completion.finish_reason, completion.stop_id, completion.error = reason, stop_id, error
-        return Event(sequence.submission.number, sequence.sample, None, completion)
+        return Event(*sequence.order, None, completion)
 
 
 def _is_current(sequence: Sequence, preemptions: int) -> bool:

@@ -59,12 +59,7 @@ def check_request(
 ) -> None:
     """Raises :class:`InputError` if a request is invalid.
 
-    Args:
-        request: the request.
-        model: the model, for its vocabulary and its policies.
-        positions: the maximum length of a sequence.
-        iterations: the maximum depth of a token.
-        eos_ids: the model's end-of-text ids.
+    ``positions`` is the maximum length of a sequence, ``iterations`` the maximum depth of a token.
     """
     vocabulary = model.config.vocab_size
     prompt = _check_ids("prompt", request.prompt, vocabulary)

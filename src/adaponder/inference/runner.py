@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adaponder.backbones.shape import Shape, shape_of
-from adaponder.inference.bodies.base import Body
+from adaponder.inference.bodies import Body
 from adaponder.inference.config import EngineShape
 from adaponder.inference.graphs import GraphedBody, Graphs
-from adaponder.inference.prefixes import Span
+from adaponder.inference.kv_cache import Span
+from adaponder.inference.sampler import Features, Scores
 from adaponder.inference.scheduler import Plan
-from adaponder.inference.sequence import Chunk, Needs, Sequence
-from adaponder.inference.tick import ChunkOutput, Extras, ScheduledChunks, TickRunner, to_host
+from adaponder.inference.sequence import Chunk, Sequence
+from adaponder.inference.tick import Extras, ScheduledChunks, TickRunner, to_host
 from adaponder.modeling import AdaPonderForCausalLM
 
 # Multiply-adds of a matrix product per CPU thread. A product shared by threads ends with a wait for the slowest of
@@ -28,33 +29,25 @@ PER_THREAD = 1_000_000
 _LAYER_PRODUCTS, _HEAD_PRODUCTS = 4, 2
 
 
-class Log(NamedTuple):
-    """The results of several ticks: ``token [ticks, n]``, see :mod:`adaponder.ops.lanes`, and their extras."""
-
-    token: Tensor
-    extras: Extras
-
-
 @dataclass
 class Launch:
-    """Work given to the device, and its results.
+    """Work given to the device, and its results, which are on the host after :meth:`wait`.
 
     Attributes:
         decoding: the sequences of the log's columns, each with its ``num_preemptions`` at launch.
-        ticks: the number of ticks.
-        log: the results of every tick, ``[ticks, n, …]``, on the host after :meth:`wait`.
+        log: the tokens of every tick, ``[ticks, n]`` (see :mod:`adaponder.ops.lanes`), and their extras.
         chunks: the prefilled chunks, each with its sequence's ``num_preemptions`` at launch and its results.
         failed: the exceptions of users' own policies, by lane.
     """
 
     decoding: list[tuple[Sequence, int]]
     ticks: int
-    log: Log | None = None
-    chunks: list[tuple[Chunk, int, ChunkOutput]] = field(default_factory=list)
+    log: tuple[Tensor, Extras] | None = None
+    chunks: list[tuple[Chunk, int, Tensor, Scores | None]] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
     ready: Any = None
 
-    def wait(self) -> Log:
+    def wait(self) -> tuple[Tensor, Extras]:
         """Waits for the device and returns the log."""
         if self.ready is not None:
             self.ready.synchronize()
@@ -91,17 +84,17 @@ class Runner(TickRunner):
         if plan.pages:
             self.lanes.update_block_tables(plan.pages)
         launch = Launch([(sequence, sequence.num_preemptions) for sequence in plan.decoding], plan.ticks)
-        needs = Needs.of(plan.decoding)
+        features = Features.union({sequence.submission.features for sequence in plan.decoding})
         lanes = [sequence.lane_number for sequence in plan.decoding]
         if self.graphs is None:
-            self._run(lanes, needs, plan.chunks, plan, launch)
+            self._run(lanes, features, plan.chunks, plan, launch)
         else:
             if lanes and self.policies.callables():
-                self._run(lanes, needs, (), plan, launch)
+                self._run(lanes, features, (), plan, launch)
             elif lanes:
-                launch.log = Log(*self.graphs.run(lanes, needs, plan.context, plan.ticks))
+                launch.log = self.graphs.of(len(lanes), features, plan.context).run(lanes, plan.ticks)
             if plan.chunks:  # a separate pass after the ticks: the host can launch it while they run
-                self._run([], Needs(), plan.chunks, plan, launch)
+                self._run([], Features(), plan.chunks, plan, launch)
         if self.device.type == "cuda":
             launch.ready = torch.cuda.Event()
             launch.ready.record()
@@ -133,7 +126,7 @@ class Runner(TickRunner):
         if self.drafts is not None:
             self.drafts.start(sequences, self.policies.callables())
 
-    def _run(self, lanes: list[int], needs: Needs, chunks: ScheduledChunks, plan: Plan, launch: Launch) -> None:
+    def _run(self, lanes: list[int], features: Features, chunks: ScheduledChunks, plan: Plan, launch: Launch) -> None:
         """Runs ticks one by one, the chunks in the first; a single tick without lanes."""
         rows = (len(lanes) + sum(len(chunk.tokens) for chunk, _ in chunks)) * self.width
         lane, extras = self.as_tensor(lanes), []
@@ -142,16 +135,16 @@ class Runner(TickRunner):
         self.lanes.books.tick.fill_(-1)
         with pass_threads(self.backbone_shape, rows) if self.device.type == "cpu" else nullcontext():
             for _ in range(ticks):
-                extra, outputs = self.tick(lane, chunks, needs, plan.context, log, self.replayed)
+                extra, outputs = self.tick(lane, chunks, features, plan.context, log, self.replayed)
                 extras.append(extra)
                 for (chunk, _), output in zip(chunks, outputs, strict=True):
-                    launch.chunks.append((chunk, chunk.sequence.num_preemptions, output))
+                    launch.chunks.append((chunk, chunk.sequence.num_preemptions, *output))
                 launch.failed |= self.policies.errors
                 chunks = ()
         if launch.log is None:
-            columns = [None if values[0] is None else torch.stack(values) for values in zip(*extras, strict=True)]
-            stacked = (None if values is None else to_host(values) for values in columns)
-            launch.log = Log(to_host(log), Extras(*stacked))
+            columns = zip(*extras, strict=True)
+            stacked = (None if values[0] is None else to_host(torch.stack(values)) for values in columns)
+            launch.log = (to_host(log), Extras(*stacked))
 
 
 def threads_of_pass(shape: Shape, rows: int, *, most: int) -> int:

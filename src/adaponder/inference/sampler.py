@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from adaponder.inference.lanes import write_lane
 from adaponder.inference.request import MOST_BIASES, MOST_STOP_IDS, Request
 from adaponder.ops.next_token import least_kept, pick, stream_key
 from adaponder.ops.precision import widened
@@ -30,44 +31,39 @@ _FOREVER = torch.iinfo(torch.int64).max
 
 
 class Features(NamedTuple):
-    """The sampling features that any lane of a batch needs; the others are not computed.
+    """What any lane of a batch needs of a tick; the rest is not computed, which changes no lane's token.
 
-    A row's token is the same with and without features that its lane does not need. ``log_probabilities`` is the number
-    of top tokens to return; ``None`` returns no log-probabilities.
+    ``log_probabilities`` is the number of top tokens to return; ``None`` returns no log-probabilities.
     """
 
     sampled: bool = False
     truncated: bool = False
     penalised: bool = False
     biased: bool = False
+    gates: bool = False
     log_probabilities: int | None = None
 
     @classmethod
     def of(cls, request: Request) -> Features:
         """Returns the features that a request needs."""
-        top = request.log_probabilities
+        top, truncates = request.log_probabilities, request.top_k or request.top_p < 1 or request.min_p > 0
+        if request.iteration_top:
+            top = max(request.iteration_top, top or 0)
+        penalties = (request.repetition_penalty != 1, request.presence_penalty, request.frequency_penalty)
         return cls(
             sampled=not request.greedy,
-            truncated=not request.greedy and bool(request.top_k or request.top_p < 1 or request.min_p > 0),
-            penalised=request.repetition_penalty != 1
-            or request.presence_penalty != 0
-            or request.frequency_penalty != 0,
+            truncated=not request.greedy and bool(truncates),
+            penalised=any(penalties),
             biased=bool(request.logit_bias) or request.min_new_tokens > 0,
+            gates=request.gates,
             log_probabilities=None if top is None else next(size for size in _TOP_SIZES if size >= top),
         )
 
     @classmethod
     def union(cls, features: Iterable[Features]) -> Features:
         """Returns the features that any of these needs."""
-        every = tuple(features)
-        tops = [item.log_probabilities for item in every if item.log_probabilities is not None]
-        return cls(
-            sampled=any(item.sampled for item in every),
-            truncated=any(item.truncated for item in every),
-            penalised=any(item.penalised for item in every),
-            biased=any(item.biased for item in every),
-            log_probabilities=max(tops, default=None),
-        )
+        *flags, tops = zip(cls(), *features, strict=True)
+        return cls(*map(any, flags), max((top for top in tops if top is not None), default=None))
 
 
 class Scores(NamedTuple):
@@ -90,17 +86,6 @@ class Sampled(NamedTuple):
     scores: Scores | None = None
 
 
-class _Numbers(NamedTuple):
-    """The floating-point settings of a lane, in the order of the columns of :attr:`SamplerState._numbers`."""
-
-    temperature: float
-    top_p: float
-    log_min_p: float
-    repetition: float
-    presence: float
-    frequency: float
-
-
 class SamplerState:
     """The sampling settings of every lane.
 
@@ -109,19 +94,13 @@ class SamplerState:
     """
 
     def __init__(
-        self,
-        lanes: int,
-        vocabulary: int,
-        device: torch.device | str = "cpu",
-        *,
-        eos_ids: Collection[int] = (),
+        self, lanes: int, vocabulary: int, device: torch.device | str = "cpu", *, eos_ids: Collection[int] = ()
     ):
-        self.lanes, self.vocabulary, self.device = lanes, vocabulary, torch.device(device)
-        self.eos_ids = tuple(eos_ids)
-        self._numbers = torch.ones(lanes, len(_Numbers._fields), dtype=torch.float64, device=self.device)
+        self.lanes, self.vocabulary, self.device, self.eos_ids = lanes, vocabulary, torch.device(device), tuple(eos_ids)
+        # Columns: temperature, top_p, log_min_p; repetition, presence, frequency; noise key, top_k.
+        self._truncation = torch.ones(lanes, 3, dtype=torch.float64, device=self.device)
+        self._penalties = torch.ones(lanes, 3, dtype=torch.float64, device=self.device)
         self._integers = torch.ones(lanes, 2, dtype=torch.int64, device=self.device)
-        # Views of the columns: temperature, top_p, log_min_p; then the penalties.
-        self._truncation, self._penalties = self._numbers.split(3, dim=1)
         self._temperature = self._truncation[:, 0]
         self._key, self._top_k = self._integers.unbind(1)
         self._biases: LaneBiases | None = None
@@ -132,18 +111,13 @@ class SamplerState:
     ) -> None:
         """Assigns a lane to one sample of a request that has already generated ``output_ids``."""
         features = Features.of(request)
+        temperature = 0.0 if request.greedy else request.temperature
+        log_min_p = math.log(request.min_p) if request.min_p > 0 else -math.inf
+        penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
         top_k = min(request.top_k, self.vocabulary) or self.vocabulary
-        integers = [stream_key(request.seed, sample), top_k]
-        numbers = _Numbers(
-            temperature=0.0 if request.greedy else float(request.temperature),
-            top_p=float(request.top_p),
-            log_min_p=math.log(request.min_p) if request.min_p > 0 else -math.inf,
-            repetition=float(request.repetition_penalty),
-            presence=float(request.presence_penalty),
-            frequency=float(request.frequency_penalty),
-        )
-        for buffer, values in ((self._integers, integers), (self._numbers, numbers)):
-            buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
+        write_lane(self._truncation, lane, (temperature, request.top_p, log_min_p))
+        write_lane(self._penalties, lane, penalties)
+        write_lane(self._integers, lane, (stream_key(request.seed, sample), top_k))
         if features.biased and self._biases is None:
             self._biases = LaneBiases(self.lanes, self.device, len(self.eos_ids))
         if self._biases is not None:
@@ -151,9 +125,8 @@ class SamplerState:
             # The row at the prompt's last position samples the first token.
             until = len(prompt_ids) - 1 + request.min_new_tokens
             self._biases.set(lane, request.logit_bias, stop_ids if request.min_new_tokens else (), until)
-        if features.penalised and self._occurrences is None:
-            self._occurrences = Occurrences(self.lanes, self.vocabulary, self.device)
-        if self._occurrences is not None and features.penalised:
+        if features.penalised:
+            self._occurrences = self._occurrences or Occurrences(self.lanes, self.vocabulary, self.device)
             self._occurrences.set(lane, prompt_ids, output_ids)
 
     def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Sampled:
@@ -171,12 +144,9 @@ class SamplerState:
         if features.penalised and self._occurrences is not None:
             penalties = self._penalties[lanes].split(1, dim=1)
             adjusted = self._occurrences.penalise(widened(adjusted), lanes, *penalties)
-        least = None
-        if features.truncated:
-            least = least_kept(adjusted, lanes, self._truncation, self._top_k)
-        token, bad = pick(
-            adjusted, lanes, position, self._temperature, self._key, sampled=features.sampled, least=least
-        )
+        least = least_kept(adjusted, lanes, self._truncation, self._top_k) if features.truncated else None
+        rows = (adjusted, lanes, position)
+        token, bad = pick(*rows, self._temperature, self._key, sampled=features.sampled, least=least)
         scores = None if features.log_probabilities is None else score(logits, token, features.log_probabilities)
         return Sampled(token, bad, scores)
 
@@ -209,7 +179,7 @@ class LaneBiases:
         entries += [(0, 0.0, 0)] * (self._token.shape[1] - len(entries))
         tokens, values, limits = zip(*entries, strict=True)
         for buffer, column in ((self._token, tokens), (self._value, values), (self._until, limits)):
-            buffer[lane].copy_(torch.tensor(column, dtype=buffer.dtype), non_blocking=True)
+            write_lane(buffer, lane, column)
 
     def add(self, logits: Tensor, lanes: Tensor, position: Tensor) -> Tensor:
         """Returns ``logits [n, V]`` plus the values of each row's lane at its position."""

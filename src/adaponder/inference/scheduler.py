@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from adaponder.inference.config import EngineShape
-from adaponder.inference.pages import Pages
-from adaponder.inference.prefixes import Prefixes
+from adaponder.inference.kv_cache import PrefixCache
 from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
 
 # Tokens of a kind after which their mean depth is used.
 _ENOUGH = 32
 # Kinds whose mean depth is kept: every request may bring its own threshold.
 _KINDS = 1024
+_order = attrgetter("order")
 
 
 @dataclass
@@ -58,19 +59,12 @@ class Plan:
 class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
-    Args:
-        shape: the engine's sizes.
-        pages: the page allocator of the pools.
-        prefixes: the prefix cache.
-
-    Attributes:
-        preemptions: the number of preemptions so far.
-        most_resident: the largest number of sequences that had a lane at a time.
-        tokens_reused: tokens found in the prefix cache so far.
+    It counts ``preemptions``, the tokens found in the prefix cache (``tokens_reused``) and, in ``most_resident``, the
+    largest number of sequences that had a lane at a time.
     """
 
-    def __init__(self, shape: EngineShape, pages: Pages, prefixes: Prefixes):
-        self.shape, self.pages, self.prefixes, self.width = shape, pages, prefixes, shape.width
+    def __init__(self, shape: EngineShape, prefixes: PrefixCache):
+        self.shape, self.pages, self.prefixes, self.width = shape, prefixes.pages, prefixes, shape.width
         self.waiting: deque[Sequence] = deque()
         self.resident: dict[int, Sequence] = {}
         self._free_lanes = list(range(shape.lanes - 1, -1, -1))
@@ -79,10 +73,6 @@ class Scheduler:
         self._freed: list[int] = []
         self._unlaunched: list[Sequence] = []
         self.preemptions = self.most_resident = self.tokens_reused = 0
-
-    def add(self, sequence: Sequence) -> None:
-        """Appends a sequence to the waiting queue."""
-        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a finished sequence, waiting or resident, and frees its pages."""
@@ -97,10 +87,10 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         """Frees a sequence's lane and pages."""
-        assert sequence.lane is not None
-        del self.resident[sequence.lane]
-        self._freed.append(sequence.lane)
-        self._free_lanes.append(sequence.lane)
+        lane = sequence.lane_number
+        del self.resident[lane]
+        self._freed.append(lane)
+        self._free_lanes.append(lane)
         self._free_lanes.sort(reverse=True)  # the lowest lane is used next, so that used lanes are adjacent
         self.pages.release(sequence.kv.pages())
         sequence.reset()
@@ -113,7 +103,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.preemptions += 1
         self._paused = True  # no admission before a sequence finishes, else two could preempt each other forever
-        older = sum(other.number < sequence.number for other in self.waiting)  # the queue is ordered by arrival
+        older = sum(other.order < sequence.order for other in self.waiting)  # the queue is ordered by arrival
         self.waiting.insert(older, sequence)
 
     def clear(self) -> None:
@@ -161,7 +151,7 @@ class Scheduler:
         plan.chunks.sort(key=lambda entry: entry[0].iteration)  # chunks at one iteration share a gate call
         if plan.empty and self.resident and not any(_in_flight(sequence) for sequence in self.resident.values()):
             # Waiting samples hold the pages that the residents lack: the youngest resident is preempted.
-            self._preempt(max(self.resident.values(), key=_arrival))
+            self._preempt(max(self.resident.values(), key=_order))
             plan.drop_preempted()
         plan.decoding.sort(key=lambda sequence: sequence.lane or 0)
         plan.pages = [entry for entry in plan.pages if entry[0] in self.resident]
@@ -217,7 +207,7 @@ class Scheduler:
         ready = [sequence for sequence in self.resident.values() if sequence.state == DECODING or sequence.prefilled]
         most = max((sequence.num_remaining * self._most_passes(sequence) for sequence in ready), default=1)
         plan.ticks = max(1, min(self._burst_beside_prefill(), most))
-        for sequence in sorted(ready, key=_arrival):
+        for sequence in sorted(ready, key=_order):
             if sequence.lane is None:
                 continue  # preempted for an older sequence
             if not self._allocate_decode(sequence, plan):
@@ -261,10 +251,10 @@ class Scheduler:
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
         """Takes pages that are free, cached, or held by younger sequences; ``None`` if there are too few."""
         while not self.prefixes.make_room(count):
-            younger = [other for other in self.resident.values() if other.number > sequence.number]
-            sharing = [other for other in self.waiting if other.number > sequence.number and other.kv.shared]
+            younger = [other for other in self.resident.values() if other.order > sequence.order]
+            sharing = [other for other in self.waiting if other.order > sequence.order and other.kv.shared]
             if younger:
-                self._preempt(max(younger, key=_arrival))
+                self._preempt(max(younger, key=_order))
             elif sharing:
                 # This waiting sample loses the prompt shared with it and will prefill it itself.
                 sample = sharing[-1]
@@ -281,7 +271,7 @@ class Scheduler:
         """
         room = self.shape.chunk
         prefilling = [sequence for sequence in self.resident.values() if sequence.state == PREFILLING]
-        for sequence in sorted(prefilling, key=_arrival):
+        for sequence in sorted(prefilling, key=_order):
             if sequence.lane is None:
                 continue  # preempted for an older sequence
             reached = sequence.iterations
@@ -313,10 +303,6 @@ class Scheduler:
         pages = self._take_pages(stream.pages_for(len(chunk.tokens) * self.width), chunk.sequence)
         stream.pages += pages or []
         return pages is not None
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.number
 
 
 def _in_flight(sequence: Sequence) -> bool:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from adaponder.execution.base import Pass, Rows
 from adaponder.halting import Column, Gate, pondered
-from adaponder.inference.bodies.base import Body, Pools
-from adaponder.inference.config import EngineShape
+from adaponder.inference.bodies import Body, Pools
+from adaponder.inference.config import EngineShape, eos_ids
 from adaponder.inference.drafting import Drafting
 from adaponder.inference.lanes import Lanes, join_states, resume_state, select_state, store_state
 from adaponder.inference.policies import LanePolicies
-from adaponder.inference.sampler import SamplerState, Scores, prompt_log_probabilities
-from adaponder.inference.sequence import Chunk, Needs
+from adaponder.inference.sampler import Features, SamplerState, Scores, prompt_log_probabilities
+from adaponder.inference.sequence import Chunk
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.lanes import Begun, begin_rows, book_rows, end_rows, ponder_rows
@@ -35,6 +35,8 @@ from adaponder.policies import PolicyInput
 
 # Prefill chunks, each with its pool rows.
 ScheduledChunks = Sequence[tuple[Chunk, list[int]]]
+# The results of a chunk's pass: whether each token continues, bool ``[n]``, and the scores of the next tokens.
+ChunkOutput = tuple[Tensor, Scores | None]
 Gates = Sequence[nn.Module] | nn.ModuleList
 
 
@@ -47,18 +49,10 @@ class Extras(NamedTuple):
     top_log_probabilities: Tensor | None = None
 
 
-class ChunkOutput(NamedTuple):
-    """The results of a chunk's pass: whether each token continues, ``[n]``, and scores of the next tokens."""
-
-    active: Tensor
-    scores: Scores | None
-
-
 class TickInput(NamedTuple):
-    """The tokens of a tick, ``[n]`` each: lane, position, iteration, last allowed iteration.
+    """The tokens of a tick, ``[n]`` each, and their pool rows ``[n, width]``.
 
-    ``row`` are the pool rows, ``[n, width]``; ``previous`` the hidden states of the previous iteration, where a policy
-    reads them.
+    ``last`` is the last allowed iteration; ``previous`` the previous hidden states, where a policy reads them.
     """
 
     lane: Tensor
@@ -80,34 +74,20 @@ class TickInput(NamedTuple):
 class TickRunner:
     """Holds the state of all lanes on the device and computes ticks, eagerly or under capture by a CUDA graph.
 
-    Args:
-        model: the model.
-        body: its backbone over the pools.
-        shape: the engine's sizes.
-        rows: rows of the pools.
-        eos_ids: the model's end-of-text ids.
-        top_k: the ``expectation_top_k`` that replaces the config's, if any.
+    ``rows`` is the number of rows of the pools; ``top_k`` replaces the model's ``expectation_top_k``.
 
     Attributes:
         drafts: the draft windows of all lanes; ``None`` without drafting.
     """
 
     def __init__(
-        self,
-        model: AdaPonderForCausalLM,
-        body: Body,
-        shape: EngineShape,
-        *,
-        rows: int,
-        eos_ids: frozenset[int],
-        top_k: int | None = None,
+        self, model: AdaPonderForCausalLM, body: Body, shape: EngineShape, *, rows: int, top_k: int | None = None
     ):
-        self.model, self.method, self.backbone, self.body = model, model.method, model.wrapped, body
-        self.device, self.top_k = model.device, top_k
-        self.passes, self.width = shape.passes, shape.width
+        self.method, self.backbone, self.body, self.device = model.method, model.wrapped, body, model.device
+        self.passes, self.width, self.top_k, self.eos_ids = shape.passes, shape.width, top_k, eos_ids(model)
         self.vanishes = self.method.reuse() == "absent"
-        self.policies = LanePolicies(shape.lanes + 1, shape.tokens, model.config, self.device)
-        self.sampler = SamplerState(shape.lanes + 1, model.config.vocab_size, self.device, eos_ids=eos_ids)
+        self.policies = LanePolicies(shape.lanes + 1, shape.tokens, model.config.iterations, self.device)
+        self.sampler = SamplerState(shape.lanes + 1, model.config.vocab_size, self.device, eos_ids=self.eos_ids)
         self.pools = Pools.empty(body.row_shapes(), rows, model.dtype, self.device)
         self._gates: tuple[Any, RowGates] | None = None
         self._all_active = torch.ones(pad_lanes(shape.lanes) * shape.window, 1, dtype=torch.bool, device=self.device)
@@ -132,7 +112,7 @@ class TickRunner:
         self,
         lane: Tensor,
         chunks: ScheduledChunks,
-        needs: Needs,
+        features: Features,
         context: int,
         log: Tensor,
         body: Body | None = None,
@@ -160,7 +140,7 @@ class TickRunner:
         extras = Extras()
         if num_decode or not chunks:
             decoded = select_state(state, slice(num_decode))
-            extras = self._finish_decode(rows, begun, state_row, decoded, hidden, needs, log)
+            extras = self._finish_decode(rows, begun, state_row, decoded, hidden, features, log)
         return extras, self._finish_chunks(chunks, rows, state, hidden, reads_previous)
 
     def _chunk_input(
@@ -222,14 +202,8 @@ class TickRunner:
             slot = (slot[:, None] * width + torch.arange(width, device=self.device)).flatten()
         if cohorts:
             prefill = slice(num_decode * width, None)
-            book_rows(
-                self.lanes.index,
-                lane[prefill],
-                slot[prefill],
-                iteration[prefill],
-                row[prefill],
-                vanishes=self.vanishes,
-            )
+            places = (values[prefill] for values in (lane, slot, iteration, row))
+            book_rows(self.lanes.index, *places, vanishes=self.vanishes)
         context = min(context, self.lanes.index.shape[2])
         ledger = LedgerRows(self.lanes.index, lane, slot, iteration, row, num_decode * width, cohorts, context)
         position = tick.position if width == 1 else tick.position.repeat_interleave(width)
@@ -243,20 +217,27 @@ class TickRunner:
         return state, hidden
 
     def _finish_decode(
-        self, rows: TickRows, begun: Begun, state_row: Tensor, state: State, hidden: Tensor, needs: Needs, log: Tensor
+        self,
+        rows: TickRows,
+        begun: Begun,
+        state_row: Tensor,
+        state: State,
+        hidden: Tensor,
+        features: Features,
+        log: Tensor,
     ) -> Extras:
         """Samples, and moves each decoding lane to its token's next iteration or to the next token."""
         lanes, num_decode = self.lanes, rows.num_decode
         lane, active = rows.lane[:num_decode], rows.active[:num_decode, 0]
-        sampled = self.sampler.choose(rows.backbone.decode_logits(hidden), lane, begun.place, needs.features)
-        if needs.features.penalised:
+        sampled = self.sampler.choose(rows.backbone.decode_logits(hidden), lane, begun.place, features)
+        if features.penalised:
             self.sampler.record(sampled.token, lane, ~active)
         if self.drafts is not None:
             self.drafts.end(active, sampled.token, sampled.bad, log)
         else:
             end_rows(lanes.books, lane, begun, active, sampled.token, sampled.bad, log, places=lanes.tokens)
         store_state(lanes.state, state_row, state, hidden[:num_decode] if self.policies.reads_previous() else None)
-        gate = rows.gate_output[:num_decode, 0].float() if needs.gates and rows.gate_output is not None else None
+        gate = rows.gate_output[:num_decode, 0].float() if features.gates and rows.gate_output is not None else None
         outputs = (gate, *(sampled.scores or (None, None, None)))
         if self.drafts is not None:
             outputs = tuple(None if values is None else self.drafts.spread(values) for values in outputs)
@@ -271,22 +252,15 @@ class TickRunner:
         active, outputs = to_host(rows.active[rows.num_decode :, 0]), []
         for (chunk, _), cohort in zip(chunks, rows.cohorts, strict=True):
             start, stop = cohort.start // self.width, cohort.stop // self.width
-            which = slice(start, stop)
+            which, sequence, scores = slice(start, stop), chunk.sequence, None
             chunk.state, chunk.previous = select_state(state, which), hidden[which] if reads_previous else None
-            scores = self._score_prompt(chunk, hidden[which])
-            if scores is not None:
-                scores = Scores(*map(to_host, scores))
-            outputs.append(ChunkOutput(active[start - rows.num_decode : stop - rows.num_decode], scores))
+            top = sequence.request.prompt_log_probabilities
+            if top is not None:
+                targets = self.as_tensor([sequence.tokens[index + 1] for index in chunk.tokens])
+                logits = self.backbone.logits(hidden[which][:, 0])
+                scores = Scores(*map(to_host, prompt_log_probabilities(logits, targets, top)))
+            outputs.append((active[start - rows.num_decode : stop - rows.num_decode], scores))
         return outputs
-
-    def _score_prompt(self, chunk: Chunk, hidden: Tensor) -> Scores | None:
-        """Returns the scores of the token after each token of a chunk, where the request asks for them."""
-        sequence = chunk.sequence
-        top = sequence.request.prompt_log_probabilities
-        if top is None:
-            return None
-        targets = self.as_tensor([sequence.tokens[index + 1] for index in chunk.tokens])
-        return prompt_log_probabilities(self.backbone.logits(hidden[:, 0]), targets, top)
 
     def compact(self, chunk: Chunk, which: list[int]) -> None:
         """Removes all tokens of a chunk but these."""
@@ -314,7 +288,7 @@ class TickRows(Rows):
     """The rows of a tick as the method uses them; tensors are ``[n, 1]`` or ``[n, width, d]``, one entry per token.
 
     Attributes:
-        num_decode: the number of decoding tokens, which come first; the others are prefill chunks, the ``cohorts``.
+        num_decode: the number of decoding tokens, which come first; the prefill chunks after them are ``cohorts``.
         gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.
     """
 

@@ -10,7 +10,7 @@ from adaponder.commands import evaluate
 from adaponder.conversion.narrow import NarrowLinear, narrow, weight_bytes
 from adaponder.conversion.open import load
 from adaponder.errors import CheckpointError, InputError
-from adaponder.inference.bodies.neox import NeoxBody
+from adaponder.inference.bodies import unsupported
 from support import ids, tiny
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -147,12 +147,12 @@ class Strange(torch.Tensor):
 
 
 def test_no_kernel_reads_quantised_weights_as_if_they_were_plain(pair):
-    assert NeoxBody.unsupported(pair[0]._wrapped) is None
-    assert "quantised" in (NeoxBody.unsupported(pair[1]._wrapped) or "")
+    assert unsupported(pair[0]._wrapped) is None
+    assert "quantised" in (unsupported(pair[1]._wrapped) or "")
     model = tiny(dtype=torch.float32).eval()
     linear = model.backbone.gpt_neox.layers[0].mlp.dense_h_to_4h
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Strange), requires_grad=False)
-    assert "quantised" in (NeoxBody.unsupported(model._wrapped) or "")
+    assert "quantised" in (unsupported(model._wrapped) or "")
 
 
 def test_a_quantised_model_is_not_saved(pair, tmp_path):

@@ -9,9 +9,7 @@ import torch
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.inference import Engine, Request
-from adaponder.inference.bodies.base import Pools
-from adaponder.inference.bodies.llama import LlamaBody
-from adaponder.inference.bodies.neox import NeoxBody
+from adaponder.inference.bodies import FusedBody, Pools
 from adaponder.inference.graphs import GraphedBody, pad_prefill
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.policies import FixedDepth
@@ -48,11 +46,11 @@ class _Owner:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "kind"), [("gpt_neox", NeoxBody), ("llama", LlamaBody)])
-def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family, kind):
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family):
     """The second pass is smaller than the first: nothing of the first may be left in the graph."""
     backbone = Backbone(stock(family).cuda().bfloat16())
-    body = kind(backbone, lanes=LANES, apart=True, positions=SLOTS)
+    body = FusedBody(backbone, rows=LANES, apart=True, positions=SLOTS)
     graphed = GraphedBody(body, _Owner(), LANES)
     width = backbone.stock.config.hidden_size
     index = torch.zeros(LANES + 1, 2, SLOTS, dtype=torch.int32, device="cuda")

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import support
 from adaponder import policies as package
 from adaponder.errors import InputError
 from adaponder.inference.policies import LanePolicies, prefix_key, runs_on_host
@@ -47,7 +46,6 @@ from adaponder.policies import (
 from toy_policy import TopProbability
 
 K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6
-CONFIG = support.tiny(iterations=K).config
 DEPTHS = torch.arange(3 * SLOTS).view(3, SLOTS) % K + 1
 
 # Those whose numbers become tensors, for which the host does not wait.
@@ -150,7 +148,7 @@ def test_each_row_is_answered_as_its_lanes_policy_would_alone(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    policies = LanePolicies(LANES, SLOTS, CONFIG)
+    policies = LanePolicies(LANES, SLOTS, K)
     for lane, number in enumerate(chosen):
         policies.set(lane, FixedDepth(K), 1, {0: 2} if forces else None)  # an earlier request, of which nothing is left
         last = lasts[lane] if limits else None
@@ -171,7 +169,7 @@ def test_each_row_is_answered_as_its_lanes_policy_would_alone(
 
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
 def test_a_policy_alone_in_all_lanes_is_itself(policy: Policy) -> None:
-    policies = LanePolicies(LANES, SLOTS, CONFIG)
+    policies = LanePolicies(LANES, SLOTS, K)
     for lane in range(LANES):
         policies.set(lane, policy, lane)
     rows = mixed_rows(200, seed=3)
@@ -189,7 +187,7 @@ def test_thresholds_are_compared_in_the_precision_in_which_they_would_be_alone()
         near = torch.tensor(number, dtype=torch.float32)
         for gate in (near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))):
             for policy in (LearnedGate(number), ExitThreshold(1 - number), ExitThreshold(number)):
-                policies = LanePolicies(1, SLOTS, CONFIG)
+                policies = LanePolicies(1, SLOTS, K)
                 policies.set(0, policy)
                 row = replace(rows, gate=gate[None], iteration=torch.zeros(1, dtype=torch.long))
                 assert bool(policies(row)) == bool(policy(row))
@@ -208,7 +206,7 @@ def test_a_policy_that_fails_ends_its_own_lane_only(wrong: Any) -> None:
             return function(rows)
 
     for failing in (Custom(function), Wrong()):
-        policies = LanePolicies(3, SLOTS, CONFIG)
+        policies = LanePolicies(3, SLOTS, K)
         policies.set(0, FixedDepth(K))
         policies.set(1, FixedDepth(K))
         policies.set(1, failing)
@@ -230,7 +228,7 @@ def test_a_callable_sees_the_active_rows_of_its_own_lane_as_the_only_sequence() 
         seen.append(rows)
         return rows.active
 
-    policies = LanePolicies(3, SLOTS, CONFIG)
+    policies = LanePolicies(3, SLOTS, K)
     policies.set(1, Custom(function), seed=77)
     policies.set(0, FixedDepth(2))
     assert policies.callables() == (1,)
@@ -249,7 +247,7 @@ def test_a_callable_sees_the_active_rows_of_its_own_lane_as_the_only_sequence() 
 
 
 def test_the_key_says_what_a_captured_call_would_be_wrong_about() -> None:
-    policies = LanePolicies(3, SLOTS, CONFIG)
+    policies = LanePolicies(3, SLOTS, K)
     empty = policies.key()
     policies.set(0, LearnedGate(0.1))
     one = policies.key()
@@ -273,7 +271,7 @@ def test_no_policy_made_of_a_few_numbers_makes_the_host_wait() -> None:
             policies(PolicyInput(**tensors, head=lambda hidden: hidden))
 
     for limit in (None, 1):
-        policies = LanePolicies(len(ON_DEVICE), SLOTS, CONFIG)
+        policies = LanePolicies(len(ON_DEVICE), SLOTS, K)
         for lane, policy in enumerate(ON_DEVICE):
             policies.set(lane, policy, lane, {1: 2}, limit)
         decided(policies)
@@ -285,7 +283,7 @@ def test_no_policy_made_of_a_few_numbers_makes_the_host_wait() -> None:
 @pytest.mark.gpu
 def test_a_cuda_graph_decides_as_the_cpu_does() -> None:
     lanes = len(ON_DEVICE)
-    policies = {device: LanePolicies(lanes, SLOTS, CONFIG, device) for device in ("cpu", "cuda")}
+    policies = {device: LanePolicies(lanes, SLOTS, K, device) for device in ("cpu", "cuda")}
 
     def settle(shift: int) -> None:
         for one in policies.values():

@@ -23,7 +23,7 @@ from adaponder.inference.sampler import (
 )
 
 VOCABULARY = 23
-EVERYTHING = Features(True, True, True, True, 5)
+EVERYTHING = Features(True, True, True, True, False, 5)
 REQUESTS = {
     "greedy": {"temperature": 0},
     "plain": {},
@@ -146,7 +146,7 @@ def test_buffers_stay_where_they_are() -> None:
     state.set(0, request(**REQUESTS["penalties"], **REQUESTS["bias"]), 0, [1])
     assert state._occurrences is not None
     assert state._biases is not None
-    buffers = (state._numbers, state._integers, state._occurrences._output, state._biases._value)
+    buffers = (state._truncation, state._penalties, state._integers, state._occurrences._output, state._biases._value)
     before = [buffer.data_ptr() for buffer in buffers]
     for lane in range(3):
         state.set(lane, request(**REQUESTS["penalties"], **REQUESTS["bias"]), 0, [1, 2])
@@ -239,7 +239,7 @@ def test_features_are_what_any_request_needs_and_no_more() -> None:
     asked = Features.of(request(top_p=0.5, log_probabilities=6, min_new_tokens=1, presence_penalty=1.0))
     assert Features.union([]) == greedy == Features()
     assert Features.union([greedy, drawn]) == drawn == Features(sampled=True, log_probabilities=0)
-    assert Features.union([greedy, asked, drawn]) == asked == Features(True, True, True, True, 20)
+    assert Features.union([greedy, asked, drawn]) == asked == Features(True, True, True, True, False, 20)
 
 
 @pytest.mark.gpu

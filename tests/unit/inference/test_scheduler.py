@@ -8,13 +8,12 @@ import torch
 from adaponder import FixedDepth
 from adaponder.inference import Request
 from adaponder.inference.config import EngineShape
-from adaponder.inference.pages import Pages
+from adaponder.inference.kv_cache import Pages, PrefixCache, Span
 from adaponder.inference.postprocess import Postprocessor
-from adaponder.inference.prefixes import Prefixes, Span
-from adaponder.inference.runner import Launch, Log
+from adaponder.inference.runner import Launch
 from adaponder.inference.scheduler import Scheduler
 from adaponder.inference.sequence import FINISHED, PREFILLING, WAITING, Submission
-from adaponder.inference.tick import ChunkOutput, Extras
+from adaponder.inference.tick import Extras
 
 SIZE = 4
 
@@ -24,12 +23,12 @@ class StandIn:
 
     def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None, **shape):
         self.pages = Pages(rows // SIZE + 1, SIZE)
-        self.prefixes = Prefixes(self.pages, block)
+        self.prefixes = PrefixCache(self.pages, block)
         sizes = {"iterations": 3, "tokens": 100, "width": 1, "passes": 3, "window": 1} | shape
         shape = EngineShape(lanes=lanes, chunk=chunk, burst=burst, **sizes)
-        self.scheduler = Scheduler(shape, self.pages, self.prefixes)
-        self.postprocessor = Postprocessor(self, self.scheduler, self.prefixes, frozenset())
-        self.width, self.late, self.share, self.drafts = 1, late, share, None
+        self.scheduler = Scheduler(shape, self.prefixes)
+        self.postprocessor = Postprocessor(self, self.scheduler)
+        self.width, self.late, self.share, self.drafts, self.eos_ids = 1, late, share, None, ()
         self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
         self.in_flight, self.stands, self.occupants = None, {}, {}
         self.admitted, self.preempted, self.ended = [], [], []
@@ -47,15 +46,14 @@ class StandIn:
             namespace="namespace" if self.share else None,
             page_size=SIZE,
         )
-        for _ in range(samples):
-            self.scheduler.add(submission.add_sample(self.numbers))
-            self.numbers += 1
+        self.scheduler.waiting.extend(submission.samples)
+        self.numbers += 1
         return submission.samples
 
     def step(self):
         plan = self.scheduler.schedule()
         self.check(plan)
-        self.admitted += [one.number for one in plan.admitted]
+        self.admitted += [one.order for one in plan.admitted]
         launch = None if plan.empty else self.launch(plan)
         before, self.in_flight = self.in_flight, launch
         events = [] if before is None else self.postprocessor.process(before)
@@ -75,10 +73,10 @@ class StandIn:
             self.stands[one] = (len(one.tokens) - 1, 0)
         said = [[self.read(one) for one in plan.decoding] for _ in range(plan.ticks)]
         tokens = torch.tensor(said, dtype=torch.long).view(plan.ticks, len(plan.decoding))
-        launch = Launch([(one, one.num_preemptions) for one in plan.decoding], plan.ticks, Log(tokens, Extras()))
+        launch = Launch([(one, one.num_preemptions) for one in plan.decoding], plan.ticks, (tokens, Extras()))
         for chunk, _ in plan.chunks:
             on = [chunk.iteration + 1 < self.depth(chunk.sequence, place) for place in chunk.tokens]
-            launch.chunks.append((chunk, chunk.sequence.num_preemptions, ChunkOutput(torch.tensor(on), None)))
+            launch.chunks.append((chunk, chunk.sequence.num_preemptions, torch.tensor(on), None))
         return launch
 
     def read(self, sequence):
@@ -121,7 +119,7 @@ class StandIn:
         assert self.pages.held == 0
 
     def _note_preemption(self, sequence):
-        self.preempted.append((sequence.number, [one.number for one in self.scheduler.resident.values()]))
+        self.preempted.append((sequence.order, [one.order for one in self.scheduler.resident.values()]))
         self._preempt(sequence)
 
     # The runner's methods that the postprocessor calls.
@@ -171,7 +169,7 @@ def test_the_first_to_come_is_the_first_to_get_a_lane():
     for length in (3, 9, 1, 5, 2):
         stand.add(length, 4)
     stand.run()
-    assert stand.admitted == [0, 1, 2, 3, 4]
+    assert stand.admitted == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0)]
 
 
 def test_one_that_does_not_fit_is_not_overtaken():
@@ -180,9 +178,9 @@ def test_one_that_does_not_fit_is_not_overtaken():
     stand.add(20, 8)
     stand.add(1, 1)
     stand.step()
-    assert stand.admitted == [0]
+    assert stand.admitted == [(0, 0)]
     stand.run()
-    assert stand.admitted == [0, 1, 2]
+    assert stand.admitted == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_halting_means_more_residents():
@@ -380,7 +378,7 @@ def test_who_came_is_told_even_where_there_was_nothing_to_read():
     assert stand.step().empty
     stand.pages.release(spare)
     plan = stand.step()
-    assert [one.number for one in plan.admitted] == [1]
+    assert [one.order for one in plan.admitted] == [(1, 0)]
     stand.run()
 
 

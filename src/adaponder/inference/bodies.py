@@ -1,0 +1,409 @@
+"""Runs a backbone over the KV pools: by fused kernels where the architecture allows, else by its stock layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adaponder.backbones.attention import LedgerLane
+from adaponder.backbones.views import IterationView, KeysValues, PlainView
+from adaponder.backbones.wrapper import Backbone
+from adaponder.errors import InputError
+from adaponder.execution.base import Pass
+from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops import ledger_attention as attention
+from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
+from adaponder.ops.masks import Places
+from adaponder.ops.precision import wide_dtype
+from adaponder.ops.row_linear import (
+    Linear,
+    Norm,
+    Piece,
+    Term,
+    gated_linear,
+    normed_linears,
+    residual_linears,
+    row_norm,
+)
+
+# Activation names in a decoder's config, and the kernels' names for them.
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+# Rotary embeddings whose angles depend on the position alone.
+ROPES = ("default", "linear", "llama3", "yarn")
+
+
+class RowShape(NamedTuple):
+    """The shape of one row in a layer: keys ``[heads, key_size]``, values ``[value_heads, value_size]``."""
+
+    heads: int
+    key_size: int
+    value_heads: int
+    value_size: int
+
+    def numel(self) -> int:
+        """Returns the number of elements of one row in this layer."""
+        return self.heads * self.key_size + self.value_heads * self.value_size
+
+
+class Pools(NamedTuple):
+    """The keys and values of all rows, one pair of tensors ``[rows, heads, size]`` per layer."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def empty(cls, shapes: list[RowShape], rows: int, dtype: torch.dtype, device: torch.device) -> Pools:
+        """Allocates ``rows`` rows of zeros: attention multiplies masked values by 0, and 0 times NaN is NaN."""
+
+        def zeros(heads: int, size: int) -> Tensor:
+            return torch.zeros(rows, heads, size, dtype=dtype, device=device)
+
+        keys = [zeros(shape.heads, shape.key_size) for shape in shapes]
+        return cls(keys, [zeros(shape.value_heads, shape.value_size) for shape in shapes])
+
+
+class Body(ABC):
+    """A backbone without its embedding and head."""
+
+    @abstractmethod
+    def row_shapes(self) -> list[RowShape]:
+        """Returns the shape of a row in each layer."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
+        """Runs one pass (eq. 1) over ``x [n, d]`` at ``position [n]``; returns hidden states and residual stream.
+
+        Each layer writes every row's keys and values to the pools at ``rows.row``, then lets each row attend to the
+        rows that the index lists for it.
+        """
+
+
+def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
+    """Builds the body ``kind``, ``fused`` or ``stock``; ``None`` prefers the fused one.
+
+    Args:
+        model: the model whose backbone is run.
+        kind: the name, or ``None``.
+        rows: the largest number of decode rows in one pass, padding included.
+        positions: the number of positions.
+        width: slots per token.
+    """
+    reason = None if kind == "stock" else unsupported(model.wrapped)
+    if kind != "stock" and reason is None:
+        return FusedBody(model.wrapped, rows=rows, apart=width == 1, positions=positions)
+    if kind == "fused":
+        raise InputError(f"body='fused' does not support this backbone ({reason}); use body='stock'")
+    return StockBody(model.wrapped, stream=model.method.needs_stream(model.config.iterations))
+
+
+# --- fused kernels ------------------------------------------------------------------------------------------------
+
+
+class Names(NamedTuple):
+    """The names of a decoder layer's modules; ``gate`` is ``None`` where the MLP is not gated."""
+
+    attention: str
+    qkv: tuple[str, ...]
+    out: str
+    gate: str | None
+    up: str
+    down: str
+
+
+NEOX = Names("attention", ("query_key_value",), "dense", None, "dense_h_to_4h", "dense_4h_to_h")
+LLAMA = Names("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", "gate_proj", "up_proj", "down_proj")
+FAMILIES = {"gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+
+
+class FusedLayer(NamedTuple):
+    """The weights of a layer: ``qkv`` and ``up`` include the norms before them, ``up`` the MLP's activation."""
+
+    qkv: Piece
+    projection: Projection
+    out: Linear
+    gate: Linear | None
+    up: Piece
+    down: Linear
+    scale: float
+
+
+class PassRows(NamedTuple):
+    """The rows of a pass: decode rows first, then prefill rows, numbered from 0 again.
+
+    ``prefill`` is ``None`` where there are no prefill rows.
+    """
+
+    decode: LedgerRows
+    decode_turn: Turn
+    prefill: LedgerRows | None
+    prefill_turn: Turn
+
+
+class FusedBody(Body):
+    """GPT-NeoX in three kernels per layer, the Llama family in five, on the parameters of the stock modules.
+
+    It takes no extra memory and sees in-place changes. A parameter that is replaced by another tensor (a merged
+    adapter, a module moved to another device) needs a new body.
+
+    Args:
+        backbone: one for which :func:`unsupported` returns ``None``.
+        rows: the largest number of decode rows in a pass.
+        apart: whether all decode rows are of different lanes, so that none attends to another of the same pass. Not so
+            where a token takes several slots (``pause``).
+        positions: the number of positions.
+    """
+
+    def __init__(self, backbone: Backbone, *, rows: int, apart: bool, positions: int):
+        config: Any = backbone.stock.config
+        self.windows, self.apart = backbone.layer_windows, apart
+        self.norm = norm_weights(backbone.norm)
+        like = self.norm.weight
+        self.cos, self.sin = _rotary_table(backbone, like, positions)
+        self.heads: int = config.num_attention_heads
+        self.key_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
+        self.size: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        # Norms, [QKV | up], attention, [out | down] and the residual: the MLP does not read what attention adds.
+        self.parallel: bool = getattr(config, "use_parallel_residual", False)
+        self.layers = self._layers(backbone)
+        self.scratch: Scratch | None = None
+        # Programmatic dependent launch needs compute capability 9.
+        self.dependent = like.is_cuda and torch.cuda.get_device_capability(like.device) >= (9, 0)
+        if like.is_cuda:
+            self.scratch = attention.scratch_for(rows, self.heads, self.size, like.device)
+
+    def _layers(self, backbone: Backbone) -> list[FusedLayer]:
+        body: Any = backbone.body
+        config: Any = backbone.stock.config
+        names, activation = FAMILIES[config.model_type], ACTIVATIONS[config.hidden_act]
+        packed = len(names.qkv) == 1  # query, key and value of each head are adjacent
+        shared = Projection(self.heads, self.key_heads, self.size, packed=packed, rotary=self.cos.shape[-1])
+        layers = []
+        for layer in body.layers:
+            block, mlp, projection = getattr(layer, names.attention), layer.mlp, shared
+            if hasattr(block, "q_norm"):
+                query, key = norm_weights(block.q_norm), norm_weights(block.k_norm)
+                projection = shared._replace(query_norm=query.weight, key_norm=key.weight, epsilon=query.eps)
+            qkv = tuple(linear_weights(getattr(block, name)) for name in names.qkv)
+            up = (linear_weights(getattr(mlp, names.up)),)
+            layers.append(
+                FusedLayer(
+                    qkv=Piece(qkv, norm_weights(layer.input_layernorm)),
+                    projection=projection,
+                    out=linear_weights(getattr(block, names.out)),
+                    gate=None if names.gate is None else linear_weights(getattr(mlp, names.gate)),
+                    up=Piece(up, norm_weights(layer.post_attention_layernorm), activation),
+                    down=linear_weights(getattr(mlp, names.down)),
+                    scale=block.scaling,
+                )
+            )
+        return layers
+
+    def row_shapes(self) -> list[RowShape]:
+        return [RowShape(self.key_heads, self.size, self.key_heads, self.size)] * len(self.windows)
+
+    def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
+        split, stream = self._split(position, rows), x
+        for number in range(len(self.layers)):
+            stream = self._layer(number, stream, split, pools)
+        return Pass(row_norm(stream, self.norm), stream)
+
+    def _layer(self, number: int, x: Tensor, rows: PassRows, pools: Pools) -> Tensor:
+        """Returns the residual stream ``[n, d]`` after a layer."""
+        layer = self.layers[number]
+        if self.parallel:
+            qkv, inner = normed_linears(x, (layer.qkv, layer.up))
+            mixed = self._attend(number, qkv, rows, pools)
+            return residual_linears(x, (Term(mixed, layer.out), Term(inner, layer.down)))
+        (qkv,) = normed_linears(x, (layer.qkv,))
+        x = residual_linears(x, (Term(self._attend(number, qkv, rows, pools), layer.out),))
+        if layer.gate is None:
+            (inner,) = normed_linears(x, (layer.up,))
+        else:
+            (up,), norm, activation = layer.up
+            assert norm is not None
+            assert activation is not None
+            inner = gated_linear(x, layer.gate, up, norm, activation=activation)
+        return residual_linears(x, (Term(inner, layer.down),))
+
+    def _split(self, position: Tensor, rows: LedgerRows) -> PassRows:
+        first, rest = slice(0, rows.alone), slice(rows.alone, None)
+        prefill = None
+        if rows.cohorts:
+            shift = rows.alone
+            cohorts = tuple(x._replace(start=x.start - shift, stop=x.stop - shift) for x in rows.cohorts)
+            prefill = _select(rows, rest)._replace(alone=0, cohorts=cohorts)
+        elif rows.tiles is not None:
+            prefill = rows
+        decode_turn, prefill_turn = (Turn(position[which], self.cos, self.sin) for which in (first, rest))
+        return PassRows(_select(rows, first)._replace(cohorts=()), decode_turn, prefill, prefill_turn)
+
+    def _attend(self, number: int, qkv: Tensor, rows: PassRows, pools: Pools) -> Tensor:
+        """Rotates queries and keys, writes keys and values to the pools and attends: ``[n, heads * size]``."""
+        layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
+        options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
+        scratch, decode, prefill = self.scratch, rows.decode, rows.prefill
+        count, mixed = decode.alone, []
+        if count and self.apart:
+            decode_options = {**options, "scratch": scratch, "dependent": self.dependent}
+            row_inputs = (decode, layer.projection, rows.decode_turn)
+            mixed.append(attention.decode_attention(qkv[:count], keys, values, *row_inputs, **decode_options))
+        elif count:
+            query = attention.enter(qkv[:count], keys, values, decode.row, layer.projection, rows.decode_turn)
+            mixed.append(attention.ledger_attention(query, keys, values, decode, **options, scratch=scratch))
+        if prefill is not None:
+            query = attention.enter(qkv[count:], keys, values, prefill.row, layer.projection, rows.prefill_turn)
+            mixed.append(attention.ledger_attention(query, keys, values, prefill, **options))
+        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
+
+
+def linear_weights(module: Any) -> Linear:
+    """Returns the parameters of a plain linear module."""
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def norm_weights(module: Any) -> Norm:
+    """Returns the parameters of a LayerNorm, or of an RMSNorm as in the Llama family."""
+    if isinstance(module, nn.LayerNorm):
+        bias = None if module.bias is None else module.bias.detach()
+        return Norm(module.weight.detach(), bias, module.eps, centred=True)
+    return Norm(module.weight.detach(), None, module.variance_epsilon, centred=False)
+
+
+def unsupported(backbone: Backbone) -> str | None:
+    """Returns why fused kernels cannot run a backbone, or ``None`` if they can."""
+    body: Any = backbone.body
+    config: Any = backbone.stock.config
+    names = FAMILIES.get(config.model_type)
+    if names is None:
+        return f"{config.model_type} is not one of {', '.join(FAMILIES)}"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"hidden_act={config.hidden_act!r} has no kernel"
+    rope = getattr(body.rotary_emb, "rope_type", None)
+    if rope not in ROPES:
+        return f"rotary embedding of type {rope!r}: its angles may depend on more than the position"
+    linears, norms = [], [backbone.norm]
+    for layer in body.layers:
+        block = getattr(layer, names.attention)
+        linears += [getattr(block, name) for name in (*names.qkv, names.out)]
+        linears += [getattr(layer.mlp, name) for name in (names.gate, names.up, names.down) if name is not None]
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [getattr(block, name) for name in ("q_norm", "k_norm") if hasattr(block, name)]
+    for module in linears:
+        if type(module) is not nn.Linear:
+            return f"a {type(module).__name__} replaces a plain linear layer (an adapter, or quantised)"
+    for module in norms:
+        plain = type(module) is nn.LayerNorm or type(module).__name__.endswith("RMSNorm")
+        if not plain or getattr(module, "weight", None) is None:
+            return f"its norm, a {type(module).__name__}, is unknown"
+    for module in body.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"hooks on its {type(module).__name__} would not be called"
+        if isinstance(module, nn.Dropout) and module.p and module.training:
+            return "dropout is active: call eval() first"
+    parameters = [parameter for layer in body.layers for parameter in layer.parameters()]
+    if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1:
+        return "its weights are on several devices or in several precisions"
+    plain = all(type(parameter.data) is Tensor and parameter.is_floating_point() for parameter in parameters)
+    if not plain or any(parameter.is_meta for parameter in parameters):
+        return "its weights are offloaded or quantised"
+    return None
+
+
+def _select(rows: LedgerRows, which: slice) -> LedgerRows:
+    """Returns some rows of a pass."""
+    names = ("lane", "slot", "iteration", "row")
+    return rows._replace(**{name: getattr(rows, name)[which] for name in names})
+
+
+@torch.no_grad()
+def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines of positions 0, 1, …, ``[positions, width]`` each, by the decoder's own embedding."""
+    body: Any = backbone.body
+    every = torch.arange(positions, device=like.device)[None]
+    # In float32 at least: stock layers round the angles' cosines to the model's precision.
+    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide_dtype(like.dtype)), every)
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+# --- stock layers -------------------------------------------------------------------------------------------------
+
+
+class StockBody(Body):
+    """The wrapped stock layers.
+
+    Where the decoder uses our attention function, all rows form one batch entry and attend through the index. Where it
+    does not, or expands its cache (latent attention), each row is a batch entry and its keys and values are gathered.
+    """
+
+    def __init__(self, backbone: Backbone, *, stream: bool):
+        self.backbone, self.stream = backbone, stream
+        self.gathers = backbone.unfolds or not backbone.packs()
+
+    @torch.no_grad()
+    def row_shapes(self) -> list[RowShape]:
+        backbone, weight = self.backbone, self.backbone.head()[0]
+        x = torch.zeros(1, 1, backbone.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        position = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+        rows = backbone.read(x, position=position, mask=None, view=PlainView, stream=False).rows
+        return [RowShape(keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]) for keys, values in rows]
+
+    def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
+        output = (self._forward_gathered if self.gathers else self._forward_indexed)(x, position, rows, pools)
+        return Pass(output.hidden.flatten(0, 1), output.stream.flatten(0, 1))
+
+    def _forward_indexed(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
+        return self.backbone.read(
+            x[None],
+            position=position[None],
+            mask=None,
+            view=PoolView,
+            holding={"pools": pools, "row": rows.row},
+            lane=LedgerLane(rows, self.backbone.layer_windows, []),
+            stream=self.stream,
+        )
+
+    def _forward_gathered(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
+        slots = rows.index.shape[2] if rows.longest is None else rows.longest
+        slots = max([slots, *(cohort.last_slot + 1 for cohort in rows.cohorts)])
+        read = rows.index[rows.lane, rows.iteration, :slots]
+        slot = torch.arange(slots, device=x.device).expand_as(read)
+        query = Places(rows.slot[:, None], rows.slot[:, None])
+        mask = self.backbone.mask(query, Places(slot, slot, present=read >= 0), x.dtype)
+        return self.backbone.read(
+            x[:, None],
+            position=position[:, None],
+            mask=mask,
+            view=GatheringView,
+            holding={"pools": pools, "row": rows.row, "read": read.clamp(min=0).long()},
+            stream=self.stream,
+        )
+
+
+class PoolView(IterationView):
+    """Writes the rows of a pass to the pools and returns the pools; attention reads them through the index."""
+
+    def __init__(self, layers: int, *, pools: Pools, row: Tensor):
+        super().__init__(layers)
+        self.pools, self.row = pools, row
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        pools = self.pools
+        pools.keys[layer].index_copy_(0, self.row, keys.transpose(1, 2).flatten(0, 1))
+        pools.values[layer].index_copy_(0, self.row, values.transpose(1, 2).flatten(0, 1))
+        self.written[layer] = pools.keys[layer], pools.values[layer]
+        return pools.keys[layer], pools.values[layer]
+
+
+class GatheringView(PoolView):
+    """Writes like :class:`PoolView` and returns the keys and values of each row, ``[n, heads, slots, size]``."""
+
+    def __init__(self, layers: int, *, pools: Pools, row: Tensor, read: Tensor):
+        super().__init__(layers, pools=pools, row=row)
+        self.read = read
+
+    def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        keys, values = super().answer(keys, values, layer)
+        return keys[self.read].transpose(1, 2), values[self.read].transpose(1, 2)

@@ -1,0 +1,219 @@
+"""Allocates the rows of the KV pools: reference-counted pages, the rows of each sequence, and the prefix cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+class Pages:
+    """Allocates pages of ``size`` rows; a page is free once its last holder releases it.
+
+    Page 0 is never allocated: padding rows write there.
+    """
+
+    def __init__(self, count: int, size: int):
+        self.count, self.size = count, size
+        self.free_all()
+
+    @property
+    def free(self) -> int:
+        """The number of free pages."""
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """The number of allocated pages."""
+        return self.count - 1 - self.free
+
+    def take(self, count: int) -> list[int] | None:
+        """Allocates ``count`` pages with one holder each; ``None`` if fewer are free."""
+        if count > self.free:
+            return None
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Adds a holder to each of these pages."""
+        for page in pages:
+            if not self._holders[page]:
+                raise RuntimeError(f"page {page} is free and cannot be shared")
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Removes a holder from each of these pages and frees those without one."""
+        for page in pages:
+            if not self._holders[page]:
+                raise RuntimeError(f"page {page} is already free")
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def free_all(self) -> None:
+        """Frees every page."""
+        self._free = list(range(self.count - 1, 0, -1))
+        self._holders = [0] * self.count
+
+
+class RowStream:
+    """Consecutive rows of one sequence on its own pages."""
+
+    def __init__(self, size: int):
+        self.size, self.used = size, 0
+        self.pages: list[int] = []
+
+    @property
+    def room(self) -> int:
+        """The number of unused rows on its pages."""
+        return len(self.pages) * self.size - self.used
+
+    def pages_for(self, rows: int) -> int:
+        """Returns how many more pages ``rows`` more rows need."""
+        return max(0, -(-(rows - self.room) // self.size))
+
+    def take(self, rows: int) -> list[int]:
+        """Returns the next ``rows`` pool rows, for which there must be room."""
+        if rows > self.room:
+            raise RuntimeError(f"{rows} rows requested, {self.room} available")
+        offsets = np.arange(self.used, self.used + rows)
+        self.used += rows
+        return (np.array(self.pages)[offsets // self.size] * self.size + offsets % self.size).tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Consecutive tokens whose rows are in the pools, with the depth of each token.
+
+    ``columns`` are their columns of the index, int32 ``[iterations, slots]``; ``pages`` hold their rows.
+    """
+
+    columns: Tensor
+    depths: list[int]
+    pages: frozenset[int]
+
+
+class KVRows:
+    """The pool rows of a sequence's keys and values: spans shared with others, and rows on its own pages.
+
+    Attributes:
+        shared: cached spans of the prompt, whose pages it holds.
+        prefill: rows of tokens computed in chunks.
+        decode: rows of tokens computed one by one.
+        in_flight: decode rows that the device may have used beyond ``decode.used``.
+    """
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.shared: list[Span] = []
+        self.prefill, self.decode = RowStream(page_size), RowStream(page_size)
+        self.in_flight = 0
+        self._written: list[tuple[list[int], list[int]]] = []
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens in the shared spans."""
+        return sum(len(span.depths) for span in self.shared)
+
+    @property
+    def held_rows(self) -> int:
+        """The number of rows on its own pages."""
+        return (len(self.prefill.pages) + len(self.decode.pages)) * self.page_size
+
+    def pages(self) -> list[int]:
+        """Returns every page that it holds, once per hold."""
+        return [page for span in self.shared for page in span.pages] + self.prefill.pages + self.decode.pages
+
+    def take_prefill(self, tokens: list[int], rows: int) -> list[int]:
+        """Takes ``rows`` prefill rows for one iteration of these tokens, the same number for each."""
+        taken = self.prefill.take(rows)
+        self._written.append((tokens, taken))
+        return taken
+
+    def pages_by_block(self, size: int) -> dict[int, frozenset[int]]:
+        """Returns the pages of the prefill rows of each block of ``size`` tokens."""
+        pages: dict[int, list[int]] = {}
+        for tokens, rows in self._written:
+            block = np.repeat(np.array(tokens) // size, len(rows) // len(tokens))
+            for number, page in np.unique(np.stack([block, np.array(rows) // self.page_size]), axis=1).T.tolist():
+                pages.setdefault(number, []).append(page)
+        return {number: frozenset(block_pages) for number, block_pages in pages.items()}
+
+
+# The block before (for the first block of a prompt, the namespace) and the block's tokens.
+BlockKey = tuple[Hashable, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class _Block:
+    span: Span
+    key: BlockKey
+    number: int
+
+
+class PrefixCache:
+    """Caches blocks of ``size`` prompt tokens; the least recently used are evicted when pages run short.
+
+    Keys are compared exactly: no hash decides. Sequences have one ``namespace`` only if their depths are decided alike.
+    """
+
+    def __init__(self, pages: Pages, size: int):
+        self.pages, self.size = pages, size
+        self._blocks: OrderedDict[BlockKey, _Block] = OrderedDict()
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def find(self, namespace: Hashable, tokens: Sequence[int]) -> list[Span]:
+        """Returns the spans of the longest cached prefix of ``tokens``, their pages held for the caller."""
+        blocks, parent = [], namespace
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            block = self._blocks.get((parent, tuple(tokens[start : start + self.size])))
+            if block is None:
+                break
+            blocks.append(block)
+            parent = block.number
+        self._touch(blocks)
+        for block in blocks:
+            self.pages.hold(block.span.pages)
+        return [block.span for block in blocks]
+
+    def add(self, namespace: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:
+        """Caches the blocks of ``tokens``, one span each, unless they are cached already."""
+        parent, blocks = namespace, []
+        for number, span in enumerate(spans):
+            key = (parent, tuple(tokens[number * self.size : (number + 1) * self.size]))
+            block = self._blocks.get(key)
+            if block is None:
+                self._numbers += 1
+                block = self._blocks[key] = _Block(span, key, self._numbers)
+                self.pages.hold(span.pages)
+            blocks.append(block)
+            parent = block.number
+        self._touch(blocks)
+
+    def _touch(self, blocks: Sequence[_Block]) -> None:
+        """Marks blocks as recently used, so that a block is never evicted before those that follow it."""
+        for block in reversed(blocks):
+            self._blocks.move_to_end(block.key)
+
+    def make_room(self, pages: int) -> bool:
+        """Evicts least recently used blocks until ``pages`` pages are free; False if that is impossible."""
+        while self.pages.free < pages and self._blocks:
+            _, block = self._blocks.popitem(last=False)
+            self.pages.release(block.span.pages)
+        return self.pages.free >= pages
+
+    def forget(self) -> None:
+        """Empties the cache without releasing pages, which the caller frees."""
+        self._blocks.clear()
+
+    def clear(self) -> None:
+        """Empties the cache and releases its pages."""
+        self.make_room(self.pages.count)
