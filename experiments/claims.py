@@ -146,6 +146,7 @@ _CHANGES = {
     "train.ponder_weight": "lambda = {value}",
     "model.backbone.num_hidden_layers": "{value} layers",
     "model.backbone.vocab_size": "vocabulary {value}",
+    "train.min_lr_ratio": "decay to {value}",
     "train.steps": "{value} steps",
     "model.tau": "tau = {value}",
     "model.gate_bias": "gate bias {value}",
