@@ -25,7 +25,6 @@ _MEANINGS = {
     "model.iterations": "K, most iterations per token",
     "model.tau": "τ, a token halts below",
 }
-_REQUESTED, _REALISED = "requested", "realised"
 _RING: dict[str, Any] = {
     "marker": "o",
     "markersize": 9.0,
@@ -78,27 +77,26 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
     done = [record for record in group if record["status"] == "finished"]
     halted = [record["validation_halted"] for record in done]
     speeds = [record["tokens_per_second"] for record in done if record["tokens_per_second"] is not None]
+
+    def known(key: str) -> Any:
+        """Returns a value that all runs of the setting share, preferably of a finished run."""
+        return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
+
+    def spread(key: str) -> Spread | None:
+        values = [record[key] for record in done]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return Spread(statistics.fmean(values), deviation, len(values)) if values else None
+
     return Point(
         fields=dict(group[0]["fields"]),
         runs=len(group),
-        embedding_scale=_known(group, done, "embedding_scale"),
-        requested=_known(group, done, "requested_depth"),
-        loss=_spread([record["validation_loss"] for record in done]),
-        depth=_spread([record["validation_depth"] for record in done]),
+        embedding_scale=known("embedding_scale"),
+        requested=known("requested_depth"),
+        loss=spread("validation_loss"),
+        depth=spread("validation_depth"),
         halted=[statistics.fmean(shares) for shares in zip(*halted, strict=True)] if done else None,
         tokens_per_second=statistics.fmean(speeds) if speeds else None,
     )
-
-
-def _known(group: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """Returns a value that all runs of a setting share, preferably of a finished run; ``None`` if no run has it."""
-    return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
-
-
-def _spread(values: Sequence[float]) -> Spread | None:
-    if not values:
-        return None
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def symbol(field: str) -> str:
@@ -111,9 +109,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(text_of, value))
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
-
-
-# --- which points belong on one line -------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -137,25 +132,22 @@ def lines_of(settings: Sequence[Point]) -> list[Line]:
 
 
 def _along(axis: str, settings: Sequence[Point]) -> list[Line]:
-    """Returns a line for each combination of the other axes' values."""
+    """Returns a line for each combination of the other axes' values, sorted by the axis where it has numbers."""
+    if all(_is_number(point.fields.get(axis)) for point in settings):
+        settings = sorted(settings, key=lambda point: point.fields[axis])
     groups: dict[str, list[Point]] = {}
     for point in settings:
         others = _setting({field: value for field, value in point.fields.items() if field != axis})
         groups.setdefault(others, []).append(point)
-    return [Line(axis, label, _ordered(group, axis)) for label, group in groups.items()]
+    return [Line(axis, label, group) for label, group in groups.items()]
 
 
 def _setting(fields: Mapping[str, Any]) -> str:
     return ",  ".join(f"{symbol(field)} = {text_of(value)}" for field, value in fields.items())
 
 
-def _ordered(group: Sequence[Point], axis: str) -> list[Point]:
-    """Sorts the points by the axis's value where values are numbers, else as planned."""
-    numeric = all(_is_number(point.fields.get(axis)) for point in group)
-    return sorted(group, key=lambda point: point.fields[axis]) if numeric else list(group)
-
-
 def _distinct(values: Sequence[Any]) -> list[Any]:
+    """Returns each value once, in order; values may be lists, which a set cannot hold."""
     distinct: list[Any] = []
     for value in values:
         if value not in distinct:
@@ -167,7 +159,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _base(lines: Sequence[Line]) -> Point | None:
+    """Returns the unchanged recipe where axes were varied one at a time: the point on every line."""
+    if len({line.axis for line in lines}) < 2:
+        return None
+    return next((point for point in lines[0].points if all(point in line.points for line in lines)), None)
+
+
 # --- drawing -------------------------------------------------------------------------------------------------------
+
+_DEPTHS: dict[str, Callable[[Point], float | None]] = {
+    "requested": lambda point: point.requested,
+    "realised": lambda point: None if point.depth is None else point.depth.mean,
+}
 
 
 def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> Figure:
@@ -180,33 +184,33 @@ def sensitivity(records: Sequence[Mapping[str, Any]], *, dark: bool = False) -> 
         raise InputError("no run of this sweep has finished: there is nothing to draw yet")
     lines = lines_of(settings)
     knobs = _distinct([line.axis for line in lines if line.axis])
-    depths = [name for name in (_REQUESTED, _REALISED) if any(_depth(name)(point) for point in settings)]
+    depths = [name for name, depth_of in _DEPTHS.items() if any(depth_of(point) for point in settings)]
+    # Six cells wide: one row for one knob; else knobs, at most three a row, above the depths.
+    groups = [[*knobs, *depths]] if len(knobs) <= 1 else [*(knobs[i : i + 3] for i in range(0, len(knobs), 3)), depths]
+    rows = [[name for name in group for _ in range(6 // len(group))] for group in groups]
     with house(dark=dark) as theme:
-        rows = _rows(knobs, depths)
         figure = new_figure(width=PAGE, height=2.1 * len(rows) + 0.5)
         panels = figure.subplot_mosaic(rows, sharey=True)
         for knob in knobs:
             _draw_knob(panels[knob], knob, lines, theme)
         for name in depths:
             _draw_depth(panels[name], name, lines, theme)
-        # The share halted after each iteration but the last.
-        _label(
-            panels, rows, depths, deepest=max(len(point.halted) + 1 for point in settings if point.halted is not None)
-        )
+        for letter, (name, panel) in zip("abcdefghijklmnopqrstuvwxyz", panels.items(), strict=False):
+            panel.set_title(f"({letter})")
+            if name not in [row[0] for row in rows]:
+                panel.tick_params(left=False, labelleft=False)
+        for row in rows:
+            panels[row[0]].set_ylabel("validation loss\n(nats per token)")
+        # Shares halted are known after each iteration but the last.
+        deepest = max(len(point.halted) + 1 for point in settings if point.halted is not None)
+        low, high = zip(*(panels[name].get_xlim() for name in depths), strict=True)
+        for name in depths:
+            limits = _at_least(0.2, min(low), max(high))
+            panels[name].set_xlim(depth_limits(*limits, deepest, margin=0.0))
+        first = panels[rows[0][0]]
+        first.set_ylim(_at_least(0.002, *first.get_ylim()))
         _explain(figure, panels[rows[-1][-1]], settings, lines, theme)
     return figure
-
-
-def _rows(knobs: Sequence[str], depths: Sequence[str]) -> list[Any]:
-    """Returns the mosaic, six cells wide: one row for one knob; else knobs, at most three a row, above the depths."""
-    groups = [[*knobs, *depths]] if len(knobs) <= 1 else [*(knobs[i : i + 3] for i in range(0, len(knobs), 3)), depths]
-    return [[name for name in group for _ in range(6 // len(group))] for group in groups]
-
-
-def _depth(name: str) -> Callable[[Point], float | None]:
-    if name == _REQUESTED:
-        return lambda point: point.requested
-    return lambda point: None if point.depth is None else point.depth.mean
 
 
 def _draw_knob(panel: Axes, knob: str, lines: Sequence[Line], theme: Theme) -> None:
@@ -229,25 +233,18 @@ def _draw_knob(panel: Axes, knob: str, lines: Sequence[Line], theme: Theme) -> N
 
 
 def _draw_depth(panel: Axes, name: str, lines: Sequence[Line], theme: Theme) -> None:
-    where = _depth(name)
+    depth_of = _DEPTHS[name]
     for index, line in enumerate(lines):
-        placed = [point for point in line.points if where(point) is not None]
-        places = [where(point) for point in placed]
+        placed = [point for point in line.points if depth_of(point) is not None]
+        places = [depth_of(point) for point in placed]
         # No line through settings that have no order, or that request the same depth.
         joined = len(set(places)) == len(places) and all(_is_number(point.fields.get(line.axis)) for point in placed)
         look = series(index, len(lines))
-        _draw(panel, places, placed, look, theme, joined=joined, realised=name == _REALISED)
-    if (base := _base(lines)) is not None and base.loss is not None and (depth := where(base)) is not None:
+        _draw(panel, places, placed, look, theme, joined=joined, realised=name == "realised")
+    if (base := _base(lines)) is not None and base.loss is not None and (depth := depth_of(base)) is not None:
         panel.plot(depth, base.loss.mean, color=theme.ink, **_RING, clip_on=False)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     panel.set_xlabel(f"mean iterations, {name}")
-
-
-def _base(lines: Sequence[Line]) -> Point | None:
-    """Returns the unchanged recipe where axes were varied one at a time: the point on every line."""
-    if len({line.axis for line in lines}) < 2:
-        return None
-    return next((point for point in lines[0].points if all(point in line.points for line in lines)), None)
 
 
 def _draw(
@@ -276,22 +273,6 @@ def _draw(
         clip_on=False,
         **look,
     )
-
-
-def _label(panels: Mapping[str, Axes], rows: Sequence[Sequence[str]], depths: Sequence[str], *, deepest: int) -> None:
-    """Letters the panels, labels the loss axis, and gives requested and realised depth one scale."""
-    for index, name in enumerate(_distinct([name for row in rows for name in row])):
-        panels[name].set_title(f"({chr(ord('a') + index)})", loc="left")
-    for row in rows:
-        panels[row[0]].set_ylabel("validation loss\n(nats per token)")
-        for name in _distinct(row)[1:]:
-            panels[name].tick_params(left=False, labelleft=False)
-    limits = [panels[name].get_xlim() for name in depths]
-    for name in depths:
-        low, high = _at_least(0.2, min(low for low, _ in limits), max(high for _, high in limits))
-        panels[name].set_xlim(depth_limits(low, high, deepest, margin=0.0))
-    first = panels[rows[0][0]]
-    first.set_ylim(_at_least(0.002, *first.get_ylim()))
 
 
 def _at_least(span: float, low: float, high: float) -> tuple[float, float]:

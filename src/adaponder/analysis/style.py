@@ -43,6 +43,7 @@ _COMMON = {
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same shapes on every machine
     "font.size": 8.0,
     "axes.titlesize": 8.0,
+    "axes.titlelocation": "left",
     "axes.labelsize": 8.0,
     "xtick.labelsize": 7.0,
     "ytick.labelsize": 7.0,

@@ -43,9 +43,6 @@ class Numbers(NamedTuple):
     flops_ratio: float
     kv_bytes: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 def numbers(trace: Trace) -> Numbers:
     """Returns the overall numbers of ``trace``."""
@@ -93,10 +90,15 @@ class Means(NamedTuple):
         """Returns ``[2, groups]``: distances from the mean to the interval's ends; NaN without an interval."""
         return np.maximum(np.stack([self.mean - self.low, self.high - self.mean]), 0.0)
 
-    def frame(self, name: str) -> pd.DataFrame:
-        """Returns a table in which the mean is called ``name``."""
+    @property
+    def range(self) -> tuple[float, float]:
+        """Returns the lowest and the highest of all means and ends of intervals."""
+        return float(np.nanmin([self.mean, self.low])), float(np.nanmax([self.mean, self.high]))
+
+    def frame(self, name: str, **columns: Any) -> pd.DataFrame:
+        """Returns a table in which the mean is called ``name``, behind the given ``columns``."""
         values = {"tokens": self.tokens, "share": self.share, name: self.mean}
-        return pd.DataFrame(values | {"95% low": self.low, "95% high": self.high})
+        return pd.DataFrame(columns | values | {"95% low": self.low, "95% high": self.high})
 
 
 def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> Means:
@@ -107,10 +109,8 @@ def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> 
     np.divide(sums.sum(axis=0), tokens, out=mean, where=tokens > 0)
     ends = np.full((groups, 2), np.nan)
     for group in range(groups):
-        here = counts[:, group] > 0
-        if here.sum() >= FEW:
-            interval = bootstrap(sums[here, group], counts[here, group], seed=trace.about.seed, resamples=RESAMPLES)
-            ends[group] = (np.nan, np.nan) if interval is None else interval
+        interval = bootstrap(sums[:, group], counts[:, group], seed=trace.about.seed, resamples=RESAMPLES)
+        ends[group] = interval or np.nan
     return Means(tokens.astype(np.int64), tokens / len(trace), mean, ends[:, 0], ends[:, 1])
 
 
@@ -147,12 +147,16 @@ class Correlation(NamedTuple):
 
 def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float | None:
     """Returns the correlation of the mid-ranks of ``x`` and ``y``, each pair counted ``weights`` times."""
-    groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
-    return _spearman(groups[0], groups[1], np.ones(len(x)) if weights is None else weights.astype(np.float64))
+    weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
+    return _spearman(*_levels(x, y), weights)
+
+
+def _levels(*sides: np.ndarray) -> list[np.ndarray]:
+    """Replaces values by their index among distinct ones, so that resamples need no sorting."""
+    return [np.unique(side, return_inverse=True)[1] for side in sides]
 
 
 def _spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float | None:
-    """Equals :func:`spearman` of values replaced by their index among distinct ones, so resamples need no sorting."""
     first, second = (_midranks(side, weights) for side in (x, y))
     spread = float(np.sqrt((weights * first**2).sum() * (weights * second**2).sum()))
     return float((weights * first * second).sum()) / spread if spread > 0 else None
@@ -168,8 +172,8 @@ def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     """Returns Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
-    groups = [np.unique(side, return_inverse=True)[1] for side in (x, y)]
-    rho = _spearman(groups[0], groups[1], np.ones(len(x)))
+    levels = _levels(x, y)
+    rho = _spearman(*levels, np.ones(len(x)))
     document = trace["document"]
     documents = int(document.max()) + 1
     if rho is None or documents < FEW:
@@ -180,12 +184,11 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     drawn = []
     for _ in range(resamples):
         times = np.bincount(generator.integers(documents, size=documents), minlength=documents)
-        resampled = _spearman(groups[0], groups[1], times[document].astype(np.float64))
-        if resampled is not None:
-            drawn.append(resampled)
-    if not drawn:
+        drawn.append(_spearman(*levels, times[document].astype(np.float64)))
+    defined = [value for value in drawn if value is not None]
+    if not defined:
         return Correlation(rho, None)
-    low, high = np.quantile(drawn, [0.025, 0.975])
+    low, high = np.quantile(defined, [0.025, 0.975])
     return Correlation(rho, Interval(float(low), float(high)))
 
 

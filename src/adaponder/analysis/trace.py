@@ -185,32 +185,23 @@ def make_trace(
         )
         for number, options in enumerate(planned, 1)
     ]
-    own, blocks = _assembled(model, runs)
+    scores = runs[0] if model.method.halts else runs[-1]
+    blocks = {"nll": scores.nll_by_iteration, "full_nll": runs[-1].nll_by_iteration, "entropy": scores.entropy}
+    if len(runs) > 1 and not model.method.halts:
+        blocks["nll"] = blocks["full_nll"] = np.stack([run.nll for run in runs], axis=1)
+        blocks["entropy"] = np.concatenate([run.entropy for run in runs if run.entropy is not None], axis=1)
     frame = _words_and_places(text, windows)
-    frame["depth"], frame["nll"] = own.depth, own.nll
+    frame["depth"], frame["nll"] = scores.depth, scores.nll
     frame = frame.astype(FIXED)
-    parts = {
+    columns = {
         f"{name}_{i + 1}": block[:, i].astype(np.float32)
-        for name, block in blocks.items()
+        for name, block in (blocks | {"gate": scores.gates}).items()
+        if block is not None
         for i in range(block.shape[1])
     }
-    about = _about(model, text, windows, own, how, checkpoint=checkpoint, data=data)
-    whole = pd.concat([frame, pd.DataFrame(parts)], axis=1).reindex(columns=columns_of(about))
+    about = _about(model, text, windows, scores, how, checkpoint=checkpoint, data=data)
+    whole = pd.concat([frame, pd.DataFrame(columns)], axis=1).reindex(columns=columns_of(about))
     return check(Trace(whole, about), "the trace")
-
-
-def _assembled(model: AdaPonderForCausalLM, runs: list[Scores]) -> tuple[Scores, dict[str, np.ndarray]]:
-    """Returns the scores with the requested options, and arrays ``[n, iterations]`` by name, from all scorings."""
-    own = runs[0] if model.method.halts else runs[-1]
-    assert own.nll_by_iteration is not None  # detail=True
-    assert own.entropy is not None
-    blocks = {"nll": own.nll_by_iteration, "entropy": own.entropy}
-    if len(runs) > 1 and not model.method.halts:
-        blocks["nll"] = np.stack([run.nll for run in runs], axis=1)
-        blocks["entropy"] = np.concatenate([run.entropy for run in runs if run.entropy is not None], axis=1)
-    full = runs[-1].nll_by_iteration if model.method.halts else None
-    blocks["full_nll"] = blocks["nll"] if full is None else full
-    return own, blocks | ({} if own.gates is None else {"gate": own.gates})
 
 
 def _about(

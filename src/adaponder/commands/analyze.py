@@ -129,15 +129,14 @@ def show(trace: Trace, report: Report) -> None:
 
     deepest = trace.about.deepest
     console.print(table("What was traced", ("", ""), list(facts(trace, report.numbers).items())))
-    for figure in report.drawn:
-        console.print(f"\n{figure.plate.title}", style="bold")
-        console.print(on_one_line(figure.caption))
+    for plate in report.drawn:
+        console.print(f"\n{plate.title}", style="bold")
+        console.print(on_one_line(plate.caption()))
     for name, reason in report.left_out.items():
         console.print(line("\n", (name, "bold"), f" is left out: {reason}"))
-    extremes = {"Hardest": tokens.hardest(trace, 3), "Easiest": tokens.easiest(trace, 3)} if report.excerpts else {}
-    for heading, chosen in extremes.items():
+    for heading in ("Hardest", "Easiest") if report.excerpts else ():
         console.print(line("\n", (f"{heading} tokens", "bold"), "  "), legend(deepest))
-        for excerpt in chosen:
+        for excerpt in tokens.extremes(trace, hardest=heading == "Hardest", count=3):
             console.print(f"\n{excerpt.remark}")
             console.print(tokens.as_text(excerpt, deepest))
     console.print(line("\n→ ", (report.path, "bold")), soft_wrap=True)

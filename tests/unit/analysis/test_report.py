@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.analysis.report import facts, write_report
-from adaponder.analysis.style import PAGE
+from adaponder.analysis.style import DARK, LIGHT, PAGE
 from adaponder.analysis.tables import numbers
 from adaponder.analysis.trace import read_trace
 from adaponder.cli import main
@@ -23,8 +23,8 @@ from adaponder.evaluation import scoring
 from support import FAMILIES
 from trace_support import made_up
 
-# Each plate is drawn in test_figures; here those that show text from data, and one that shows none.
-SHOWN = ("halting", "depth", "grid", "excerpts")
+# Each plate is drawn in test_figures; here those that show text from data.
+SHOWN = ("depth", "grid", "excerpts")
 TEXT = "the cat sat on a mat while rain fell and nobody read it again <script>alert(1)</script> "
 
 
@@ -50,31 +50,29 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
-    return write_report(made_up(600), out, only=SHOWN), Page(out / "report.html"), out
+    return write_report(made_up(200), out, only=SHOWN), Page(out / "report.html"), out
 
 
-def test_one_document_is_said_in_the_singular():
-    for documents, said in ((1, "of 1 document, disjoint"), (2, "of 2 documents, disjoint")):
+def test_documents_are_counted():
+    for documents, words in ((1, "of 1 document, disjoint"), (2, "of 2 documents, disjoint")):
         trace = made_up(40, documents=documents, sources=1)
-        assert said in facts(trace, numbers(trace))["text"]
+        assert words in facts(trace, numbers(trace))["text"]
 
 
-def test_a_figure_is_there_as_picture_table_and_page(written):
+def test_a_figure_is_written_as_picture_table_and_section(written):
     report, page, out = written
-    names = {plate.plate.name for plate in report.drawn}
+    names = {plate.name for plate in report.drawn}
     assert names | {"excerpts"} == set(SHOWN)
-    for name in names:
-        assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert b"<svg" in (out / "figures" / f"{name}.svg").read_bytes()
-        assert (out / "tables" / f"{name}.csv").read_text().count("\n") > 1
-    sections = {section["id"] for section in page.all("section")}
-    assert sections == set(SHOWN)
+    for plate in report.drawn:
+        assert (out / "figures" / f"{plate.name}.png").read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in (out / "figures" / f"{plate.name}.svg").read_bytes()
+        assert (out / "tables" / f"{plate.name}.csv").read_text().count("\n") > 1
+        assert plate.caption() in page.text
+    assert {section["id"] for section in page.all("section")} == set(SHOWN)
     assert {link["href"] for link in page.all("a")} == {f"#{name}" for name in SHOWN}
-    for drawn in report.drawn:
-        assert drawn.caption in page.text
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(written):
+def test_the_page_loads_nothing_from_elsewhere(written):
     _, page, out = written
     for tag, attributes in page.found:
         for name in ("src", "href", "srcset", "data", "action"):
@@ -85,20 +83,22 @@ def test_the_page_asks_for_nothing_from_elsewhere(written):
     assert "url(" not in re.sub(r'src="data:[^"]*"', "", source)
 
 
-def test_pictures_come_light_and_dark_and_with_words(written):
-    report, page, _ = written
+def test_pictures_are_light_and_dark_and_have_words(written):
+    report, page, out = written
     images = page.all("img")
     assert [image["class"] for image in images] == ["on-light", "on-dark"] * len(report.drawn)
     assert all(len(image["alt"] or "") > 40 for image in images)
-    papers = [base64.b64decode((image["src"] or "").split(",")[1]).decode() for image in images[:2]]
-    assert "#ffffff" in papers[0].lower()
-    assert "#14171c" in papers[1].lower()
+    style = (out / "report.html").read_text()
+    for image, theme in zip(images[:2], (LIGHT, DARK), strict=True):
+        assert theme.paper.lower() in base64.b64decode((image["src"] or "").split(",")[1]).decode().lower()
+        for name, colour in (("paper", theme.paper), ("ink", theme.ink), ("muted", theme.muted), ("line", theme.grid)):
+            assert f"--{name}: {colour}" in style
 
 
-def test_the_header_tells_the_four_halting_numbers_apart(written):
+def test_the_header_has_the_four_halting_numbers(written):
     report, page, _ = written
-    found = report.numbers
-    for value in (f"{found.iterations:.3f}", "75.0%", "50.0%", "2.90 x", f"{found.loss:.4f} nats per token"):
+    overall = report.numbers
+    for value in (f"{overall.iterations:.3f}", "75.0%", "50.0%", "2.90 x", f"{overall.loss:.4f} nats per token"):
         assert value in page.text, value
     assert "runs/<b>made up</b>" in page.text
     assert "invented & escaped" in page.text
@@ -112,20 +112,17 @@ def test_a_token_that_spells_a_script_is_text(written):
     source = (out / "report.html").read_text()
     assert "\x1b" not in source
     policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv"))
-    script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)
-    assert script is not None
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in str(policy)
 
 
 def test_a_figure_keeps_its_size_on_a_narrow_screen_and_can_be_moved(written):
     report, page, out = written
-    regions = [one for one in page.all("div") if (one.get("aria-label") or "").startswith("Figure: ")]
+    regions = [region for region in page.all("div") if (region.get("aria-label") or "").startswith("Figure: ")]
     assert len(regions) == len(report.drawn)
     assert all(region["class"] == "scroll" and region["tabindex"] == "0" for region in regions)
-    source = (out / "report.html").read_text()
-    width = re.search(r"figure img \{[^}]*min-width: (\d+)rem", source)
-    assert width is not None
+    width = re.search(r"figure img \{[^}]*min-width: (\d+)rem", (out / "report.html").read_text())
     # The smallest label, 7 points of a figure of 7 inches, is at least 9 pixels high at 16 pixels a rem.
     assert 7 / 72 / PAGE * int(width[1]) * 16 >= 9
     assert "wider than this screen" in page.text
@@ -140,17 +137,15 @@ def test_no_name_can_break_the_page_or_hide_in_it(tmp_path):
     assert page.text.count("runs/</title><script>\\x1b[31m\\u202e\\u061c\\udcff↵") == 5
 
 
-def test_what_is_left_out_is_named_and_nothing_stale_remains(tmp_path):
+def test_figures_left_out_are_named_and_stale_ones_removed(tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "gates.png").write_text("of another checkpoint")
     (tmp_path / "figures" / "mine.png").write_text("not ours")
     trace = made_up(60, halts=False, deepest=1)
     report = write_report(trace, tmp_path)
-    page = Page(tmp_path / "report.html")
-    assert "ponder has no gates" in page.text
+    assert "ponder has no gates" in Page(tmp_path / "report.html").text
     assert report.left_out["gates"] == "ponder has no gates"
-    left = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert left == ["halting.png", "halting.svg", "mine.png"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["halting.png", "halting.svg", "mine.png"]
     json.dumps(report.as_dict(trace), allow_nan=False)
 
 
@@ -189,7 +184,7 @@ def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path
     report = analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, max_tokens=150, **asked)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["numbers"]["tokens"] == 150
-    assert result["captions"]["active"] == report.drawn[0].caption
+    assert result["captions"]["active"] == report.drawn[0].caption()
     assert result["about"]["windows"] == "disjoint windows of 64"
     page = (out / "report.html").read_bytes()
     (out / "report.html").unlink()
@@ -204,7 +199,7 @@ def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
         checkpoint=str(checkpoint("loop")), data=data(tmp_path, "a"), out=tmp_path / "out", only=["halting"]
     )
     assert report.numbers.tokens == 2
-    assert "Every token has depth 3" in report.drawn[0].caption
+    assert "Every token has depth 3" in report.drawn[0].caption()
 
 
 @pytest.mark.parametrize(
@@ -242,45 +237,48 @@ def test_a_trace_takes_no_option_that_it_would_ignore(tmp_path):
         analyze.analyze(checkpoint=str(tmp_path))
 
 
-def test_an_interrupted_trace_goes_on_and_ends_the_same(checkpoint, tmp_path, monkeypatch, capsys):
-    asked = {"data": data(tmp_path, TEXT * 12), "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
+def test_an_interrupted_trace_resumes_and_ends_the_same(checkpoint, tmp_path, monkeypatch, capsys):
+    settings = {"data": data(tmp_path, TEXT * 12), "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
     monkeypatch.setattr(scoring, "BATCHES", 1)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=whole, **asked)
-    honest, calls = scoring.score, []
+    whole, out, honest, calls = tmp_path / "whole", tmp_path / "out", scoring.score, []
 
-    def interrupted(*args, **options):
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        calls.append(1)
-        return honest(*args, **options)
+    def analyze_into(folder: Path, **options) -> None:
+        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=folder, **settings, **options)
 
-    monkeypatch.setattr(scoring, "score", interrupted)
+    def score_until(limit: int):
+        def counted(*args, **options):
+            if len(calls) == limit:
+                raise KeyboardInterrupt
+            calls.append(1)
+            return honest(*args, **options)
+
+        monkeypatch.setattr(scoring, "score", counted)
+
+    analyze_into(whole)
+    score_until(3)
     with pytest.raises(KeyboardInterrupt):
-        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, **asked)
+        analyze_into(out)
     assert f"3 finished portions are saved in {out / 'unfinished'}; run the same command" in capsys.readouterr().err
     with pytest.raises(InputError, match="policy was"):
-        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, tau=0.9, **asked)
-    monkeypatch.setattr(scoring, "score", lambda *args, **options: calls.append(1) or honest(*args, **options))
-    raises = lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt())  # noqa: E731
-    monkeypatch.setattr("adaponder.analysis.report.write_report", raises)
-    with pytest.raises(KeyboardInterrupt):
-        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, **asked)
-    assert len(calls) == 2 * 3
+        analyze_into(out, tau=0.9)
+    score_until(6)
+    with monkeypatch.context() as patch:
+        patch.setattr("adaponder.analysis.report.write_report", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            analyze_into(out)
+    assert len(calls) == 6
     assert f"adaponder analyze {out} draws its report" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setattr(scoring, "BATCHES", 1)
-    monkeypatch.setattr(scoring, "score", lambda *args, **options: pytest.fail("was read again"))
-    analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, **asked)
+    analyze_into(out)  # scores nothing again, or it would be interrupted
     assert not (out / "unfinished").exists()
     assert read_trace(out / "trace.parquet").frame.equals(read_trace(whole / "trace.parquet").frame)
     assert (out / "report.html").read_bytes() == (whole / "report.html").read_bytes()
 
 
-def test_a_control_c_ends_with_130_and_says_what_is_kept(checkpoint, tmp_path, monkeypatch, capsys):
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
+def interrupted(*args, **options):
+    raise KeyboardInterrupt
 
+
+def test_a_control_c_ends_with_130_and_says_what_is_kept(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scoring, "score", interrupted)
     asked = ["analyze", str(checkpoint("loop")), "--data", data(tmp_path, TEXT), "--out", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["adaponder", *asked])

@@ -1,6 +1,5 @@
 """The figure shows the records and nothing else, in a style that survives grey print and a second drawing."""
 
-import itertools
 import json
 import statistics
 
@@ -109,8 +108,7 @@ def test_the_figure_shows_the_records_against_each_knob_and_both_depths(grid):
 def test_one_at_a_time_has_a_panel_per_knob_bars_for_seeds_and_a_ring_for_the_recipe(one_at_a_time):
     figure = sensitivity(one_at_a_time)
     assert len(figure.axes) == 4
-    bars = figure.axes[0].containers[0]
-    assert bars.has_yerr
+    assert figure.axes[0].containers[0].has_yerr
     assert "3 seeds" in figure.get_supxlabel()
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["λ varied,  k = 0.1", "k varied,  λ = 0.1", "the recipe itself"]
@@ -181,10 +179,10 @@ def test_neighbours_differ_in_lightness_marker_and_line():
         assert abs(style.lightness(one["color"]) - style.lightness(other["color"])) > 0.05
 
 
-@pytest.mark.parametrize("count", [2, 6, 7, 20])
+@pytest.mark.parametrize("count", [6, 7, 12])
 def test_no_colour_is_used_twice_however_many_lines_there_are(count):
-    settings = itertools.product(range(count), range(count + 1))
-    records = [record(2.0 + k + w, 3.0, ponder_weight=w, k_max=k) for k, w in settings]
+    words = [f"w{index}" for index in range(count)]
+    records = [record(2.0 + k, 3.0, ponder_weight=k, ponder_on=word) for k in range(2) for word in words]
     panel = sensitivity(records).axes[0]
     assert len(panel.containers) == count
     assert len({container[0].get_color() for container in panel.containers}) == count

@@ -100,15 +100,15 @@ def test_it_is_evaluated_and_metered(model, text):
 def test_it_is_drawn_in_its_own_words(trace, tmp_path):
     for plate in PLATES:
         assert plate.missing(trace.about) is None
-        measured = plate.measure(trace)
+        measured = plate(trace)
         assert measured.caption()
         assert len(measured.table())
     write_report(trace, tmp_path, only=("gates", "grid"))
     assert Echo.gate_meaning in (tmp_path / "figures" / "gates.svg").read_text()
     assert Echo.after_halting in (tmp_path / "figures" / "grid.svg").read_text()
-    assert GateValues.measure(trace).meaning == Echo.gate_meaning
-    assert GateValues.measure(trace).lines == (0.5, 0.5)
-    assert TokenGrid.measure(trace).after == Echo.after_halting
+    assert GateValues(trace).meaning == Echo.gate_meaning
+    assert GateValues(trace).lines == (0.5, 0.5)
+    assert TokenGrid(trace).after == Echo.after_halting
 
 
 def test_it_decodes_what_a_full_forward_says(model):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,24 +11,25 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from adaponder.analysis.figures.plate import (
+    HATCH,
     Plate,
+    draw_bars,
+    draw_zero,
+    iteration_axis,
+    keep_height,
     listed,
     needs_halting,
-    needs_iterations,
-    not_of_noise,
     spread,
-    whiskers,
 )
 from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, new_figure
 from adaponder.analysis.tables import Means, means
 from adaponder.analysis.trace import Kind, Trace
 
 _NAMES = ("all tokens", "tokens still active", "tokens that had halted")
-_HATCH = "////"
+# Most iterations whose numbers of tokens fit below the axis.
 _ROOM = 5
 
 
-@dataclass(frozen=True, eq=False)
 class GainByIteration(Plate):
     """Shows the loss gained by each iteration at full depth, for tokens grouped by the depth the policy gave them.
 
@@ -44,33 +44,27 @@ class GainByIteration(Plate):
         "Left: how the mean loss changes with each iteration when every token has full depth, a line for the "
         "tokens of each depth. Right: bars of the loss gained by each iteration."
     )
-    of_losses = True
-    missing = staticmethod(needs_iterations)
 
-    losses: np.ndarray
-    tokens: np.ndarray
-    gains: tuple[Means, Means, Means]
-    halts: bool
+    @staticmethod
+    def missing(kind: Kind) -> str | None:
+        return None if kind.deepest > 1 else "every token has depth 1: there is no second iteration"
 
-    @classmethod
-    def measure(cls, trace: Trace) -> Self:
-        deepest, label = trace.about.deepest, trace["depth"].astype(np.int64) - 1
-        losses = trace.by_iteration("full_nll")
-        tokens = np.bincount(label, minlength=deepest)
+    def __init__(self, trace: Trace):
+        trace = trace.scored
+        self.deepest, self.halts = trace.about.deepest, trace.about.halts
+        label, losses = trace["depth"].astype(np.int64) - 1, trace.by_iteration("full_nll")
+        self.tokens = np.bincount(label, minlength=self.deepest)
         with np.errstate(invalid="ignore"):
-            by_depth = np.stack(
-                [np.bincount(label, weights=nll, minlength=deepest) / tokens for nll in losses.T], axis=1
-            )
-        rows: list[tuple[Means, ...]] = []
-        for i in range(1, deepest):
+            by_depth = [np.bincount(label, weights=nll, minlength=self.deepest) / self.tokens for nll in losses.T]
+        self.losses = np.vstack([np.stack(by_depth, axis=1), losses.mean(axis=0)])
+        groups: tuple[list[Means], ...] = ([], [], [])
+        for i in range(1, self.deepest):
             gain = losses[:, i - 1] - losses[:, i]
+            groups[0].append(means(trace, gain, np.zeros_like(label), 1))
             split = means(trace, gain, (label < i).astype(np.int64), 2)
-            rows.append((means(trace, gain, np.zeros_like(label), 1), split.pick([0]), split.pick([1])))
-        everyone, active, halted = (
-            Means(*map(np.concatenate, zip(*(row[group] for row in rows), strict=True))) for group in range(3)
-        )
-        averages = np.vstack([by_depth, losses.mean(axis=0)])
-        return cls(averages, tokens, (everyone, active, halted), trace.about.halts)
+            groups[1].append(split.pick([0]))
+            groups[2].append(split.pick([1]))
+        self.gains = [Means(*map(np.concatenate, zip(*group, strict=True))) for group in groups]
 
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=2.8)
@@ -82,9 +76,8 @@ class GainByIteration(Plate):
         return figure
 
     def _draw_curves(self, axes: Axes, theme: Theme) -> None:
-        deepest = self.losses.shape[1]
-        iterations, change = np.arange(1, deepest + 1), self.losses - self.losses[:, :1]
-        axes.axhline(0.0, color=theme.ink, linewidth=0.8)
+        iterations, change = np.arange(1, self.deepest + 1), self.losses - self.losses[:, :1]
+        draw_zero(axes, theme)
         axes.plot(iterations, change[-1], color=theme.ink, linewidth=2.2, label=_NAMES[0])
         for depth in iterations[self.tokens > 0] if self.halts else []:
             axes.plot(
@@ -94,38 +87,33 @@ class GainByIteration(Plate):
                 linestyle=LINES[depth % len(LINES)],
                 marker=MARKERS[(depth - 1) % len(MARKERS)],
                 markersize=6,
-                markerfacecolor=depth_colours(deepest)[depth - 1],
+                markerfacecolor=depth_colours(self.deepest)[depth - 1],
                 markeredgecolor=theme.ink,
                 label=f"depth {depth} ({self.tokens[depth - 1]:,})",
             )
-        not_of_noise(axes)
-        axes.set_xticks(iterations)
-        axes.set_xlabel("iterations of every token")
-        axes.set_ylabel("change of NLL since\nthe first iteration (nats)")
+        keep_height(axes)
+        ylabel = "change of NLL since\nthe first iteration (nats)"
+        axes.set(xticks=iterations, xlabel="iterations of every token", ylabel=ylabel)
 
     def _draw_gains(self, axes: Axes, theme: Theme) -> None:
-        deepest, iterations = self.losses.shape[1], np.arange(2, self.losses.shape[1] + 1)
+        iterations = np.arange(2, self.deepest + 1)
         looks: tuple[dict[str, Any], ...] = (
             {"color": theme.muted},
             {"color": PALETTE[0]},
-            {"color": theme.paper, "hatch": _HATCH},
+            {"color": theme.paper, "hatch": HATCH},
         )
         # Where no token halts, or all do at once, one of the groups is empty.
         shown = [index for index in range(3 if self.halts else 1) if self.gains[index].tokens.any()]
         wide = 0.8 / len(shown)
         for place, index in enumerate(shown):
-            some = self.gains[index].tokens > 0
-            gains = self.gains[index].pick(some)
-            x = iterations[some] + wide * (place - (len(shown) - 1) / 2)
-            axes.bar(x, gains.mean, wide, label=_NAMES[index], **looks[index])
-            whiskers(axes, x, gains.mean, gains.bars, theme)
-        axes.axhline(0.0, color=theme.ink, linewidth=0.8)
-        not_of_noise(axes)
-        axes.set_xticks(iterations)
-        axes.set_xlim(1.4, deepest + 0.6)
-        axes.grid(visible=False, axis="x")
-        axes.set_xlabel("iteration")
-        axes.set_ylabel("NLL gained by it (nats)")
+            present = self.gains[index].tokens > 0
+            gains = self.gains[index].pick(present)
+            x = iterations[present] + wide * (place - (len(shown) - 1) / 2)
+            draw_bars(axes, x, gains.mean, gains.bars, theme, width=wide, label=_NAMES[index], **looks[index])
+        draw_zero(axes, theme)
+        keep_height(axes)
+        iteration_axis(axes, iterations)
+        axes.set(xlabel="iteration", ylabel="NLL gained by it (nats)")
 
     def caption(self) -> str:
         everyone, active, halted = self.gains
@@ -153,22 +141,13 @@ class GainByIteration(Plate):
         return f"{whole} {sentence[0].upper()}{sentence[1:]}."
 
     def table(self) -> pd.DataFrame:
-        frames = []
-        for name, gains in zip(_NAMES, self.gains, strict=True):
-            frame = gains.frame("NLL gained")
-            frame.insert(0, "gained by", name)
-            frame.insert(1, "iteration", range(2, len(frame) + 2))
-            frames.append(frame)
+        frames = [
+            gains.frame("NLL gained", **{"gained by": name, "iteration": range(2, self.deepest + 1)})
+            for name, gains in zip(_NAMES, self.gains, strict=True)
+        ]
         return pd.concat(frames if self.halts else frames[:1], ignore_index=True)
 
 
-def _needs_a_choice(kind: Kind) -> str | None:
-    if kind.halts and kind.deepest < 2:
-        return "with one iteration no token can continue"
-    return needs_halting(kind)
-
-
-@dataclass(frozen=True, eq=False)
 class ForgoneGain(Plate):
     """Shows the loss that halted tokens would have gained by continuing, compared with random tokens.
 
@@ -189,35 +168,25 @@ class ForgoneGain(Plate):
         "Bars, for each iteration after which tokens halted: the loss they would have gained at full depth, "
         "beside that of random tokens. Right: the sum over the whole text."
     )
-    of_losses = True
-    missing = staticmethod(_needs_a_choice)
 
-    groups: Means
-    random: np.ndarray
-    band: np.ndarray
-    deepest: int
-    halted: float
-    chance: tuple[float, float, float]
+    @staticmethod
+    def missing(kind: Kind) -> str | None:
+        if kind.halts and kind.deepest < 2:
+            return "with one iteration no token can continue"
+        return needs_halting(kind)
 
-    @classmethod
-    def measure(cls, trace: Trace) -> Self:
-        deepest, depth = trace.about.deepest, trace["depth"].astype(np.int64)
+    def __init__(self, trace: Trace):
+        trace = trace.scored
+        self.deepest, depth = trace.about.deepest, trace["depth"].astype(np.int64)
         losses = trace.by_iteration("full_nll")
         gains = losses - losses[:, -1:]
-        own_gain = np.take_along_axis(gains, depth[:, None] - 1, axis=1)[:, 0]
-        groups = means(trace, own_gain, depth - 1, deepest).pick(slice(deepest - 1))
-        count = len(trace)
+        given_up = np.take_along_axis(gains, depth[:, None] - 1, axis=1)[:, 0]
+        self.groups = means(trace, given_up, depth - 1, self.deepest).pick(slice(self.deepest - 1))
+        self.random, self.halted = gains.mean(axis=0)[:-1], float(given_up.mean())
         # Variance of a mean of values drawn without replacement.
-        finite_population = (count - groups.tokens) / max(1, count - 1)
-        band = 1.96 * gains.std(axis=0)[:-1] * np.sqrt(finite_population / np.maximum(groups.tokens, 1))
-        return cls(
-            groups=groups,
-            random=gains.mean(axis=0)[:-1],
-            band=band,
-            deepest=deepest,
-            halted=float(own_gain.mean()),
-            chance=_permuted(gains, depth, trace["document"].astype(np.int64), seed=trace.about.seed),
-        )
+        finite_population = (len(trace) - self.groups.tokens) / max(1, len(trace) - 1)
+        self.band = 1.96 * gains.std(axis=0)[:-1] * np.sqrt(finite_population / np.maximum(self.groups.tokens, 1))
+        self.chance = _permuted(gains, depth, trace["document"].astype(np.int64), seed=trace.about.seed)
 
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=2.6)
@@ -226,39 +195,31 @@ class ForgoneGain(Plate):
         middle, low, high = self.chance
         right.bar(0, self.halted, width=0.6, color=PALETTE[0])
         ends = np.maximum([[middle - low], [high - middle]], 0.0)
-        right.bar(1, middle, width=0.6, color=theme.paper, hatch=_HATCH)
-        whiskers(right, [1], [middle], ends, theme)
-        right.axhline(0.0, color=theme.ink, linewidth=0.8)
-        right.set_xticks([0, 1], [f"these\ndepths\n{self.halted:+.4f}", f"permuted at\nrandom\n{middle:+.4f}"])
-        right.set_xlim(-0.6, 1.6)
+        draw_bars(right, [1], [middle], ends, theme, width=0.6, color=theme.paper, hatch=HATCH)
+        draw_zero(right, theme)
+        iteration_axis(right, [0, 1], [f"these\ndepths\n{self.halted:+.4f}", f"permuted at\nrandom\n{middle:+.4f}"])
         right.margins(y=0.15)
-        not_of_noise(right)
-        right.grid(visible=False, axis="x")
+        keep_height(right)
         right.set_ylabel("given up per token of\nthe text (nats)")
         return figure
 
     def _draw_groups(self, axes: Axes, theme: Theme) -> None:
-        some, deepest = np.nonzero(self.groups.tokens)[0], self.deepest
-        groups, wide = self.groups.pick(some), 0.38
-        colours = [depth_colours(deepest)[index] for index in some]
-        axes.bar(some + 0.8, groups.mean, wide, color=colours)
-        whiskers(axes, some + 0.8, groups.mean, groups.bars, theme)
-        axes.bar(some + 1.2, self.random[some], wide, color=theme.paper, hatch=_HATCH)
-        whiskers(axes, some + 1.2, self.random[some], self.band[some], theme)
-        axes.axhline(0.0, color=theme.ink, linewidth=0.8)
-        places = range(1, deepest)
-        names = [f"{depth}\n({n:,} tokens)" for depth, n in zip(places, self.groups.tokens, strict=True)]
+        present, deepest = np.nonzero(self.groups.tokens)[0], self.deepest
+        groups = self.groups.pick(present)
+        colours = [depth_colours(deepest)[index] for index in present]
+        draw_bars(axes, present + 0.8, groups.mean, groups.bars, theme, width=0.38, color=colours)
+        hatched: dict[str, Any] = {"width": 0.38, "color": theme.paper, "hatch": HATCH}
+        draw_bars(axes, present + 1.2, self.random[present], self.band[present], theme, **hatched)
+        draw_zero(axes, theme)
         # Among many iterations there is no room for numbers of tokens.
-        axes.set_xticks(places, names if deepest <= _ROOM else [str(depth) for depth in places])
-        axes.set_xlim(0.4, deepest - 0.4)
+        counts = [f"\n({tokens:,} tokens)" if deepest <= _ROOM else "" for tokens in self.groups.tokens]
+        iteration_axis(axes, range(1, deepest), [f"{depth}{count}" for depth, count in enumerate(counts, 1)])
         axes.margins(y=0.12)
-        not_of_noise(axes)
-        axes.grid(visible=False, axis="x")
-        axes.set_xlabel("iteration after which tokens halted")
-        axes.set_ylabel(f"NLL gained by\ndepth {deepest} (nats)")
+        keep_height(axes)
+        axes.set(xlabel="iteration after which tokens halted", ylabel=f"NLL gained by\ndepth {deepest} (nats)")
         handles = [
             Patch(facecolor=theme.muted, label="tokens that halted there"),
-            Patch(facecolor=theme.paper, hatch=_HATCH, label="as many random tokens (95% of draws)"),
+            Patch(facecolor=theme.paper, hatch=HATCH, label="as many random tokens (95% of draws)"),
         ]
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
 
@@ -290,8 +251,7 @@ class ForgoneGain(Plate):
         return f"the tokens that halt are those with less to gain: better than chance{saved}{cheap}"
 
     def table(self) -> pd.DataFrame:
-        frame = self.groups.frame("gain by continuing")
-        frame.insert(0, "halted after", range(1, self.deepest))
+        frame = self.groups.frame("gain by continuing", **{"halted after": range(1, self.deepest)})
         frame["gain of random tokens"] = self.random
         frame["95% of draws within"] = self.band
         return frame

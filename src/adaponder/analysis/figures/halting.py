@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -16,15 +13,14 @@ from adaponder.analysis.figures.plate import (
     Plate,
     depth_axis,
     facts_of,
+    iteration_axis,
     listed,
-    nats,
-    needs_gates,
     needs_halting,
     percent,
 )
 from adaponder.analysis.style import PAGE, PALETTE, Theme, density_map, depth_colours, new_figure
-from adaponder.analysis.tables import Means, Numbers, adds_up, means, numbers
-from adaponder.analysis.trace import Trace
+from adaponder.analysis.tables import Means, adds_up, means, numbers
+from adaponder.analysis.trace import Kind, Trace
 
 BINS = 40
 _CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a middle depth and is highest at the last"
@@ -43,7 +39,6 @@ _TICKS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
 class LossByDepth(Plate):
     """Shows mean loss, number of tokens and distribution of losses by depth; the paper reports a check mark.
 
@@ -56,62 +51,52 @@ class LossByDepth(Plate):
         "Points: mean loss of the tokens of each depth, with 95% intervals where there are documents enough. "
         "Bars: how many tokens have that depth. Map: how losses spread at each depth."
     )
-    of_losses = True
 
-    groups: Means
-    density: np.ndarray
-    medians: np.ndarray
-    clip: float
-    beyond: float
-    loss: float
-
-    @classmethod
-    def measure(cls, trace: Trace) -> Self:
-        deepest, nll, label = trace.about.deepest, trace["nll"], trace["depth"].astype(np.int64) - 1
-        groups = means(trace, nll, label, deepest)
-        adds_up(groups.share, groups.mean, trace.loss)
+    def __init__(self, trace: Trace):
+        trace = trace.scored
+        nll, label = trace["nll"], trace["depth"].astype(np.int64) - 1
+        self.loss, self.depths = trace.loss, np.arange(1, trace.about.deepest + 1)
+        self.groups = means(trace, nll, label, len(self.depths))
+        adds_up(self.groups.share, self.groups.mean, self.loss)
         # The highest one percent of losses would compress the rest.
-        clip = max(float(np.quantile(nll, 0.99)), 1e-6)
-        edges = np.linspace(0.0, clip, BINS + 1)
-        histograms = [np.histogram(nll[label == depth], edges)[0] for depth in range(deepest)]
+        self.clip = max(float(np.quantile(nll, 0.99)), 1e-6)
+        self.beyond = float((nll > self.clip).mean())
+        edges = np.linspace(0.0, self.clip, BINS + 1)
+        losses = [nll[label == index] for index in range(len(self.depths))]
+        histograms = np.stack([np.histogram(values, edges)[0] for values in losses], axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
-            density = np.stack(histograms, axis=1) / groups.tokens / (edges[1] - edges[0])
-        medians = [np.median(nll[label == depth]) if groups.tokens[depth] else np.nan for depth in range(deepest)]
-        return cls(groups, density, np.array(medians), clip, float((nll > clip).mean()), trace.loss)
+            self.density = histograms / self.groups.tokens / edges[1]
+        self.medians = np.array([np.median(values) if len(values) else np.nan for values in losses])
 
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=3.5)
         grid = figure.add_gridspec(2, 2, height_ratios=(3, 2), width_ratios=(1, 1.15))
         top, below, right = (figure.add_subplot(cell) for cell in (grid[0, 0], grid[1, 0], grid[:, 1]))
         self._draw_means(top, theme)
-        groups, deepest = self.groups, len(self.medians)
-        bars = below.bar(range(1, deepest + 1), 100 * groups.share, width=0.7, color=depth_colours(deepest))
+        groups, deepest = self.groups, len(self.depths)
+        bars = below.bar(self.depths, 100 * groups.share, width=0.7, color=depth_colours(deepest))
         below.bar_label(bars, [f"{tokens:,}" for tokens in groups.tokens], fontsize=7, padding=1)
-        below.set_ylim(0, 125 * groups.share.max())
-        below.set_ylabel("tokens (%)")
-        below.set_xlabel(DEPTH)
+        below.set(ylim=(0, 125 * groups.share.max()), ylabel="tokens (%)", xlabel=DEPTH)
         depth_axis(below, deepest)
         image = self._draw_density(right, theme)
         figure.colorbar(image, ax=right, label="share of that depth's tokens per nat", pad=0.02)
         return figure
 
     def _draw_means(self, axes: Axes, theme: Theme) -> None:
-        deepest = len(self.medians)
-        groups, depths = self.groups, np.arange(1, deepest + 1)
+        groups, depths = self.groups, self.depths
         axes.axhline(self.loss, color=theme.muted, linestyle=":", linewidth=1.0)
         # A depth without tokens has a mean of NaN, where the line breaks: between its neighbours nothing was measured.
         axes.errorbar(depths, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
-        axes.scatter(depths, groups.mean, c=depth_colours(deepest), edgecolors=theme.ink, s=36, zorder=3)
-        low, high = np.nanmin([groups.mean, groups.low]), np.nanmax([groups.mean, groups.high])
+        axes.scatter(depths, groups.mean, c=depth_colours(len(depths)), edgecolors=theme.ink, s=36, zorder=3)
+        low, high = groups.range
         pad = 0.25 * max(high - low, 0.2 * abs(self.loss), 0.1)
-        axes.set_ylim(max(0.0, low - pad), high + pad)
-        axes.set_title(f"dotted: all tokens, {self.loss:.3f}", loc="left", color=theme.muted)
-        axes.set_ylabel("mean NLL (nats)")
-        depth_axis(axes, deepest)
+        axes.set(ylim=(max(0.0, low - pad), high + pad), ylabel="mean NLL (nats)")
+        axes.set_title(f"dotted: all tokens, {self.loss:.3f}", color=theme.muted)
+        depth_axis(axes, len(depths))
         axes.tick_params(labelbottom=False)
 
     def _draw_density(self, axes: Axes, theme: Theme) -> AxesImage:
-        deepest, depths = len(self.medians), np.arange(1, len(self.medians) + 1)
+        deepest, depths = len(self.depths), self.depths
         image = axes.imshow(
             self.density,
             origin="lower",
@@ -130,32 +115,26 @@ class LossByDepth(Plate):
         for depth in depths[self.groups.tokens == 0]:
             axes.text(depth, self.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
         depth_axis(axes, deepest)
-        axes.set_xlim(0.5, deepest + 0.5)
-        axes.set_ylim(0.0, self.clip)
+        axes.set(xlim=(0.5, deepest + 0.5), ylim=(0.0, self.clip), xlabel=DEPTH, ylabel="NLL (nats)")
         axes.grid(visible=False)
-        axes.set_title("circle: mean; bar: median", loc="left", color=theme.muted)
-        axes.set_xlabel(DEPTH)
-        axes.set_ylabel("NLL (nats)")
+        axes.set_title("circle: mean; bar: median", color=theme.muted)
         return image
 
     def caption(self) -> str:
         groups = self.groups
-        mean = {int(index) + 1: float(groups.mean[index]) for index in np.nonzero(groups.tokens)[0]}
+        present = np.nonzero(groups.tokens)[0]
         tail = f" The {percent(self.beyond)} of losses above {self.clip:.1f} nats are outside the map."
-        if len(mean) == 1:
-            depth = next(iter(mean))
+        if len(present) == 1:
             return (
-                f"Every token has depth {depth}, with a mean NLL of {nats(mean[depth])}: "
+                f"Every token has depth {present[0] + 1}, with a mean NLL of {groups.mean[present[0]]:.3f} nats: "
                 f"there is no second group to compare with.{tail}"
             )
-        by_depth = listed(
-            [f"{value:.3f} at depth {d} ({percent(float(groups.share[d - 1]))})" for d, value in mean.items()]
-        )
-        return f"Mean NLL is {by_depth}; shares times means add up to {nats(self.loss)}. {_shape(groups)}{tail}"
+        by_depth = listed([f"{groups.mean[i]:.3f} at depth {i + 1} ({percent(groups.share[i])})" for i in present])
+        whole = f"shares times means add up to {self.loss:.3f} nats"
+        return f"Mean NLL is {by_depth}; {whole}. {_shape(groups)}{tail}"
 
     def table(self) -> pd.DataFrame:
-        frame = self.groups.frame("mean NLL")
-        frame.insert(0, "depth", range(1, len(frame) + 1))
+        frame = self.groups.frame("mean NLL", depth=self.depths)
         frame["median NLL"] = self.medians
         frame["share x mean"] = self.groups.share * self.groups.mean
         return frame
@@ -181,7 +160,6 @@ def _shape(groups: Means) -> str:
     return f"{words}; it may be chance, {reason}."
 
 
-@dataclass(frozen=True, eq=False)
 class ActiveTokens(Plate):
     """Shows the share of tokens active in each iteration; the shares add up to the mean depth."""
 
@@ -190,39 +168,28 @@ class ActiveTokens(Plate):
     alt = "Bars: the share of tokens that are active in each iteration."
     missing = staticmethod(needs_halting)
 
-    shares: np.ndarray
-    tokens: np.ndarray
-    numbers: Numbers
-
-    @classmethod
-    def measure(cls, trace: Trace) -> Self:
+    def __init__(self, trace: Trace):
         deepest = trace.about.deepest
-        tokens = np.bincount(trace["depth"], minlength=deepest + 1)[1:][::-1].cumsum()[::-1]
-        shares = tokens / len(trace)
-        overall = numbers(trace)
+        self.iterations = np.arange(1, deepest + 1)
+        self.tokens = np.bincount(trace["depth"], minlength=deepest + 1)[1:][::-1].cumsum()[::-1]
+        self.shares = self.tokens / len(trace)
+        self.numbers = numbers(trace)
         # A token of depth D is active in iterations 1 … D.
-        adds_up(np.full(deepest, 1.0 / deepest), deepest * shares, overall.iterations)
-        return cls(shares, tokens, overall)
+        adds_up(np.full(deepest, 1.0 / deepest), deepest * self.shares, self.numbers.iterations)
 
     def draw(self, theme: Theme) -> Figure:
-        deepest = len(self.shares)
         figure = new_figure(width=PAGE, height=2.2)
         axes = figure.subplots()
-        # One colour: those of the depth ramp are depths of tokens, and here are iterations.
-        bars = axes.bar(np.arange(1, deepest + 1), 100 * self.shares, width=0.7, color=PALETTE[0])
-        axes.bar_label(bars, [percent(float(share)) for share in self.shares], padding=2)
-        axes.set_xticks(range(1, deepest + 1))
-        axes.set_xlim(0.4, deepest + 0.6)
-        axes.set_ylim(0, 118)
-        axes.set_yticks(range(0, 101, 25))
-        axes.grid(visible=False, axis="x")
-        axes.set_xlabel("iteration")
-        axes.set_ylabel("active tokens (%)")
-        axes.set_title(f"mean {self.numbers.iterations:.3f} of {deepest} iterations", loc="right")
+        # One colour: the depth ramp is for depths of tokens, and these are iterations.
+        bars = axes.bar(self.iterations, 100 * self.shares, width=0.7, color=PALETTE[0])
+        axes.bar_label(bars, [percent(share) for share in self.shares], padding=2)
+        iteration_axis(axes, self.iterations)
+        axes.set(ylim=(0, 118), yticks=range(0, 101, 25), xlabel="iteration", ylabel="active tokens (%)")
+        axes.set_title(f"mean {self.numbers.iterations:.3f} of {len(self.shares)} iterations", loc="right")
         return figure
 
     def caption(self) -> str:
-        shares = listed([percent(float(share)) for share in self.shares])
+        shares = listed([percent(share) for share in self.shares])
         overall = self.numbers
         which = "iteration 1" if len(self.shares) == 1 else f"iterations 1 to {len(self.shares)}"
         closed = "" if overall.gates_closed is None else f", {percent(overall.gates_closed)} of gates are closed"
@@ -233,12 +200,9 @@ class ActiveTokens(Plate):
         )
 
     def table(self) -> pd.DataFrame:
-        return pd.DataFrame(
-            {"iteration": np.arange(1, len(self.shares) + 1), "active tokens": self.tokens, "share": self.shares}
-        )
+        return pd.DataFrame({"iteration": self.iterations, "active tokens": self.tokens, "share": self.shares})
 
 
-@dataclass(frozen=True, eq=False)
 class GateValues(Plate):
     """Shows histograms of the gates' values in log-odds, which separate values near 0, where tokens halt, and near 1.
 
@@ -254,34 +218,30 @@ class GateValues(Plate):
         "Histograms of each gate's value over all tokens on a log-odds axis, tokens that had halted before hatched, "
         "thresholds dashed."
     )
-    missing = staticmethod(needs_gates)
 
-    edges: np.ndarray
-    deciding: np.ndarray
-    later: np.ndarray
-    quantiles: np.ndarray
-    closed: np.ndarray
-    lines: tuple[float | None, ...]
-    meaning: str
+    @staticmethod
+    def missing(kind: Kind) -> str | None:
+        if kind.gates:
+            return None
+        return "with one iteration no gate is evaluated" if kind.halts else f"{kind.method} has no gates"
 
-    @classmethod
-    def measure(cls, trace: Trace) -> Self:
+    def __init__(self, trace: Trace):
         gates, depth = trace.by_iteration("gate"), trace["depth"][:, None]
         count = gates.shape[1]
         active = depth > np.arange(count)
-        odds, lines = np.clip(log_odds(gates), -_END, _END), _lines(trace, count)
+        self.lines, self.meaning = _lines(trace, count), facts_of(trace.about).gate_meaning
+        odds = log_odds(gates)
         # The axis spans all gates and thresholds.
-        ends = [odds.min(), odds.max(), *(_clipped_log_odds(line) for line in lines if line is not None)]
-        edges = np.linspace(min(ends) - 0.4, max(ends) + 0.4, BINS + 1)
-        deciding, later = (
-            np.stack([np.histogram(odds[mask[:, i], i], edges)[0] for i in range(count)]) / len(trace)
+        ends = [odds.min(), odds.max(), *(log_odds(line) for line in self.lines if line is not None)]
+        self.edges = np.linspace(min(ends) - 0.4, max(ends) + 0.4, BINS + 1)
+        self.deciding, self.later = (
+            np.stack([np.histogram(odds[mask[:, i], i], self.edges)[0] for i in range(count)]) / len(trace)
             for mask in (active, ~active)
         )
         # A token of depth i + 1 was halted by gate i, if there was something left to decide.
         decides = np.arange(count) < trace.about.deepest - 1
-        closed = ((depth == np.arange(count) + 1) & decides).mean(axis=0)
-        quantiles = np.quantile(gates, [0.05, 0.5, 0.95], axis=0).T
-        return cls(edges, deciding, later, quantiles, closed, lines, facts_of(trace.about).gate_meaning)
+        self.closed = ((depth == np.arange(count) + 1) & decides).mean(axis=0)
+        self.quantiles = np.quantile(gates, [0.05, 0.5, 0.95], axis=0).T
 
     def draw(self, theme: Theme) -> Figure:
         count = len(self.deciding)
@@ -305,11 +265,10 @@ class GateValues(Plate):
             )
             line = self.lines[i]
             if line is not None:
-                axes.axvline(_clipped_log_odds(line), color=_LINE, linestyle="--", label="threshold")
+                axes.axvline(log_odds(line), color=_LINE, linestyle="--", label="threshold")
             axes.set_xticks(*_ticks(self.edges[0], self.edges[-1], apart=0.2 if columns < 4 else 0.25))
-            axes.set_xlim(self.edges[0], self.edges[-1])
-            axes.set_title(f"gate {i + 1}: halts {percent(float(self.closed[i]))}", loc="left")
-            axes.set_xlabel(self.meaning)
+            title = f"gate {i + 1}: halts {percent(self.closed[i])}"
+            axes.set(xlim=(self.edges[0], self.edges[-1]), title=title, xlabel=self.meaning)
         for axes in panels[count:]:
             axes.set_visible(False)
         for axes in panels[::columns]:
@@ -319,13 +278,9 @@ class GateValues(Plate):
         return figure
 
     def caption(self) -> str:
-        by_gate = listed(
-            [
-                f"gate {i + 1} halts {percent(float(share))} (median {self.quantiles[i, 1]:.2g})"
-                for i, share in enumerate(self.closed)
-            ]
-        )
-        return f"Of all tokens, {by_gate}."
+        gates = enumerate(zip(self.closed, self.quantiles[:, 1], strict=True), 1)
+        by_gate = [f"gate {i} halts {percent(share)} (median {median:.2g})" for i, (share, median) in gates]
+        return f"Of all tokens, {listed(by_gate)}."
 
     def table(self) -> pd.DataFrame:
         frame = pd.DataFrame(self.quantiles, columns=pd.Index(["5%", "median", "95%"]))
@@ -336,31 +291,25 @@ class GateValues(Plate):
         return frame
 
 
-def log_odds(gates: np.ndarray) -> np.ndarray:
-    """Equals ``log10(s / (1 - s))``; infinite at 0 and 1."""
+def log_odds(gates: np.ndarray | float) -> np.ndarray:
+    """Equals ``log10(s / (1 - s))``, clipped to the ends of the axis."""
+    gates = np.asarray(gates)
     with np.errstate(divide="ignore"):
-        return np.log10(gates) - np.log10(1.0 - gates)
+        return np.clip(np.log10(gates) - np.log10(1.0 - gates), -_END, _END)
 
 
 def _lines(trace: Trace, count: int) -> tuple[float | None, ...]:
     """Returns the threshold of each gate; ``None`` where the policy has none."""
     if trace.about.tau is not None and facts_of(trace.about).gates_decide:
         return (*trace.about.tau, *[None] * count)[:count]
-    if trace.about.policy.startswith("router"):
-        return (0.5,) * count
-    return (None,) * count
-
-
-def _clipped_log_odds(threshold: float) -> float:
-    """Returns the log-odds of a threshold, clipped to the ends of the axis."""
-    return float(np.clip(log_odds(np.array(threshold)), -_END, _END))
+    return (0.5 if trace.about.policy.startswith("router") else None,) * count
 
 
 def _ticks(low: float, high: float, *, apart: float) -> tuple[list[float], list[str]]:
     """Returns log-odds and labels of round probabilities on this axis, at least this share of it ``apart``."""
     ticks: dict[float, str] = {}
     for value, name in sorted(_TICKS.items(), key=lambda tick: abs(tick[0] - 0.5)):
-        odds = _clipped_log_odds(value)
+        odds = float(log_odds(value))
         if low <= odds <= high and all(abs(odds - other) >= apart * (high - low) for other in ticks):
             ticks[odds] = name
     return list(ticks), list(ticks.values())

@@ -1,10 +1,10 @@
-"""The base class of a figure of the report, and what figures share: conditions, number formats, axes."""
+"""The base class of a figure of the report, and what figures share: conditions, number formats, axes, bars."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -12,11 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import ArrayLike
 
-from adaponder.analysis.style import Theme
+from adaponder.analysis.style import Theme, depth_limits
+from adaponder.analysis.tables import Means
 from adaponder.analysis.trace import Kind, Trace
 from adaponder.methods import Method, method_class, method_names
 
 DEPTH = "depth (iterations)"
+HATCH = "////"
 # Nats: captions show four decimals.
 _MIN_HEIGHT = 4e-4
 
@@ -27,27 +29,19 @@ class Plate(ABC):
     Attributes:
         name: of its files, and of ``--only``.
         alt: alternative text; the numbers are in the caption.
-        of_losses: whether it shows losses, and so only predictions of learned tokens (:attr:`Trace.scored`).
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     alt: ClassVar[str]
-    of_losses: ClassVar[bool] = False
+
+    @abstractmethod
+    def __init__(self, trace: Trace): ...
 
     @staticmethod
     def missing(kind: Kind) -> str | None:
         """Returns why the figure cannot be drawn from a trace of this kind; ``None`` if it can."""
         return None
-
-    @classmethod
-    def measured(cls, trace: Trace) -> Self:
-        """Measures the predictions of ``trace`` that this figure shows."""
-        return cls.measure(trace.scored if cls.of_losses else trace)
-
-    @classmethod
-    @abstractmethod
-    def measure(cls, trace: Trace) -> Self: ...
 
     @abstractmethod
     def draw(self, theme: Theme) -> Figure: ...
@@ -68,23 +62,9 @@ def needs_halting(kind: Kind) -> str | None:
     return None if kind.halts else f"{kind.method} never halts: every token has depth {kind.deepest}"
 
 
-def needs_gates(kind: Kind) -> str | None:
-    if kind.gates:
-        return None
-    return "with one iteration no gate is evaluated" if kind.halts else f"{kind.method} has no gates"
-
-
-def needs_iterations(kind: Kind) -> str | None:
-    return None if kind.deepest > 1 else "every token has depth 1: there is no second iteration"
-
-
 def percent(share: float) -> str:
     """Formats a share as a percentage; below one percent with two significant digits."""
     return f"{share:.1%}" if share == 0 or share >= 0.01 else f"{100 * share:.2g}%"
-
-
-def nats(value: float) -> str:
-    return f"{value:.3f} nats"
 
 
 def spread(low: float, high: float) -> str:
@@ -97,23 +77,39 @@ def listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def whiskers(axes: Axes, x: ArrayLike, y: ArrayLike, bars: ArrayLike, theme: Theme) -> None:
-    """Draws intervals over bars; a rim in the colour of the paper keeps them visible on dark bars."""
-    drawn = axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
+def draw_bars(axes: Axes, x: Any, height: Any, interval: ArrayLike, theme: Theme, **look: Any) -> None:
+    """Draws bars with intervals; a rim in the colour of the paper keeps intervals visible on dark bars."""
+    axes.bar(x, height, **look)
+    drawn = axes.errorbar(x, height, yerr=interval, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
     for line in (*drawn.lines[1], *drawn.lines[2]):
         line.set_path_effects([Stroke(linewidth=2.6, foreground=theme.paper), Normal()])
 
 
-def not_of_noise(axes: Axes) -> None:
+def draw_zero(axes: Axes, theme: Theme) -> None:
+    axes.axhline(0.0, color=theme.ink, linewidth=0.8)
+
+
+def keep_height(axes: Axes) -> None:
     """Makes an axis of nats high enough that rounding errors do not fill it."""
     low, high = axes.get_ylim()
     if (more := _MIN_HEIGHT - (high - low)) > 0:
         axes.set_ylim(low - more / 2, high + more / 2)
 
 
+def iteration_axis(axes: Axes, iterations: Any, names: list[str] | None = None) -> None:
+    """Makes the x axis one of whole iterations, without grid lines."""
+    axes.set_xticks(iterations, names)
+    axes.set_xlim(iterations[0] - 0.6, iterations[-1] + 0.6)
+    axes.grid(visible=False, axis="x")
+
+
 def depth_axis(axes: Axes, deepest: int) -> None:
     """Makes the x axis one of depths 1 … ``deepest``; the last is marked as that of tokens that never halted."""
     names = [str(depth) for depth in range(1, deepest)] + [f"{deepest}\n(all)" if deepest > 1 else "1"]
-    axes.set_xticks(range(1, deepest + 1), names)
-    axes.set_xlim(0.4, deepest + 0.6)
-    axes.grid(visible=False, axis="x")
+    iteration_axis(axes, range(1, deepest + 1), names)
+
+
+def mean_depth_limits(groups: Means, deepest: int, *, least: float) -> tuple[float, float]:
+    """Returns the limits of an axis of these mean depths; at least ``least`` around them, so noise does not fill it."""
+    low, high = groups.range
+    return depth_limits(low, high, deepest, margin=max(0.1 * (high - low), least))

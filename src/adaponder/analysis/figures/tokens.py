@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from rich.text import Text
 
-from adaponder.analysis.figures.plate import Plate, facts_of, needs_halting, percent
+from adaponder.analysis.figures.plate import HATCH, Plate, facts_of, needs_halting, percent
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
 from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
 from adaponder.analysis.trace import Trace
@@ -25,7 +24,6 @@ BEFORE, AFTER = 28, 10
 PASSAGE = 320
 
 
-@dataclass(frozen=True, eq=False)
 class TokenGrid(Plate):
     """Shows consecutive tokens by iterations, computed or reused; ``after`` is the legend of cells of halted tokens."""
 
@@ -37,23 +35,12 @@ class TokenGrid(Plate):
     )
     missing = staticmethod(needs_halting)
 
-    words: list[str]
-    depths: np.ndarray
-    first: int
-    deepest: int
-    after: str
-
-    @classmethod
-    def measure(cls, trace: Trace) -> Self:
-        first, length = busiest(trace["depth"], trace["document"], TOKENS)
-        part = trace.frame.iloc[first : first + length]
-        return cls(
-            words=[str(word) for word in part["token"]],
-            depths=part["depth"].to_numpy(np.int64),
-            first=first,
-            deepest=trace.about.deepest,
-            after=facts_of(trace.about).after_halting,
-        )
+    def __init__(self, trace: Trace):
+        self.first, length = busiest(trace["depth"], trace["document"], TOKENS)
+        tokens = trace.frame.iloc[self.first : self.first + length]
+        self.words = [for_figure(str(word)) for word in tokens["token"]]
+        self.depths = tokens["depth"].to_numpy(np.int64)
+        self.deepest, self.after = trace.about.deepest, facts_of(trace.about).after_halting
 
     def draw(self, theme: Theme) -> Figure:
         count, deepest = len(self.words), self.deepest
@@ -62,37 +49,23 @@ class TokenGrid(Plate):
         figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest + _LINE * more_lines)
         axes = figure.subplots()
         colours = depth_colours(deepest)
+        looks: dict[bool, dict[str, Any]] = {True: {"edgecolor": theme.ink}}
+        looks[False] = {"edgecolor": theme.muted, "facecolor": theme.paper, "hatch": HATCH}
         for column, depth in enumerate(self.depths):
+            looks[True]["facecolor"] = colours[depth - 1]
             for row in range(deepest):
-                computed = row < depth
-                axes.add_patch(
-                    Rectangle(
-                        (column + 0.06, row + 0.06),
-                        0.88,
-                        0.88,
-                        facecolor=colours[depth - 1] if computed else theme.paper,
-                        edgecolor=theme.ink if computed else theme.muted,
-                        hatch=None if computed else "////",
-                        linewidth=0.6,
-                    )
-                )
-        axes.set_xlim(0, max(count, 12))
-        axes.set_ylim(0, deepest)
+                cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, linewidth=0.6, **looks[row < depth])
+                axes.add_patch(cell)
+        axes.set(xlim=(0, max(count, 12)), ylim=(0, deepest), ylabel="iteration", xlabel="token")
         axes.set_yticks(np.arange(deepest) + 0.5, [str(i) for i in range(1, deepest + 1)])
-        ticks = axes.set_xticks(
-            np.arange(count) + 0.5, [for_figure(word) for word in self.words], rotation=60, ha="right"
-        )
-        for tick in ticks:
+        for tick in axes.set_xticks(np.arange(count) + 0.5, self.words, rotation=60, ha="right"):
             tick.label1.set_parse_math(False)
             tick.label1.set_rotation_mode("anchor")
         axes.tick_params(length=0)
         axes.grid(visible=False)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-        axes.set_ylabel("iteration")
-        axes.set_xlabel("token")
+        axes.spines[:].set_visible(False)
         handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
-        handles.append(Patch(facecolor=theme.paper, edgecolor=theme.muted, hatch="////", label=self.after))
+        handles.append(Patch(**looks[False], label=self.after))
         columns = min(len(handles), _ENTRIES)
         figure.legend(handles=handles, loc="outside upper center", ncols=columns, columnspacing=1.2, handlelength=1.4)
         return figure
@@ -111,7 +84,7 @@ class TokenGrid(Plate):
         )
 
     def table(self) -> pd.DataFrame:
-        return pd.DataFrame({"token": [for_figure(word) for word in self.words], "depth": self.depths})
+        return pd.DataFrame({"token": self.words, "depth": self.depths})
 
 
 def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, int]:
@@ -146,14 +119,18 @@ class Excerpt(NamedTuple):
     remark: str
 
 
-def hardest(trace: Trace, count: int = 6) -> list[Excerpt]:
-    """Returns excerpts around the highest losses after one iteration, of different words, that do not overlap."""
-    return [_around(trace, row) for row in _apart(trace, -trace["full_nll_1"], count)]
-
-
-def easiest(trace: Trace, count: int = 6) -> list[Excerpt]:
-    """Returns excerpts around the lowest losses after one iteration, of different words, that do not overlap."""
-    return [_around(trace, row) for row in _apart(trace, trace["full_nll_1"], count)]
+def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
+    """Returns excerpts around the highest or lowest losses after one iteration, of different words, not overlapping."""
+    loss, ids = trace["full_nll_1"], trace["target_id"]
+    learned, rows = np.flatnonzero(trace["learned"]), list[int]()
+    # Many of the extreme predictions are of one word: far more than ``count`` are considered.
+    order = np.argsort(-loss[learned] if hardest else loss[learned], kind="stable")[: 500 * count]
+    for row in learned[order].tolist():
+        if not any(ids[row] == ids[other] or abs(row - other) <= BEFORE + AFTER for other in rows):
+            rows.append(row)
+        if len(rows) == count:
+            break
+    return [_around(trace, row) for row in rows]
 
 
 def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
@@ -163,20 +140,6 @@ def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
     mean = float(trace["depth"][rows].mean())
     remark = f"{length:,} tokens from token {first:,} on, mean depth {mean:.2f} ({trace['depth'].mean():.2f} overall)."
     return Excerpt(*_words(trace, rows), target=None, remark=remark)
-
-
-def _apart(trace: Trace, order: np.ndarray, count: int) -> list[int]:
-    """Returns the first ``count`` learned predictions by ``order`` with different targets and excerpts apart."""
-    ids, rows = trace["target_id"], list[int]()
-    learned = np.flatnonzero(trace["learned"])
-    # Many of the extreme predictions are of one word: far more than ``count`` are considered.
-    for row in learned[np.argsort(order[learned], kind="stable")[: 500 * count]].tolist():
-        known = any(ids[row] == ids[other] or abs(row - other) <= BEFORE + AFTER for other in rows)
-        if not known:
-            rows.append(row)
-        if len(rows) == count:
-            break
-    return rows
 
 
 def _around(trace: Trace, row: int) -> Excerpt:
