@@ -304,8 +304,7 @@ def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "door"),
-    [pytest.param(*run, marks=() if TRIED[run[0]] == run[1] else pytest.mark.every) for run in RUNS],
+    ("name", "door"), [pytest.param(*run, marks=() if TRIED[run[0]] == run[1] else pytest.mark.every) for run in RUNS]
 )
 def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
     good, tmp_path, monkeypatch, capsys, name, door

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from adaponder.data.manifest import CHAT_TEMPLATE, DataError
-from adaponder.data.readers import Conversation, Counts, InputPart, records, valid_unicode, without_compression
+from adaponder.data.readers import Counts, Document, InputPart, records, valid_unicode, without_compression
 from adaponder.data.tokenizers import SpecialTokens, encoding, special_tokens, tokenizer_file
 from adaponder.errors import InputError, in_one_line
 from adaponder.files import read_bytes, read_json
@@ -54,12 +54,9 @@ class ChatFormat:
     def _special(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, sorted(self.tokens.all, key=len, reverse=True))))
 
-    def reader(self, part: InputPart) -> InputPart:
-        """Returns ``part`` with a reader that yields conversations."""
-        return part._replace(reader=partial(self._read, original=part))
-
-    def _read(self, part: InputPart, counts: Counts, *, original: InputPart) -> Iterator[Conversation]:
-        for fields, place in records(original, self.fields, counts):
+    def read(self, part: InputPart, counts: Counts) -> Iterator[Document]:
+        """Yields the conversations of a part that holds records."""
+        for fields, place in records(part, self.fields, counts):
             source = fields.get("source")
             source = source if isinstance(source, str) else without_compression(part.path).stem or part.argument
             yield self.conversation(self._messages(fields, place, counts), source, place)
@@ -95,7 +92,7 @@ class ChatFormat:
         # A table stores null for a key that a message does not have.
         return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
-    def conversation(self, messages: list[dict[str, Any]], source: str, place: str) -> Conversation:
+    def conversation(self, messages: list[dict[str, Any]], source: str, place: str) -> Document:
         """Renders messages with the template and marks the assistant's turns as learned."""
         text, marked = self._render(messages, place)
         learned = marked if _MARKED.search(self.template) else self._turns(messages, text, place)
@@ -103,7 +100,8 @@ class ChatFormat:
             raise DataError(f"{place}: {len(text):,} characters, a conversation may have at most {_LONGEST:,}")
         if not any(text[first:last].strip() for first, last in learned):
             raise DataError(f"{place}: the template writes none of the assistant's words")
-        return Conversation(text, source, tuple((first, last) for first, last in learned if last > first), place)
+        spans = tuple((first, last) for first, last in learned if last > first)
+        return Document(text, source, learned=spans, origin=place)
 
     def _turns(self, messages: list[dict[str, Any]], text: str, place: str) -> list[tuple[int, int]]:
         """Returns the span of each turn of the assistant: what the template adds to the prompt before it."""

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from adaponder.data.chat import ConversationEncoder
 from adaponder.data.manifest import DataError
+from adaponder.data.readers import Document
 from adaponder.data.tokenizers import PIECE, encoding, pieces
 from adaponder.errors import InputError
 
@@ -29,17 +30,7 @@ from adaponder.errors import InputError
 _UNDER_WAY = 2**27
 
 
-class Item(NamedTuple):
-    """One document to encode: text, or tokens made elsewhere (``origin`` names their file, for errors).
-
-    ``learned`` are (first, last + 1) of the learned characters of a conversation; ``None`` for other text.
-    """
-
-    index: int
-    content: str | np.ndarray
-    source: str
-    origin: str = ""
-    learned: tuple[tuple[int, int], ...] | None = None
+Numbered = tuple[int, Document]  # a document and its number among all
 
 
 class EncodedDocument(NamedTuple):
@@ -56,11 +47,11 @@ class EncodedDocument(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Encodes a chunk of items, without those that were written before. It can be pickled.
+    """Encodes a chunk of numbered documents, without those that were written before. It can be pickled.
 
     Attributes:
         validation: share of documents, by hash, that go to validation.
-        done: for train and for validation, the index below which items are skipped.
+        done: for train and for validation, the number below which documents are skipped.
     """
 
     tokenizer_json: str
@@ -80,50 +71,47 @@ class Encoder:
     def conversations(self) -> ConversationEncoder:
         return ConversationEncoder(self.tokenizer_json, self.end_id)
 
-    def __call__(self, chunk: list[Item]) -> list[EncodedDocument]:
-        selected: list[tuple[Item, bool, int, int]] = []
-        for item in chunk:
-            content_hash, size = _hash_and_size(item.content)
-            validation = content_hash / 2**64 < self.validation
-            if item.index >= self.done[validation]:
-                selected.append((item, validation, content_hash, size))
-        learned: list[list[int]] = [[] for _ in selected]
-        tokens = self._encode([entry[0] for entry in selected], learned)
+    def __call__(self, chunk: Sequence[Numbered]) -> list[EncodedDocument]:
+        encoded: list[EncodedDocument] = []
+        parts: list[list[np.ndarray]] = []  # of each document, its tokens in pieces
+        group: list[tuple[int, str]] = []  # pieces of text to encode together, and the index of their document
+        group_size = 0
+        for number, document in chunk:
+            digest, size = _hash_and_size(document.content)
+            validation = digest / 2**64 < self.validation
+            if number < self.done[validation]:
+                continue
+            learned: list[int] = []
+            parts.append([])
+            if document.tokens is not None:
+                parts[-1].append(self._accepted(document.tokens, document.origin).astype(self.dtype))
+                size = len(self.tokenizer.decode(document.tokens.tolist()).encode())
+            elif document.learned is not None:
+                ids, learned = self.conversations(document.text, document.learned)
+                parts[-1].append(ids[:-1].astype(self.dtype))
+            else:
+                for piece in pieces(document.text):
+                    group.append((len(parts) - 1, piece))
+                    group_size += len(piece)
+                    # The library takes up to 200 bytes for a token: a long document is encoded in pieces.
+                    if group_size >= PIECE:
+                        self._encode(group, parts)
+                        group, group_size = [], 0
+            no_tokens = np.empty(0, self.dtype)  # until all are encoded
+            encoded.append(EncodedDocument(number, validation, no_tokens, document.source, size, digest, learned))
+        self._encode(group, parts)
+        end = np.array([self.end_id], self.dtype)
         return [
-            EncodedDocument(item.index, validation, ids, item.source, self._utf8_bytes(item, size), content_hash, spans)
-            for (item, validation, content_hash, size), ids, spans in zip(selected, tokens, learned, strict=True)
+            document._replace(tokens=np.concatenate([*arrays, end]))
+            for document, arrays in zip(encoded, parts, strict=True)
         ]
 
-    def _encode(self, items: list[Item], learned: list[list[int]]) -> list[np.ndarray]:
-        """Returns each item's tokens with exactly one end token after them; fills ``learned`` for conversations."""
-        parts: list[list[np.ndarray]] = [[] for _ in items]
-        group: list[tuple[int, str]] = []
-        size = 0
-        for number, item in enumerate(items):
-            if isinstance(item.content, str) and item.learned is not None:
-                ids, learned[number] = self.conversations(item.content, item.learned)
-                parts[number].append(ids[:-1].astype(self.dtype))
-                continue
-            if not isinstance(item.content, str):
-                parts[number].append(self._accepted(item.content, item.origin).astype(self.dtype))
-                continue
-            for piece in pieces(item.content):
-                group.append((number, piece))
-                size += len(piece)
-                if size >= PIECE:
-                    # The library takes up to 200 bytes for a token: a long document is encoded in pieces.
-                    self._encode_group(group, parts)
-                    group, size = [], 0
-        self._encode_group(group, parts)
-        end = np.array([self.end_id], self.dtype)
-        return [np.concatenate([*part, end]) for part in parts]
-
-    def _encode_group(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
-        """Encodes each (item number, piece) and appends its tokens to ``parts[number]``."""
+    def _encode(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
+        """Encodes each (index, piece), and appends its tokens to ``parts[index]``."""
         with encoding():
             encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-        for (number, _), piece in zip(group, encoded, strict=True):
-            parts[number].append(np.array(piece.ids, self.dtype))
+        for (index, _), piece in zip(group, encoded, strict=True):
+            parts[index].append(np.array(piece.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
         """Returns tokens made elsewhere, without a final end token; raises if this tokenizer cannot have made them."""
@@ -139,10 +127,6 @@ class Encoder:
                 f"{self.vocab_size}: the data was made with another tokenizer; name that one with --tokenizer"
             )
         return tokens[:-1] if len(tokens) and tokens[-1] == self.end_id else tokens
-
-    def _utf8_bytes(self, item: Item, size: int) -> int:
-        """Returns the bytes of the item's text; tokens are decoded for it."""
-        return size if isinstance(item.content, str) else len(self.tokenizer.decode(item.content.tolist()).encode())
 
 
 def _hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
@@ -162,7 +146,7 @@ def content_hash(content: str | np.ndarray) -> int:
 
 
 def encode_in_order(
-    encoder: Encoder, chunks: Iterable[list[Item]], *, workers: int
+    encoder: Encoder, chunks: Iterable[list[Numbered]], *, workers: int
 ) -> Generator[list[EncodedDocument]]:
     """Equals ``map(encoder, chunks)``, computed by ``workers`` processes; with one worker, in this process."""
     if workers == 1:
@@ -176,7 +160,7 @@ def encode_in_order(
     futures: deque[tuple[Future[list[EncodedDocument]], int]] = deque()
     try:
         for chunk in chunks:
-            size = sum(len(item.content) for item in chunk)
+            size = sum(len(document.content) for _, document in chunk)
             while futures and (
                 futures[0][0].done()
                 or len(futures) >= 4 * workers
@@ -231,15 +215,15 @@ def _start_worker(encoder: Encoder, parent: Any) -> None:
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    def end_with_parent() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            parent.recv_bytes()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _end_with(parent: Any) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        parent.recv_bytes()
-    os._exit(1)
-
-
-def _encode_in_worker(chunk: list[Item]) -> list[EncodedDocument]:
+def _encode_in_worker(chunk: list[Numbered]) -> list[EncodedDocument]:
     assert _encoder is not None
     return _encoder(chunk)

@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 JOURNAL = "progress.json"
 TOKENIZER, CHAT_TEMPLATE = "tokenizer.json", "chat_template.jinja"
 SPLITS = ("train", "validation")
-_SIDES = {"train": "training", "validation": "validation"}
+COUNTS = ("tokens", "documents", "utf8_bytes")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 DOCS = pa.schema(
     [
@@ -120,21 +120,18 @@ class Manifest:
         """Returns sentences about documents that were skipped or repaired, and about an empty split."""
         remarks = [f"{SKIPPED[kind]}: {count:,}" for kind, count in self.skipped.items() if count]
         share = self.fingerprint["validation"]
-        for split, other, chance, change in (
-            ("validation", "train", share, "larger"),
-            ("train", "validation", 1 - share, "smaller"),
-        ):
+        for split, chance, change in (("validation", share, "larger"), ("train", 1 - share, "smaller")):
             if chance and not self.total(split, "documents"):
+                documents = sum(self.total(name, "documents") for name in SPLITS)
                 remarks.append(
-                    f"no document was assigned to {_SIDES[split]}: each of {self.total(other, 'documents'):,} is with "
-                    f"probability {chance:g}; add documents, or use a {change} --validation"
+                    f"no document was assigned to {split}: each of {documents:,} is with probability {chance:g}; "
+                    f"add documents, or use a {change} --validation"
                 )
         return remarks
 
     def as_dict(self) -> dict[str, Any]:
         splits = {
-            name: {what: self.total(name, what) for what in ("tokens", "documents", "utf8_bytes")}
-            | {"shards": [asdict(shard) for shard in shards]}
+            name: {what: self.total(name, what) for what in COUNTS} | {"shards": [asdict(shard) for shard in shards]}
             for name, shards in self.splits.items()
         }
         values = {name: value for name, value in asdict(self).items() if value is not None}
@@ -159,29 +156,47 @@ class Manifest:
         return manifest
 
     def _check(self, path: Path) -> None:
-        whole = _is_count(self.vocab_size) and _is_count(self.end_id)
-        if not whole or not 0 <= self.end_id < self.vocab_size <= 2**32 or self.dtype != dtype_of(self.vocab_size):
-            raise DataError(
-                f"{path}: dtype {self.dtype}, vocab_size {self.vocab_size} and end_id {self.end_id} do not go together"
-            )
-        if not all(_is_sum(text) for text in (self.tokenizer_hash, self.tokenizer_sha256)):
-            raise DataError(f"{path}: tokenizer_hash and tokenizer_sha256 must be SHA-256 sums")
-        if not (self.template_sha256 is None or _is_sum(self.template_sha256)):
-            raise DataError(f"{path}: template_sha256 must be a SHA-256 sum")
-        if not isinstance(self.begin_token, str | None):
-            raise DataError(f"{path}: begin_token must be a token's text")
-        counts = self.skipped.items() if isinstance(self.skipped, dict) else [("", None)]
-        if not all(kind in SKIPPED and _is_count(count) for kind, count in counts):
-            raise DataError(f"{path}: skipped must count {', '.join(SKIPPED)}")
-        share = self.fingerprint.get("validation") if isinstance(self.fingerprint, dict) else None
-        if not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise DataError(f"{path}: fingerprint must be an object, its validation a share of at least 0 and below 1")
+        fingerprint = self.fingerprint if isinstance(self.fingerprint, dict) else {}
+        share = fingerprint.get("validation")
+        counts = self.skipped if isinstance(self.skipped, dict) else {"": None}
+        problems = {
+            f"dtype {self.dtype}, vocab_size {self.vocab_size} and end_id {self.end_id} do not go together": not (
+                _is_count(self.vocab_size)
+                and _is_count(self.end_id)
+                and self.end_id < self.vocab_size <= 2**32
+                and self.dtype == dtype_of(self.vocab_size)
+            ),
+            "tokenizer_hash, tokenizer_sha256 and template_sha256 must be SHA-256 sums": not (
+                _is_sum(self.tokenizer_hash)
+                and _is_sum(self.tokenizer_sha256)
+                and (self.template_sha256 is None or _is_sum(self.template_sha256))
+            ),
+            "begin_token must be a token's text": not isinstance(self.begin_token, str | None),
+            f"skipped must count {', '.join(SKIPPED)}": not all(
+                kind in SKIPPED and _is_count(count) for kind, count in counts.items()
+            ),
+            "fingerprint must be an object, its validation a share of at least 0 and below 1": not (
+                isinstance(share, (int, float)) and 0 <= share < 1
+            ),
+        }
+        for problem, there in problems.items():
+            if there:
+                raise DataError(f"{path}: {problem}")
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
+    """Returns the shards of each split; raises ``ValueError`` if they do not fit the counts of their split."""
     if set(content) != set(SPLITS):
         raise ValueError(f"splits {', '.join(content)} must be {' and '.join(SPLITS)}")
-    return {name: _shards_of(content[name]) for name in SPLITS}
+    splits = {}
+    for name in SPLITS:
+        splits[name] = shards = tuple(shard_from(shard) for shard in content[name]["shards"])
+        for what in COUNTS:
+            if content[name][what] != sum(getattr(shard, what) for shard in shards):
+                raise ValueError(f"{what} of the shards do not add up to {content[name][what]}")
+        if [shard.number for shard in shards] != list(range(len(shards))):
+            raise ValueError("shards are not numbered from 0")
+    return splits
 
 
 def shard_from(content: dict[str, Any]) -> Shard:
@@ -199,16 +214,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_sum(value: Any) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
-
-
-def _shards_of(split: dict[str, Any]) -> tuple[Shard, ...]:
-    shards = tuple(shard_from(shard) for shard in split["shards"])
-    for what in ("tokens", "documents", "utf8_bytes"):
-        if split[what] != sum(getattr(shard, what) for shard in shards):
-            raise ValueError(f"{what} of the shards do not add up to {split[what]}")
-    if [shard.number for shard in shards] != list(range(len(shards))):
-        raise ValueError("shards are not numbered from 0")
-    return shards
 
 
 def unsealed(path: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 from adaponder.data import sources
 from adaponder.data.chat import ChatFormat, own_template
-from adaponder.data.encode import Encoder, Item, content_hash, encode_in_order
+from adaponder.data.encode import Encoder, Numbered, content_hash, encode_in_order
 from adaponder.data.manifest import CHAT_TEMPLATE, MANIFEST, TOKENIZER, DataError, Manifest, dtype_of
 from adaponder.data.puzzles import SYMBOLS, is_generated, learns_answers
-from adaponder.data.readers import Conversation, Counts, InputPart, Pretokenised
+from adaponder.data.readers import Counts, InputPart
 from adaponder.data.shards import ShardWriter, finished
 from adaponder.data.tokenizers import (
     TRAIN,
@@ -100,7 +100,7 @@ def prepare(
         if form is not None:
             template = hashlib.sha256(form.template.encode()).hexdigest()
             fingerprint["chat"] = {"fields": list(form.fields), "template": template, "begin": form.tokens.begin}
-            parts = [form.reader(part) for part in parts]
+            parts = [part._replace(reader=form.read) for part in parts]
         if answers:
             fingerprint["answers"] = True
         before = finished(out, fingerprint)
@@ -165,22 +165,22 @@ def _prepare(
         validation=fingerprint["validation"],
         done=(writer.state.documents["train"], writer.state.documents["validation"]),
     )
-    items = _Items(parts, counts, skip=min(encoder.done))
-    with contextlib.closing(encode_in_order(encoder, items.chunks(), workers=workers)) as encoded:
+    chunks = _chunks(parts, counts, skip=min(encoder.done))
+    with contextlib.closing(encode_in_order(encoder, chunks, workers=workers)) as encoded:
         for chunk in encoded:
             writer.add(chunk)
-            progress(Progress("tokens", items.count, writer.tokens, counts.read, total))
-    if not items.count:
+            progress(Progress("tokens", counts.documents, writer.tokens, counts.read, total))
+    if not counts.documents:
         raise DataError("all input documents are empty")
     manifest = writer.finish(
-        items.count,
+        counts.documents,
         dtype=encoder.dtype,
         vocab_size=encoder.vocab_size,
         end_id=end_id,
         skipped=counts.skipped(),
         **_template(fingerprint["tokenizer"], form, writer.out),
     )
-    progress(Progress("done", items.count, writer.tokens, total, total))
+    progress(Progress("done", counts.documents, writer.tokens, total, total))
     return manifest
 
 
@@ -211,28 +211,20 @@ def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int,
         raise InputError(f"--shard-tokens {shard_tokens} must be at least 1")
 
 
-class _Items:
-    """Numbers the input documents and groups them in chunks; ``count`` were read, the first ``skip`` are done."""
-
-    def __init__(self, parts: Sequence[InputPart], counts: Counts, *, skip: int):
-        self.parts, self.counts, self.skip, self.count = parts, counts, skip, 0
-
-    def chunks(self) -> Iterator[list[Item]]:
-        chunk: list[Item] = []
-        size = 0
-        for document in sources.read(self.parts, self.counts):
-            index, self.count = self.count, self.count + 1
-            if index < self.skip:
-                continue
-            origin = document.origin if isinstance(document, Pretokenised) else ""
-            learned = document.learned if isinstance(document, Conversation) else None
-            chunk.append(Item(index, document[0], document.source, origin, learned))
-            size += len(document[0])
-            if len(chunk) >= _CHUNK_DOCUMENTS or size >= _CHUNK_CHARACTERS:
-                yield chunk
-                chunk, size = [], 0
-        if chunk:
+def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterator[list[Numbered]]:
+    """Yields the input documents with their numbers, in chunks; the first ``skip`` documents are done."""
+    chunk: list[Numbered] = []
+    size = 0
+    for document in sources.read(parts, counts):
+        if counts.documents <= skip:
+            continue
+        chunk.append((counts.documents - 1, document))
+        size += len(document.content)
+        if len(chunk) >= _CHUNK_DOCUMENTS or size >= _CHUNK_CHARACTERS:
             yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _tokenizer(
@@ -255,7 +247,7 @@ def _training_texts(parts: Iterable[InputPart], validation: float, progress: Cal
     """Yields the texts of the training split: the vocabulary is not trained on validation documents."""
     counts = Counts()
     for document in sources.read(parts, counts):
-        if isinstance(document, Pretokenised):
+        if document.tokens is not None:
             raise InputError(f"{document.origin} holds tokens: name the tokenizer that made them, not {TRAIN}N")
         progress(counts.read)
         if content_hash(document.text) / 2**64 >= validation:

@@ -40,41 +40,34 @@ _DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
 class Document(NamedTuple):
-    text: str
-    source: str
-
-
-class Pretokenised(NamedTuple):
-    """A document that is tokens already; ``origin`` names the file it comes from."""
-
-    tokens: np.ndarray
-    source: str
-    origin: str
-
-
-class Conversation(NamedTuple):
-    """One conversation as text.
+    """One document: its text, or the tokens of a file that was tokenized elsewhere.
 
     Attributes:
-        learned: (first, last + 1) of each span of ``text``, in characters, that is learned: the assistant's turns.
-        origin: file and line or row, for errors.
+        learned: (first, last + 1) of each learned span of ``text``, in characters; ``None`` if everything is learned.
+        origin: file and line, row or document, for errors.
     """
 
     text: str
     source: str
-    learned: tuple[tuple[int, int], ...]
-    origin: str
+    tokens: np.ndarray | None = None
+    learned: tuple[tuple[int, int], ...] | None = None
+    origin: str = ""
+
+    @property
+    def content(self) -> str | np.ndarray:
+        """The text or the tokens."""
+        return self.text if self.tokens is None else self.tokens
 
 
-AnyDocument = Document | Pretokenised | Conversation
 Record = tuple[dict[str, Any], str]  # fields, and the file and line or row that they come from
 
 
 @dataclass
 class Counts:
-    """Bytes of input files read so far (``read``), and the number of documents skipped or repaired, by kind."""
+    """Bytes and documents read so far, and the number of documents skipped or repaired, by kind."""
 
     read: int = 0
+    documents: int = 0
     hidden: int = 0
     special: int = 0
     binary: int = 0
@@ -82,7 +75,7 @@ class Counts:
     empty: int = 0
 
     def skipped(self) -> dict[str, int]:
-        return {kind: count for kind, count in vars(self).items() if kind != "read"}
+        return {kind: count for kind, count in vars(self).items() if kind not in ("read", "documents")}
 
 
 class InputPart(NamedTuple):
@@ -94,25 +87,20 @@ class InputPart(NamedTuple):
         reader: yields the documents.
         files: the files it is read from, none for a hub dataset or a puzzle.
         stamps: modification time, size and inode of each of ``files``.
+        records: yields the records that have all the named fields; ``None`` for a part without records.
     """
 
     argument: str
     name: str
     path: Path
     size: int
-    reader: Callable[[InputPart, Counts], Iterator[AnyDocument]]
+    reader: Callable[[InputPart, Counts], Iterator[Document]]
     files: tuple[Path, ...] = ()
     stamps: tuple[tuple[int, ...], ...] = ()
+    records: Callable[[InputPart, Sequence[str], Counts], Iterator[Record]] | None = None
 
 
 # --- compressed files -----------------------------------------------------------------------------------------------
-
-
-class Opened(NamedTuple):
-    """``raw``: the file itself, whose position is the progress of reading; ``stream``: its content, decompressed."""
-
-    raw: IO[bytes]
-    stream: IO[bytes]
 
 
 def compression_of(path: Path) -> str:
@@ -132,13 +120,15 @@ def inner_suffix(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterator[Opened]:
-    """Opens an ordinary file for reading, decompressed; a damaged or truncated file raises ``error``."""
+def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Yields (the file itself, whose position is the progress of reading; its content, decompressed).
+
+    A damaged or truncated file raises ``error``.
+    """
     compression = compression_of(path)
     with open_plain(path, error) as raw:
         try:
-            stream = _DECOMPRESSORS[compression](raw) if compression else raw
-            yield Opened(raw, stream)
+            yield raw, _DECOMPRESSORS[compression](raw) if compression else raw
         except _DAMAGE as problem:
             what = f"damaged or truncated {compression} file" if compression else "cannot be read"
             raise error(f"{path}: {what} ({problem})") from None
@@ -149,8 +139,8 @@ def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterato
 
 def text(part: InputPart, counts: Counts) -> Iterator[Document]:
     """Yields a text file as one document, without the byte-order mark of UTF-8."""
-    with decompressed(part.path) as opened:
-        content = opened.stream.read(LONGEST + 1)
+    with decompressed(part.path) as (_, stream):
+        content = stream.read(LONGEST + 1)
     if len(content) > LONGEST:
         raise _too_long(str(part.path))
     yield Document(_decoded(content.removeprefix(BOM_UTF8), counts), inner_suffix(part.path)[1:] or "text")
@@ -170,19 +160,19 @@ def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 def looks_binary(path: Path) -> bool:
     """Returns whether a file, decompressed, begins like an image or a program rather than like text."""
-    with decompressed(path) as opened:
-        head = opened.stream.read(_HEAD)
+    with decompressed(path) as (_, stream):
+        head = stream.read(_HEAD)
     # Text in an old encoding has a few bytes that are not UTF-8; images and programs consist mostly of such bytes.
     return b"\0" in head or 3 * head.decode(errors="replace").count("\ufffd") > len(head)
 
 
-def repaired(document: AnyDocument, counts: Counts) -> AnyDocument:
+def repaired(document: Document, counts: Counts) -> Document:
     """Returns ``document`` with U+FFFD for invalid Unicode: JSON may spell half a surrogate pair, a name any byte."""
-    texts = {name: valid_unicode(value) for name, value in document._asdict().items() if isinstance(value, str)}
-    if all(getattr(document, name) is value for name, value in texts.items()):
+    text, source = valid_unicode(document.text), valid_unicode(document.source)
+    if text is document.text and source is document.source:
         return document
     counts.invalid_utf8 += 1
-    return document._replace(**texts)
+    return document._replace(text=text, source=source)
 
 
 def valid_unicode(text: str) -> str:
@@ -214,69 +204,44 @@ def _too_long(where: str) -> DataError:
 # --- records: lines of a .jsonl, rows of a table or of a hub dataset --------------------------------------------------
 
 
-def jsonl(part: InputPart, counts: Counts) -> Iterator[Document]:
-    default = without_compression(part.path).stem
-    for fields, where in _json_records(part, ("text",), counts):
-        yield _document(fields, default, where)
-
-
-def table(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the rows of a .parquet, or of a data file of ``datasets.save_to_disk`` (Arrow's stream format)."""
-    for batch, first in _batches(part, ("text",), counts):
-        # Read as bytes: Arrow does not check that strings are UTF-8.
-        texts = _as_bytes(batch, "text", part.path)
-        sources = _as_bytes(batch, "source", part.path) if "source" in batch.schema.names else [None] * len(texts)
-        for row, (content, source) in enumerate(zip(texts, sources, strict=True), first):
-            if content is None:
-                raise DataError(f"{part.path}, row {row}: text is null")
-            if len(content) > LONGEST:
-                raise _too_long(f"{part.path}, row {row}")
-            yield Document(_decoded(content, counts), _decoded(source or b"", counts) or part.path.stem)
-
-
-def hub(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the split is train by default."""
-    name, _, _ = parse_hub(part.argument)
-    for row, where in _hub_records(part, ("text",), counts):
-        yield _document(row | {"source": str(row.get("source") or name)}, name, where)
+def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
+    """Yields a document for each record, from its fields ``text`` and optionally ``source``."""
+    default = parse_hub(part.argument)[0] if part.records is hub else without_compression(part.path).stem
+    for fields, where in records(part, ("text",), counts):
+        source = fields.get("source", default)
+        if part.records is not jsonl:  # a table has a source in every row, perhaps null
+            source = str(source or default)
+        if not isinstance(fields["text"], str):
+            raise DataError(f'{where}: "text" must be a string')
+        if not isinstance(source, str):
+            raise DataError(f'{where}: "source" must be a string')
+        yield Document(fields["text"], source)
 
 
 def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields (fields, file and line or row) of every record, each of which has all of ``names``.
-
-    A record's ``source`` is read too where it has one.
-    """
-    if part.reader not in _RECORDS:
+    """Yields every record, each of which has all of ``names``, and ``source`` if the part has it."""
+    if part.records is None:
         raise InputError(
             f"input {part.argument}: {part.name} holds no records; --chat reads .jsonl, .parquet, saved datasets and "
             "hf:NAME"
         )
-    for fields, where in _RECORDS[part.reader](part, names, counts):
+    for fields, where in part.records(part, names, counts):
         if missing := [name for name in names if name not in fields]:
             raise DataError(f"{where}: no field {missing[0]!r}, it has {', '.join(map(str, fields))}")
         yield fields, where
 
 
-def _document(fields: dict[str, Any], default: str, where: str) -> Document:
-    """Returns the document of one record; ``default`` is its source if the record names none."""
-    if not isinstance(fields.get("text"), str):
-        raise DataError(f'{where}: a record must be an object with a string "text"')
-    if not isinstance(source := fields.get("source", default), str):
-        raise DataError(f'{where}: "source" must be a string')
-    return Document(fields["text"], source)
-
-
-def _json_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
     """Yields the objects of a .jsonl, line by line; blank lines and a byte-order mark are skipped."""
     start, number = counts.read, 0
-    with decompressed(part.path) as opened:
-        while line := opened.stream.readline(LONGEST + 1):
+    with decompressed(part.path) as (raw, stream):
+        while line := stream.readline(LONGEST + 1):
             number += 1
             line = line.removeprefix(BOM_UTF8) if number == 1 else line
             where = f"{part.path}, line {number}"
             if len(line) > LONGEST:
                 raise _too_long(where)
-            counts.read = start + opened.raw.tell()
+            counts.read = start + raw.tell()
             if not line or line.isspace():
                 continue
             try:
@@ -289,22 +254,22 @@ def _json_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iter
             yield fields, where
 
 
-def _table_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+def table(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    """Yields the rows of a .parquet, or of a data file of ``datasets.save_to_disk`` (Arrow's stream format)."""
     for batch, first in _batches(part, names, counts):
-        for row, fields in enumerate(batch.to_pylist(), first):
-            yield fields, f"{part.path}, row {row}"
+        columns = [_values(column) for column in batch.columns]
+        for row, values in enumerate(zip(*columns, strict=True), first):
+            where = f"{part.path}, row {row}"
+            if any(isinstance(value, bytes) and len(value) > LONGEST for value in values):
+                raise _too_long(where)
+            texts = (_decoded(value, counts) if isinstance(value, bytes) else value for value in values)
+            yield dict(zip(batch.schema.names, texts, strict=True)), where
 
 
-def _hub_records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+def hub(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the split is train by default."""
     for number, row in enumerate(load_hub(part.argument)):
         yield row, f"{part.argument}, row {number}"
-
-
-_RECORDS: dict[Callable[..., Any], Callable[..., Iterator[Record]]] = {
-    jsonl: _json_records,
-    table: _table_records,
-    hub: _hub_records,
-}
 
 
 def _batches(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -356,14 +321,13 @@ def _columns(columns: Sequence[str], names: Sequence[str], where: Path) -> list[
     return [name for name in (*names, "source") if name in columns]
 
 
-def _as_bytes(batch: pa.RecordBatch, name: str, where: Path) -> list[bytes | None]:
-    """Returns a column of strings as bytes."""
-    column = batch.column(name)
+def _values(column: pa.Array) -> list[Any]:
+    """Returns the values of a column, strings as bytes: Arrow does not check that they are UTF-8."""
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        raise DataError(f"{where}: column {name} must hold strings, it holds {column.type}")
-    return column.cast(pa.binary() if pa.types.is_string(column.type) else pa.large_binary()).to_pylist()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    return column.to_pylist()
 
 
 def load_hub(argument: str) -> Any:
@@ -396,10 +360,11 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def megatron_documents(part: InputPart, counts: Counts) -> Iterator[Pretokenised]:
+def megatron_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
     start, read = counts.read, 0
     for number, tokens in enumerate(megatron(part.path)):
-        yield Pretokenised(tokens, part.path.stem, f"{part.path.with_suffix('.bin')}, document {number}")
+        origin = f"{part.path.with_suffix('.bin')}, document {number}"
+        yield Document("", part.path.stem, tokens=tokens, origin=origin)
         read += tokens.nbytes
         counts.read = start + read
 
@@ -445,17 +410,15 @@ def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.n
     return dtype, sizes, bounds
 
 
-def puzzle(part: InputPart, counts: Counts) -> Iterator[Document | Conversation]:
+def puzzle(part: InputPart, counts: Counts) -> Iterator[Document]:
     """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`); its size in bytes is not known before."""
     name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
     for words in puzzles.documents(settings):
-        content = " ".join(words)
-        if not settings.answers:
-            yield Document(content, name)
-            continue
-        starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
-        learned = tuple(
-            (starts[question.place], starts[question.place] + len(question.answer))
-            for question in puzzles.questions(words)
-        )
-        yield Conversation(content, name, learned, part.argument)
+        learned = None
+        if settings.answers:
+            starts = np.cumsum([0, *(len(word) + 1 for word in words)]).tolist()
+            learned = tuple(
+                (starts[question.place], starts[question.place] + len(question.answer))
+                for question in puzzles.questions(words)
+            )
+        yield Document(" ".join(words), name, learned=learned, origin=part.argument)

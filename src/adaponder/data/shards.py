@@ -15,11 +15,11 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,7 @@ from adaponder.checkpoints.manifest import sealed
 from adaponder.data.encode import EncodedDocument
 from adaponder.data.manifest import (
     CHAT_TEMPLATE,
+    COUNTS,
     DOCS,
     DTYPES,
     FORMAT,
@@ -48,15 +49,7 @@ from adaponder.data.manifest import (
 )
 from adaponder.data.tokenizers import hash_of_content, tokenizer_hash
 from adaponder.errors import InputError
-from adaponder.files import (
-    checksums_wanted,
-    open_plain,
-    parse_json,
-    read_bytes,
-    sha256_of,
-    sha256_of_each,
-    write_whole,
-)
+from adaponder.files import checksums_wanted, open_plain, parse_json, read_bytes, sha256_of, sha256_of_each, write_whole
 from adaponder.journal import changed_settings
 from adaponder.terminal import errors
 
@@ -115,7 +108,11 @@ class ShardWriter:
             state.save(out)
         _require_same(out, state.fingerprint, fingerprint)
         self.out, self.state = out, state
-        self._require_whole()
+        try:
+            for split in SPLITS:
+                _verify_sums(out / split, state.shards[split])
+        except DataError as error:
+            raise DataError(f"{error}; delete {out} and prepare again") from None
         try:
             for leftover in (*out.glob("*.tmp"), *out.glob("*/*.tmp")):
                 leftover.unlink()
@@ -127,14 +124,6 @@ class ShardWriter:
         # Of each split the documents that no shard holds yet, and their tokens.
         self._open: dict[str, list[EncodedDocument]] = {split: [] for split in SPLITS}
         self._size: dict[str, int] = dict.fromkeys(SPLITS, 0)
-
-    def _require_whole(self) -> None:
-        """Raises unless every complete shard is as it was written: nothing continues from a damaged one."""
-        sums = [_sums(self.out / split, self.state.shards[split]) for split in SPLITS]
-        try:
-            _verify_sums(self.out, sums[0] | sums[1])
-        except DataError as error:
-            raise DataError(f"{error}; delete {self.out} and prepare again") from None
 
     def set_tokenizer(self, tokenizer: Tokenizer, end_id: int) -> None:
         """Writes ``tokenizer.json``; from here on the folder belongs to this tokenizer."""
@@ -226,18 +215,6 @@ def _text_of(value: Any) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class DocumentTable(NamedTuple):
-    """The documents of a shard.
-
-    Attributes:
-        starts: ``int64[documents]``, the first token of each.
-        learned: ``int64[spans, 2]``, first token and last + 1 of each learned span; ``None`` if all tokens are learned.
-    """
-
-    starts: np.ndarray
-    learned: np.ndarray | None
-
-
 class Shards:
     """Reads one split of a prepared folder, as the concatenation of its shards.
 
@@ -249,17 +226,15 @@ class Shards:
         vocab_size, end_id, tokenizer_hash: of the tokenizer that made it.
     """
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest, table: DocumentTable):
+    def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray | None):
         self.folder, self.split, self.manifest = folder, split, manifest
-        self.tokens = manifest.total(split, "tokens")
-        self.documents = manifest.total(split, "documents")
-        self.utf8_bytes = manifest.total(split, "utf8_bytes")
+        self.tokens, self.documents, self.utf8_bytes = (manifest.total(split, what) for what in COUNTS)
         self.vocab_size, self.end_id = manifest.vocab_size, manifest.end_id
         self.tokenizer_hash = manifest.tokenizer_hash
         self._dtype = DTYPES[manifest.dtype]
         self._shards = manifest.splits[split]
         self._bounds = list(accumulate((shard.tokens for shard in self._shards), initial=0))
-        self._document_starts, self._learned = table
+        self._document_starts, self._learned = starts, learned
 
     @classmethod
     def open(
@@ -275,19 +250,22 @@ class Shards:
         if split not in manifest.splits:
             raise DataError(f"{folder} has no split {split!r}: it has {', '.join(manifest.splits)}")
         _check_tokenizer(folder, manifest)
-        for shard in manifest.splits[split]:
-            _check_size(folder / split / shard.tokens_name, shard, DTYPES[manifest.dtype])
+        dtype, shards = DTYPES[manifest.dtype], manifest.splits[split]
+        for shard in shards:
+            path, expected = folder / split / shard.tokens_name, shard.tokens * dtype.itemsize
+            if (size := _size_of(path)) != expected:
+                raise DataError(f"{path}: {size} bytes, {shard.tokens} tokens of {dtype.name} take {expected}: damaged")
         if verify:
-            _verify_sums(folder, _sums(folder / split, manifest.splits[split]), share=share)
+            _verify_sums(folder / split, shards, share=share)
         starts, learned, base = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
-        for shard in manifest.splits[split]:
-            table = _document_table(folder / split / shard.docs_name, shard, masked=manifest.masked)
-            starts.append(base + table.starts)
-            if table.learned is not None:
-                learned.append(base + table.learned)
+        for shard in shards:
+            shard_starts, shard_learned = _document_table(folder / split / shard.docs_name, shard, manifest.masked)
+            starts.append(base + shard_starts)
+            learned.append(base + shard_learned)
             base += shard.tokens
-        whole = DocumentTable(np.concatenate(starts), np.concatenate(learned) if manifest.masked else None)
-        return cls(folder, split, manifest, whole)
+        return cls(
+            folder, split, manifest, np.concatenate(starts), np.concatenate(learned) if manifest.masked else None
+        )
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns ``int64[count]``: tokens ``start … start + count - 1`` of the split."""
@@ -321,11 +299,11 @@ class Shards:
         if self._learned is None:
             return None
         self._check_range(starts, count)
-        places = starts[:, None] + np.arange(count)
-        part = np.searchsorted(self._learned[:, 0], places, "right") - 1
+        tokens = starts[:, None] + np.arange(count)
         if not len(self._learned):
-            return np.zeros(places.shape, bool)
-        return (part >= 0) & (places < self._learned[part, 1])
+            return np.zeros(tokens.shape, bool)
+        span = np.searchsorted(self._learned[:, 0], tokens, "right") - 1
+        return (span >= 0) & (tokens < self._learned[span, 1])
 
     def tokenizer_files(self) -> dict[str, str]:
         """Returns the content of the files, by name, with which transformers opens the tokenizer of a model folder."""
@@ -362,22 +340,17 @@ class Shards:
         number = bisect_right(self._bounds, start) - 1
         filled = 0
         while filled < len(block):
-            offset = start + filled - self._bounds[number]
-            tokens = self._read_shard(self._shards[number], offset, len(block) - filled)
-            block[filled : filled + len(tokens)] = tokens
-            filled, number = filled + len(tokens), number + 1
-
-    def _read_shard(self, shard: Shard, offset: int, count: int) -> np.ndarray:
-        """Reads at most ``count`` tokens from ``offset`` on."""
-        path = self.folder / self.split / shard.tokens_name
-        count = min(count, shard.tokens - offset)
-        try:
-            tokens = np.fromfile(path, self._dtype, count, offset=offset * self._dtype.itemsize)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from error
-        if len(tokens) < count:
-            raise DataError(f"{path}: truncated since it was opened: only {len(tokens)} of {count} tokens at {offset}")
-        return tokens
+            shard, offset = self._shards[number], start + filled - self._bounds[number]
+            count = min(len(block) - filled, shard.tokens - offset)
+            path = self.folder / self.split / shard.tokens_name
+            try:
+                tokens = np.fromfile(path, self._dtype, count, offset=offset * self._dtype.itemsize)
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror or error}") from error
+            if len(tokens) < count:
+                raise DataError(f"{path}: truncated since it was opened: {len(tokens)} of {count} tokens at {offset}")
+            block[filled : filled + count] = tokens
+            filled, number = filled + count, number + 1
 
     def _refuse_foreign(self, blocks: np.ndarray, starts: np.ndarray) -> None:
         """Raises for the first token id that the tokenizer does not have."""
@@ -413,15 +386,11 @@ def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
             raise DataError(f"{file}: its checksum differs, so it was damaged or edited: prepare the data again")
 
 
-def _check_size(path: Path, shard: Shard, dtype: np.dtype) -> None:
-    """Raises unless the file has the size of the shard's tokens."""
-    expected, size = shard.tokens * dtype.itemsize, _size_of(path)
-    if size != expected:
-        raise DataError(f"{path}: {size} bytes, {shard.tokens} tokens of {dtype.name} take {expected}: damaged")
+def _document_table(path: Path, shard: Shard, masked: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (``int64[documents]``, the first token of each; ``int64[spans, 2]``, the bounds of learned spans).
 
-
-def _document_table(path: Path, shard: Shard, *, masked: bool) -> DocumentTable:
-    """Returns the document table of a shard; raises unless its documents are exactly the shard's tokens."""
+    Raises unless the documents are exactly the shard's tokens. Without ``masked`` there are no spans.
+    """
     schema = MASKED_DOCS if masked else DOCS
     try:
         with open_plain(path, DataError) as raw, pq.ParquetFile(raw) as file:
@@ -438,7 +407,7 @@ def _document_table(path: Path, shard: Shard, *, masked: bool) -> DocumentTable:
         )
     if (length < 1).any() or (start != np.cumsum(length) - length).any():
         raise DataError(f"{path}: documents do not follow one another: damaged or foreign")
-    return DocumentTable(start, _learned(path, table, start, length) if masked else None)
+    return start, _learned(path, table, start, length) if masked else np.empty((0, 2), np.int64)
 
 
 def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -457,23 +426,14 @@ def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray)
     return spans
 
 
-def _sums(folder: Path, shards: Iterable[Shard]) -> dict[Path, str]:
-    """Returns the SHA-256 that each file of ``shards`` in ``folder`` must have."""
-    sums = {}
-    for shard in shards:
-        sums[folder / shard.tokens_name] = shard.tokens_sha256
-        sums[folder / shard.docs_name] = shard.docs_sha256
-    return sums
-
-
 def _size_of(path: Path) -> int:
     """Returns the bytes of an ordinary file that can be opened."""
     with open_plain(path, DataError) as file:
         return os.fstat(file.fileno()).st_size
 
 
-def _verify_sums(folder: Path, sums: Mapping[Path, str], *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises unless every file has its SHA-256; ``share=(n, N)``: process n of N hashes its share of the files.
+def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int] = (0, 1)) -> None:
+    """Raises unless every file of ``shards`` has its SHA-256; process n of N hashes its ``share=(n, N)`` of the files.
 
     With ``ADAPONDER_VERIFY=0`` nothing is read, and the first process prints that.
     """
@@ -484,6 +444,10 @@ def _verify_sums(folder: Path, sums: Mapping[Path, str], *, share: tuple[int, in
         if number == 0:
             errors.print(f"{folder}: checksums are not verified (ADAPONDER_VERIFY=0)", soft_wrap=True)
         return
+    sums = {}
+    for shard in shards:
+        sums[folder / shard.tokens_name] = shard.tokens_sha256
+        sums[folder / shard.docs_name] = shard.docs_sha256
     files = list(sums)[number::processes]
     advance = _progress_printer(folder, sum(map(_size_of, files))) if number == 0 else None
     actual = sha256_of_each(files, DataError, advance=advance)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from adaponder.data import puzzles, readers
 from adaponder.data.manifest import DataError
-from adaponder.data.readers import AnyDocument, Conversation, Counts, Document, InputPart, Pretokenised
+from adaponder.data.readers import Counts, Document, InputPart
 from adaponder.errors import InputError
 from adaponder.files import read_json, sha256_of_each
 
@@ -37,7 +37,7 @@ _ARCHIVES = {".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".a
 _UNCOMPRESSED_ONLY = {".parquet", ".idx", ".bin"}
 
 
-def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document | Conversation]:
+def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document]:
     """Yields the documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles, ``hf:NAME[:CONFIG][:SPLIT]``.
 
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and optionally ``source``; any other file is one document.
@@ -46,20 +46,21 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):
-        if isinstance(document, Pretokenised):
+        if document.tokens is not None:
             raise InputError(f"{document.origin}: holds tokens, not text")
         yield document
 
 
-def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[AnyDocument]:
+def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document]:
     """Yields the documents of ``parts``: valid Unicode, none empty. A file that changes meanwhile is an error."""
     before = counts.read
     for part in parts:
         for document in part.reader(part, counts):
-            if len(document[0]):
-                yield readers.repaired(document, counts)
-            else:
+            if not len(document.content):
                 counts.empty += 1
+                continue
+            counts.documents += 1
+            yield readers.repaired(document, counts)
         if tuple(map(_stamp, part.files)) != part.stamps:
             raise DataError(f"{part.path} changed while it was read: start again when it no longer changes")
         before += part.size
@@ -77,7 +78,7 @@ def find(inputs: Sequence[str], counts: Counts) -> list[InputPart]:
             puzzles.settings_of(argument)  # raises for wrong settings before anything is read
             parts.append(InputPart(argument, argument, path, 0, readers.puzzle))
         elif argument.startswith(HUB):
-            parts.append(InputPart(argument, argument, path, 0, readers.hub))
+            parts.append(InputPart(argument, argument, path, 0, readers.record_documents, records=readers.hub))
         elif (kind := _kind(argument)) == "folder":
             parts += _folder(argument, path, counts)
         elif kind == "file":
@@ -181,10 +182,15 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
-    """Returns a part that is read from ``files``, or from ``path`` alone; its size is that of the last file."""
+    """Returns a part that is read from ``files``, or from ``path`` alone; its size is that of the last file.
+
+    ``reader`` yields documents, or records if it is ``readers.jsonl`` or ``readers.table``.
+    """
     files = files or (path,)
     stamps = tuple(map(_stamp, files))
-    return InputPart(argument, name, path, stamps[-1][1], reader, files, stamps)
+    records = reader if reader in (readers.jsonl, readers.table) else None
+    reader = readers.record_documents if records else reader
+    return InputPart(argument, name, path, stamps[-1][1], reader, files, stamps, records)
 
 
 def _named_file(argument: str, path: Path) -> Iterator[InputPart]:

@@ -42,16 +42,16 @@ def load_tokenizer(
     The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
     cannot forge its own end.
     """
-    _check_end_token(end_token)
+    _check_settings(spec, end_token)
     if spec.startswith(TRAIN):
-        tokenizer = train_bpe(_entries(spec), documents, end_token=end_token or END)
+        tokenizer = train_bpe(int(spec.removeprefix(TRAIN)), documents, end_token=end_token or END)
     elif spec == SYMBOLS:
         if end_token not in (None, END):
             raise InputError(f"--end-token {end_token}: the tokenizer {SYMBOLS} has only {END}; drop --end-token")
         tokenizer = symbol_tokenizer(END)
     else:
         path = _file_of(spec)
-        tokenizer = _read(path)
+        tokenizer = read_tokenizer(path)
         end_token = end_token or _token_named("eos_token", path.parent / "tokenizer_config.json") or END
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -65,15 +65,19 @@ def load_tokenizer(
 def check_tokenizer(spec: str, end_token: str | None) -> None:
     """Raises if :func:`load_tokenizer` would, before there are documents to train on."""
     if spec.startswith(TRAIN):
-        _check_end_token(end_token)
-        _entries(spec)
+        _check_settings(spec, end_token)
     else:
         load_tokenizer(spec, end_token=end_token)
 
 
-def _check_end_token(end_token: str | None) -> None:
+def _check_settings(spec: str, end_token: str | None) -> None:
     if end_token is not None and any("\ud800" <= character <= "\udfff" for character in end_token):
         raise InputError(f"--end-token {end_token!a} must be valid UTF-8")
+    number = spec.removeprefix(TRAIN)
+    if spec.startswith(TRAIN) and not (number.isdecimal() and len(number) < 10 and 257 <= int(number) <= MOST_ENTRIES):
+        raise InputError(
+            f"--tokenizer {spec[:60]} must be from {TRAIN}257 (256 bytes and the end token) to {TRAIN}{MOST_ENTRIES}"
+        )
 
 
 class SpecialTokens(NamedTuple):
@@ -91,7 +95,7 @@ def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
         return SpecialTokens(end, end, frozenset([end]))
     settings = path.parent / "tokenizer_config.json"
     end = end_token or _token_named("eos_token", settings) or END
-    added = _read(path).get_added_tokens_decoder().values()
+    added = read_tokenizer(path).get_added_tokens_decoder().values()
     special = frozenset([end, *(token.content for token in added if token.special)])
     return SpecialTokens(_token_named("bos_token", settings) or end, end, special)
 
@@ -102,22 +106,12 @@ def tokenizer_file(spec: str) -> Path | None:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Returns the SHA-256 of the tokenizer's canonical JSON."""
-    return hash_of_json(tokenizer.to_str())
-
-
-def hash_of_file(path: Path) -> str:
-    """Returns :func:`tokenizer_hash` of a ``tokenizer.json``, in any version of its format."""
-    return tokenizer_hash(_read(path))
-
-
-def hash_of_json(text: str) -> str:
-    """Returns :func:`hash_of_content` of the text of a ``tokenizer.json``."""
-    return hash_of_content(json.loads(text))
+    """Returns :func:`hash_of_content` of a tokenizer."""
+    return hash_of_content(json.loads(tokenizer.to_str()))
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
-    """Returns the SHA-256 of a tokenizer's content, independent of JSON layout, padding and truncation.
+    """Returns the SHA-256 of a ``tokenizer.json``, independent of JSON layout, padding and truncation.
 
     A template that adds no token, which transformers writes where there was none, is ignored too.
     """
@@ -156,11 +150,11 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
     ``work`` gets a function that returns false once its result is no longer needed.
     """
-    wanted, problems = [True], []
+    unwanted, problems = threading.Event(), []
 
     def run() -> None:
         try:
-            work(lambda _: wanted[0])
+            work(lambda _: not unwanted.is_set())
         except BaseException as problem:  # raised again in the waiting thread
             problems.append(problem)
 
@@ -170,7 +164,7 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
         while thread.is_alive():
             thread.join(0.1)  # with a timeout: a signal may wake another thread, and only this one handles it
     finally:
-        wanted[0] = False
+        unwanted.set()
     if problems:
         raise problems[0]
 
@@ -184,50 +178,39 @@ def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
             return
 
 
-def _entries(spec: str) -> int:
-    number = spec.removeprefix(TRAIN)
-    if not number.isdecimal() or len(number) > 9 or not 257 <= int(number) <= MOST_ENTRIES:
-        raise InputError(
-            f"--tokenizer {spec[:60]} must be from {TRAIN}257 (256 bytes and the end token) to {TRAIN}{MOST_ENTRIES}"
-        )
-    return int(number)
-
-
 def _file_of(spec: str) -> Path:
+    """Returns the ``tokenizer.json`` of a file, a folder, a run folder or a hub repository."""
     path = shipped(spec) or Path(spec)
     if os.path.isfile(path):
         return path
-    if os.path.isdir(path):
-        # A run folder means its final model, else its newest step, as in every command.
-        steps = sorted(path.glob("checkpoints/step-*"), reverse=True)
-        files = [folder / "tokenizer.json" for folder in (path, path / "final", *steps)]
-        if (file := next(filter(os.path.isfile, files), None)) is None:
-            raise InputError(f"--tokenizer {spec}: the folder has no tokenizer.json")
-        return file
-    if spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".json"):
-        raise InputError(f"--tokenizer {spec}: no such file or folder")
-    return _download(spec)
+    if not os.path.isdir(path):
+        if spec.startswith((".", "/", "~")) or spec.count("/") > 1 or spec.endswith(".json"):
+            raise InputError(f"--tokenizer {spec}: no such file or folder")
+        path = _download(spec)
+    # A run folder means its final model, else its newest step, as in every command.
+    steps = sorted(path.glob("checkpoints/step-*"), reverse=True)
+    files = [folder / "tokenizer.json" for folder in (path, path / "final", *steps)]
+    if (file := next(filter(os.path.isfile, files), None)) is None:
+        raise InputError(f"--tokenizer {spec}: it has no tokenizer.json")
+    return file
 
 
 def _download(name: str) -> Path:
-    """Downloads the ``tokenizer.json`` of a hub repository; only JSON and a template are fetched, no code."""
+    """Downloads the tokenizer of a hub repository and returns its folder; only JSON and a template, no code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    files = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-        )
+        return Path(snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise InputError(
             f"--tokenizer {name}: neither a local file or folder nor available on the hub ({error})"
         ) from error
-    if not (folder / "tokenizer.json").is_file():
-        raise InputError(f"--tokenizer {name}: the hub repository has no tokenizer.json")
-    return folder / "tokenizer.json"
 
 
-def _read(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Reads a ``tokenizer.json``, in any version of its format."""
     try:
         return Tokenizer.from_buffer(read_bytes(path, InputError))
     except InputError:

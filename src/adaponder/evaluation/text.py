@@ -23,9 +23,8 @@ from torch import Tensor
 
 from adaponder.checkpoints.loading import refuse_code, tokenizer_of
 from adaponder.data import Shards, sources
-from adaponder.data.encode import Encoder, Item
+from adaponder.data.encode import Encoder
 from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
-from adaponder.data.readers import Conversation
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
 from adaponder.terminal import errors, line
@@ -175,13 +174,8 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
     records = sources.documents([data], counts=counts)
     try:
         while batch := list(islice(records, 64)):
-            learned = [record.learned if isinstance(record, Conversation) else None for record in batch]
-            items = [
-                Item(index, record.text, record.source, learned=spans)
-                for index, (record, spans) in enumerate(zip(batch, learned, strict=True))
-            ]
-            for document, spans in zip(encoder(items), learned, strict=True):
-                mask = None if spans is None else _mask(len(document.tokens), document.learned)
+            for record, document in zip(batch, encoder(list(enumerate(batch))), strict=True):
+                mask = None if record.learned is None else _mask(len(document.tokens), document.learned)
                 yield _Piece(document.tokens.astype(np.int64), document.source, document.utf8_bytes, mask)
     finally:
         if counts.invalid_utf8:

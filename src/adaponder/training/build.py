@@ -87,20 +87,17 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
     """Returns the checkpoint's model with the recipe's ``settings``; for another method, only its backbone is used."""
     opened = open_checkpoint(name, dtype="float32")
-    if isinstance(opened.model, AdaPonderForCausalLM) and opened.recurrence["method"] == settings["method"]:
-        return _with_settings(opened.model, settings)
-    stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
-    inherited = {"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence
-    return AdaPonderForCausalLM.from_backbone(stock, **inherited | settings)
-
-
-def _with_settings(model: AdaPonderForCausalLM, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Returns the checkpoint's model, gates included, with the recipe's ``settings`` where they differ."""
+    model = opened.model
+    if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:
+        stock = model.backbone if isinstance(model, AdaPonderForCausalLM) else model
+        inherited = {"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence
+        return AdaPonderForCausalLM.from_backbone(stock, **inherited | settings)
     current = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
-    before = model.config
     after = AdaPonderConfig(backbone_config=model.config.backbone_config, **current | settings)
     # gate_bias only initialises gates: it does not apply to trained ones.
-    differing = [name for name in settings if name != "gate_bias" and getattr(after, name) != getattr(before, name)]
+    differing = [
+        name for name in settings if name != "gate_bias" and getattr(after, name) != getattr(model.config, name)
+    ]
     if not differing:
         return model
     changed = AdaPonderForCausalLM.from_backbone(model.backbone, **current | settings)

@@ -134,23 +134,23 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
             for moment in ("step", "exp_avg", "exp_avg_sq"):
                 if f"{name}|{moment}" not in saved:
                     raise CheckpointError(f"{folder / OPTIMIZER}: no {moment} for {name}: exact resume is impossible")
-                value = saved[f"{name}|{moment}"]
-                moments[moment] = value if moment == "step" else _like(value, parameter)
+                moments[moment] = (
+                    _like(saved[f"{name}|{moment}"], parameter)
+                    if moment != "step"
+                    # A fused optimizer keeps its step counter on the device of the parameter.
+                    else (saved[f"{name}|step"].to(parameter.device if group.get("fused") else CPU))
+                )
             optimizer.state[parameter] = moments
-    # A fused optimizer keeps its step counter on the device of the parameter.
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            for parameter in group["params"]:
-                optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    if hasattr(parameter, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
+    """Returns ``value`` with the device, type and sharding of ``parameter``."""
+    value = value.to(parameter.device, parameter.dtype)
+    if not hasattr(parameter, "device_mesh"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
 
-        value = value.to(parameter.device, parameter.dtype)
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value.to(parameter.device, parameter.dtype)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def random_states(world: World) -> list[dict[str, str]]:
@@ -192,29 +192,24 @@ class Saver:
         self.recipe, self.run, self.world, self.model, self.shards = recipe, run, world, model, shards
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
-    def save_step(self, step: int, optimizer: torch.optim.Optimizer, controller: DepthController | None) -> None:
-        """Writes the checkpoint before ``step``, and removes older ones that the recipe does not keep."""
-        weights, moments = weights_of(self.model), optimizer_state(optimizer)
-        _require_finite(weights | moments, step)
-        adapters = {name: weights[name] for name in adapters_of(self.model)}
+    def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
+        """Writes the checkpoint before ``step`` and prunes older ones, or, without an optimizer, the final model."""
+        folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
+        weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
+        if (bad := first_not_finite((weights | (moments or {})).items())) is not None:
+            # An update can overflow although its gradient was finite.
+            raise TrainingError(
+                f"step {step - 1}: {bad.name} is not finite; the run stops, its last checkpoint is intact"
+            )
         state = self._state(step, controller)
         if self.world.leads:
-            folder = step_folder(self.run, step)
+            adapters = {} if optimizer is None else {name: weights[name] for name in adapters_of(self.model)}
             plain = merged(self.model, weights)
             save_checkpoint(folder, self.model, plain, moments, state, self.tokenizer_files, adapters)
-            prune(self.run, self.recipe.train.keep, saved=folder)
+            if optimizer is not None:
+                prune(self.run, self.recipe.train.keep, saved=folder)
         self.world.wait()
-
-    def save_final(self, step: int, controller: DepthController | None) -> Path:
-        """Writes the final model, without an optimizer, and returns its folder."""
-        weights = weights_of(self.model)
-        _require_finite(weights, step)
-        state = self._state(step, controller)
-        if self.world.leads:
-            plain = merged(self.model, weights)
-            save_checkpoint(self.run / "final", self.model, plain, None, state, self.tokenizer_files)
-        self.world.wait()
-        return self.run / "final"
+        return folder
 
     def _state(self, step: int, controller: DepthController | None) -> dict[str, Any]:
         """Returns the content of ``state.json``: the settings and the state of the run."""
@@ -232,9 +227,3 @@ class Saver:
         if controller:
             state["controller"] = controller.state(self.world.sum(controller.sums.to(self.world.device)))
         return state
-
-
-def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
-    """Raises if a tensor is not finite: an update can overflow although its gradient was finite."""
-    if (bad := first_not_finite(tensors.items())) is not None:
-        raise TrainingError(f"step {step - 1}: {bad.name} is not finite; the run stops, its last checkpoint is intact")

@@ -55,11 +55,8 @@ class DepthController:
             return objective
         factor = math.exp(self.pressure)
         first = (self.iterations - self.target) / (self.iterations - 1) ** 2
-        return replace(
-            objective,
-            ponder_weight=objective.ponder_weight * factor,
-            ponder_fraction=min(1.0, first * factor),
-        )
+        weight, fraction = objective.ponder_weight * factor, min(1.0, first * factor)
+        return replace(objective, ponder_weight=weight, ponder_fraction=fraction)
 
     def add(self, depth: Tensor, gates: Tensor, step: int) -> None:
         """Adds a micro-step of ``step``: depths ``[batch, time]``, gates ``[batch, time, K-1]``."""
@@ -85,33 +82,24 @@ class DepthController:
         """Returns the state for a checkpoint; ``sums`` are over all processes."""
         return {"pressure": self.pressure, "seen": sums.tolist()}
 
-    def restore(self, state: dict[str, Any], device: torch.device, *, leads: bool) -> None:
-        """Restores :meth:`state`; the leading process starts with the sums of all, the others with zero."""
-        self.pressure = float(state["pressure"])
-        sums = torch.tensor(state["seen"], dtype=torch.double, device=device)
-        self.sums = sums if leads else torch.zeros_like(sums)
-
 
 def controller_of(
     train: TrainRecipe, model: AdaPonderForCausalLM, world: World, state: dict[str, Any] | None
 ) -> DepthController | None:
-    """Returns the controller of ``train.target_depth``, restored from ``state``; ``None`` if it is not set."""
-    config = model.config
-    if train.target_depth is None:
+    """Returns the controller of ``train.target_depth``, restored from a checkpoint's ``state``; ``None`` if not set."""
+    config, target = model.config, train.target_depth
+    if target is None:
         return None
-    if not model.method.has_ponder_term or not 1 <= train.target_depth < config.iterations:
+    if not model.method.has_ponder_term or not 1 <= target < config.iterations:
         methods = " or ".join(name for name in method_names() if method_class(name).has_ponder_term)
         raise TrainingError(
-            f"train.target_depth={train.target_depth} must be at least 1 and below the model's {config.iterations} "
-            f"iterations, and needs a method with a ponder term ({methods}); this is {config.method}"
+            f"train.target_depth={target} must be at least 1 and below the model's {config.iterations} iterations, "
+            f"and needs a method with a ponder term ({methods}); this is {config.method}"
         )
-    controller = DepthController(
-        target=train.target_depth,
-        iterations=config.iterations,
-        start=train.ponder_full,
-        gain=train.target_gain,
-        every=train.target_every,
-    )
+    controller = DepthController(target, config.iterations, train.ponder_full, train.target_gain, train.target_every)
     if state is not None:
-        controller.restore(state, world.device, leads=world.leads)
+        controller.pressure = float(state["pressure"])
+        sums = torch.tensor(state["seen"], dtype=torch.double, device=world.device)
+        # The leading process continues with the sums of all processes.
+        controller.sums = sums if world.leads else torch.zeros_like(sums)
     return controller

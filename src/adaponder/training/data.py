@@ -13,7 +13,7 @@ from adaponder.checkpoints.loading import fetch
 from adaponder.data import Batch, Sampler, Shards
 from adaponder.data.manifest import MANIFEST
 from adaponder.data.prepare import prepare
-from adaponder.data.tokenizers import hash_of_file
+from adaponder.data.tokenizers import read_tokenizer, tokenizer_hash
 from adaponder.errors import InputError, TrainingError
 from adaponder.policies import sequence_seeds
 from adaponder.recipes import Recipe
@@ -60,7 +60,7 @@ def require_own_tokenizer(recipe: Recipe, shards: Shards) -> None:
     """Raises if the data was made with another tokenizer than that of the checkpoint to train on."""
     name = recipe.model.backbone
     if isinstance(name, str) and os.path.isfile(path := fetch(name) / "tokenizer.json"):
-        shards.require_tokenizer(hash_of_file(path), name)
+        shards.require_tokenizer(tokenizer_hash(read_tokenizer(path)), name)
 
 
 def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:

@@ -21,20 +21,14 @@ from adaponder.files import read_json, write_whole
 from adaponder.halting import bottom_k_mean
 from adaponder.methods import Objective
 from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
+from adaponder.policies import Policy
 from adaponder.recipes import Recipe
 from adaponder.training.checkpoint import Saver, load_optimizer
 from adaponder.training.controller import DepthController, controller_of
 from adaponder.training.data import MicroBatches
 from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
 from adaponder.training.lora import trains
-from adaponder.training.schedule import (
-    build_optimizer,
-    objective_at,
-    phase_at,
-    phases,
-    policy_at,
-    set_learning_rate,
-)
+from adaponder.training.schedule import build_optimizer, objective_at, phase_at, phases, policy_at, set_learning_rate
 from adaponder.training.telemetry import Telemetry
 from adaponder.training.validation import validate
 from adaponder.training.watch import Tally, collapse, utilisation
@@ -50,12 +44,12 @@ class Trainer:
         run: the run folder.
         world: this process and the others of the run.
         sampler: draws the training windows.
-        validation: the validation split; ``None`` if it holds no whole window.
-        telemetry: the logs; ``None`` except in the leading process.
+        validation: the validation split; becomes ``None`` if it holds no whole window.
         step: the next step to take.
         resumed_from: the checkpoint whose optimizer state is loaded before the first step.
         controller_state: the depth controller's state in that checkpoint.
         stop_requested: returns whether to stop after the current step.
+        telemetry: the logs; ``None`` except in the leading process.
     """
 
     recipe: Recipe
@@ -64,14 +58,16 @@ class Trainer:
     model: AdaPonderForCausalLM
     sampler: Sampler
     validation: Shards | None
-    telemetry: Telemetry | None
     step: int = 0
     resumed_from: Path | None = None
     controller_state: dict[str, Any] | None = None
     stop_requested: Callable[[], bool] = lambda: False
+    telemetry: Telemetry | None = None
 
     def __post_init__(self) -> None:
         train = self.recipe.train
+        if self.validation is not None and self.validation.tokens <= self.recipe.data.sequence:
+            self.validation = None
         nn.Module.to(self.model, self.world.device)
         if train.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -142,16 +138,20 @@ class Trainer:
             objective = self.controller.steer(objective, step)
         self.objective = objective
         inputs = self.micro_batches.inputs(step)
+        policy = policy_at(train, self.model.method, step)
         mean_targets = self.micro_batches.mean_targets(inputs)
         total = torch.zeros((), device=self.world.device)
         for index, arguments in enumerate(inputs):
-            with accumulating(self._wrapped(), last=index + 1 == len(inputs)):
-                output = self._forward(arguments, objective, mean_targets)
+            with accumulating(self.wrapped, last=index + 1 == len(inputs)):
+                output = self._forward(arguments, objective, mean_targets, policy)
                 assert output.loss is not None
                 loss = output.loss / len(inputs)
                 loss.backward()
-                self._count(output, len(inputs))
                 total = total + loss.detach()
+                self.tally.count(output, len(inputs), self.model.config.iterations)
+                if self.controller and output.gates is not None:
+                    assert output.depth is not None
+                    self.controller.add(output.depth, output.gates, step)
         norm = self._clip(train.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -159,7 +159,9 @@ class Trainer:
         self.tally.add("grad_norm", norm)
         self.tally.steps += 1
         self.tally.tokens += train.global_batch * self.recipe.data.sequence
-        self._check_step_before(norm.detach(), total)
+        # The previous step is checked while this one runs: a NaN is noticed one step late, but always before a save.
+        self.require_finite()
+        self.last_step = norm.detach(), total
         if self.controller and self.controller.due(step):
             self.controller.turn(self.world.sum(self.controller.sums))
 
@@ -192,13 +194,14 @@ class Trainer:
             self.save()
         return stop and not last
 
-    def _forward(self, inputs: dict[str, Tensor], objective: Objective, mean_targets: Tensor) -> AdaPonderOutput:
+    def _forward(
+        self, inputs: dict[str, Tensor], objective: Objective, mean_targets: Tensor, policy: Policy | None
+    ) -> AdaPonderOutput:
         train, device = self.recipe.train, self.world.device
-        policy = policy_at(train, self.model.method, self.step)
-        moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+        assert self.wrapped is not None  # a phase was entered
         with autocast(train.dtype, device):
-            return self._wrapped()(
-                **moved,
+            return self.wrapped(
+                **{name: value.to(device, non_blocking=True) for name, value in inputs.items()},
                 objective=objective,
                 num_items_in_batch=mean_targets,
                 output_logits=False,
@@ -206,44 +209,23 @@ class Trainer:
                 **({} if policy is None else {"policy": policy}),
             )
 
-    def _wrapped(self) -> nn.Module:
-        """Returns the model as it is called in training: itself, or inside a DDP or FSDP wrapper."""
-        assert self.wrapped is not None  # a phase was entered
-        return self.wrapped
-
-    # --- checks -------------------------------------------------------------------------------------------------
-
-    def _check_step_before(self, norm: Tensor, loss: Tensor) -> None:
-        """Checks the previous step while this one runs: a NaN is noticed one step late, but always before a save."""
-        before, self.last_step = self.last_step, (norm, loss)
-        if before is not None:
-            self._require_finite_step(*before, self.step - 1)
-
-    def require_finite_so_far(self) -> None:
+    def require_finite(self) -> None:
         """Raises if the last step was not finite; earlier ones were checked before."""
-        if self.last_step is not None:
-            self._require_finite_step(*self.last_step, self.step - 1)
-            self.last_step = None
-
-    def _require_finite_step(self, norm: Tensor, loss: Tensor, step: int) -> None:
-        if math.isfinite(value := float(norm)):
+        if self.last_step is None:
+            return
+        step, norm, loss = self.step - 1, *map(float, self.last_step)
+        self.last_step = None
+        if math.isfinite(norm):
             return
         windows = [window for batch in self.micro_batches.draw(step) for window in batch.windows.tolist()]
         if self.telemetry and step != self.logged:
-            self.telemetry.log({"step": step, "loss": float(loss), "grad_norm": value})
+            self.telemetry.log({"step": step, "loss": loss, "grad_norm": norm})
         raise TrainingError(
-            f"step {step}: the loss is {float(loss):g} and the gradient {value} on windows {windows[:8]}…; the run "
-            "stops, its last checkpoint is intact. A smaller train.lr or train.clip usually helps"
+            f"step {step}: the loss is {loss:g} and the gradient {norm} on windows {windows[:8]}…; the run stops, its "
+            "last checkpoint is intact. A smaller train.lr or train.clip usually helps"
         )
 
     # --- logs and validation ------------------------------------------------------------------------------------
-
-    def _count(self, output: AdaPonderOutput, parts: int) -> None:
-        """Adds the output of one of the ``parts`` micro-steps to the tally and the depth controller."""
-        self.tally.count(output, parts, self.model.config.iterations)
-        if self.controller and output.gates is not None:
-            assert output.depth is not None
-            self.controller.add(output.depth, output.gates, self.step)
 
     def _log(self, step: int) -> None:
         tally, self.tally = self.tally, Tally()
@@ -269,8 +251,7 @@ class Trainer:
     def _warn_of_collapse(self, metrics: dict[str, Any], where: str = "") -> None:
         warning = collapse(metrics, self.recipe.train, pressed=self.model.method.has_ponder_term)
         if warning is not None and self.telemetry:
-            kind, message = warning
-            self.telemetry.warn(kind, f"step {metrics['step']}: {where}{message}")
+            self.telemetry.warn(warning[0], f"step {metrics['step']}: {where}{warning[1]}")
 
     def measure_before(self) -> None:
         """Measures loss and depths of the initial checkpoint before its first step, kept in ``before.json``."""
@@ -313,11 +294,11 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint between two steps."""
-        self.require_finite_so_far()
-        self.saver.save_step(self.step, self.optimizer, self.controller)
+        self.require_finite()
+        self.saver.save(self.step, self.controller, self.optimizer)
         self.tally.began = time.perf_counter()
 
     def finish(self) -> Path:
         """Writes the final model and returns its folder."""
-        self.require_finite_so_far()
-        return self.saver.save_final(self.step, self.controller)
+        self.require_finite()
+        return self.saver.save(self.step, self.controller, None)

@@ -88,10 +88,13 @@ def find_start(
 def _newest(out: Path, world: World) -> Path | None:
     """Returns the newest whole checkpoint of the run folder; prints why newer ones are skipped."""
     folder, skipped = newest_complete(out)
-    if world.leads:
-        for reason in skipped:
-            console.print(line(("skipped:", "yellow"), f" {reason}"), soft_wrap=True)
+    for reason in skipped if world.leads else []:
+        _warn("skipped:", reason)
     return folder
+
+
+def _warn(label: str, text: str) -> None:
+    console.print(line((label, "yellow"), f" {text}"), soft_wrap=True)
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
@@ -99,15 +102,12 @@ def _print_start(start: Start, changes: list[str], *, states: int, world: World)
     kind = world.device.type
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
-        console.print(line(("it was trained with", "yellow"), f" other settings: {'; '.join(changes)}"), soft_wrap=True)
+        _warn("it was trained with", f"other settings: {'; '.join(changes)}")
     if kind not in (start.random_state or {}):
         console.print(f"it holds no random state of {kind}: dropout, if any, draws new numbers", soft_wrap=True)
     if states < world.size:
-        console.print(
-            f"it holds random states of {states} of {world.size} processes, which the others share: dropout, if any, "
-            "may draw other numbers",
-            soft_wrap=True,
-        )
+        shared = f"it holds random states of {states} of {world.size} processes, which the others share"
+        console.print(f"{shared}: dropout, if any, may draw other numbers", soft_wrap=True)
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
@@ -124,7 +124,7 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
         state = verify_checkpoint(final)
     except CheckpointError as error:
         if world.leads:
-            console.print(line(("skipped:", "yellow"), f" {error}"), soft_wrap=True)
+            _warn("skipped:", str(error))
         return False
     if weights_only:
         raise InputError(
@@ -152,23 +152,20 @@ def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
     config, changes = config_of(recipe), []
     for section in ("model", "data", "train"):
         for name in sorted(set(was[section]) | set(now[section])):
-            free = section == "train" and name in FREE_TRAIN
-            before, after = was[section].get(name), now[section].get(name)
-            change = f"{section}.{name}: {before} → {after}"
+            before, after = stated = was[section].get(name), now[section].get(name)
             if name == "embedding_scale" and config is not None:  # sqrt(d) and its value are the same
                 before, after = (
-                    scale_of(scale, config.hidden_size) if isinstance(scale, str) else scale
-                    for scale in (before, after)
+                    scale_of(scale, config.hidden_size) if isinstance(scale, str) else scale for scale in stated
                 )
-            if before != after and not free:
-                changes.append(change)
+            if before != after and not (section == "train" and name in FREE_TRAIN):
+                changes.append(f"{section}.{name}: {stated[0]} → {stated[1]}")
     return changes
 
 
 def _recorded_scale(model: dict[str, Any]) -> Any:
-    """Returns the embedding scale of a recorded recipe's ``model``; one left open is that of the time.
+    """Returns the embedding scale of a recorded recipe; recipes without one are older than the default of today.
 
-    Recipes without a scale are older than ``scale_from_scratch`` for every method: only three methods used it then.
+    Then only three methods started from ``scale_from_scratch``.
     """
     scale = model.get("embedding_scale")
     if scale is not None or isinstance(model["backbone"], str):

@@ -27,7 +27,7 @@ from adaponder.training.distributed import World, join
 from adaponder.training.loop import Trainer
 from adaponder.training.lora import attach
 from adaponder.training.resume import Start, check_resume, find_start, is_finished
-from adaponder.training.telemetry import Telemetry, room_on_disk, room_to_write
+from adaponder.training.telemetry import Telemetry, room_to_write
 
 
 class Outcome(NamedTuple):
@@ -82,13 +82,7 @@ def train(
             )
             # If it raises, the folder is still empty, so that the corrected command can use it.
             trainer = trainer_class(
-                recipe=recipe,
-                run=out,
-                world=world,
-                model=_model_at(start, recipe, shards),
-                sampler=sampler,
-                validation=validation if validation.tokens > recipe.data.sequence else None,
-                telemetry=None,
+                *(recipe, out, world, _model_at(start, recipe, shards), sampler, validation),
                 step=start.step,
                 resumed_from=None if weights_only else start.folder,
                 controller_state=start.controller_state,
@@ -99,7 +93,7 @@ def train(
                 _print_remarks(recipe, shards, validation, world)
                 trainer.telemetry = Telemetry(out, steps=recipe.train.steps, start=start.step, quiet=quiet, wandb=wandb)
             try:
-                with room_on_disk():
+                with room_to_write():
                     trainer.measure_before()
                     if start.random_state is not None:
                         restore_random_state(start.random_state, world.device)
@@ -127,16 +121,8 @@ def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Tr
     """Returns a trainer with the final model of a finished run, for evaluation only."""
     world = World()
     shards, validation = open_data(recipe, data, world)
-    return Trainer(
-        recipe=recipe,
-        run=out,
-        world=world,
-        model=AdaPonderForCausalLM.from_pretrained(out / "final", dtype=weights_dtype(recipe)).train(),
-        sampler=sampler_of(recipe, shards),
-        validation=validation if validation.tokens > recipe.data.sequence else None,
-        telemetry=None,
-        step=recipe.train.steps,
-    )
+    model = AdaPonderForCausalLM.from_pretrained(out / "final", dtype=weights_dtype(recipe)).train()
+    return Trainer(recipe, out, world, model, sampler_of(recipe, shards), validation, step=recipe.train.steps)
 
 
 @contextmanager
@@ -204,44 +190,32 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 def _print_remarks(recipe: Recipe, shards: Shards, validation: Shards, world: World) -> None:
     """Prints a line for each effect of the recipe on this machine and data that a user might not expect."""
-    train = recipe.train
-    pressed = method_class(recipe.model.method).has_ponder_term and bool(train.ponder_weight)
+    train, has_ponder_term = recipe.train, method_class(recipe.model.method).has_ponder_term
+    pressed, gates_begin = has_ponder_term and bool(train.ponder_weight), train.gates_begin(pressed=has_ponder_term)
+    remarks: list[tuple[str, str]] = []  # a warning, and its consequence or cure; without the second, a plain remark
     computed_in = str(product_dtype(train.dtype, world.device)).removeprefix("torch.")
     if computed_in != train.dtype:
-        console.print(f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}")
-    gates_begin = train.gates_begin(pressed=method_class(recipe.model.method).has_ponder_term)
+        remarks.append((f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}", ""))
     if pressed and gates_begin > train.ponder_start:
-        _warn(
-            f"train.gate_start={train.gate_start} is after ponder_start={train.ponder_start}:",
-            "until then the ponder loss has no effect, because gates are not updated",
-        )
+        problem = f"train.gate_start={train.gate_start} is after ponder_start={train.ponder_start}:"
+        remarks.append((problem, "until then the ponder loss has no effect, because gates are not updated"))
     elif gates_begin >= train.steps:
-        _warn(
-            f"gates would train from step {gates_begin:,}, which is after train.steps={train.steps}:",
-            "they keep their initial values (train.gate_start)",
-        )
+        problem = f"gates would train from step {gates_begin:,}, which is after train.steps={train.steps}:"
+        remarks.append((problem, "they keep their initial values (train.gate_start)"))
     elif gates_begin:
-        console.print(f"gates train from step {gates_begin:,} on (train.gate_start)")
+        remarks.append((f"gates train from step {gates_begin:,} on (train.gate_start)", ""))
     if pressed and train.ponder_start >= train.steps:
-        _warn(
-            f"train.ponder_start={train.ponder_start} is not before the end, train.steps={train.steps}:",
-            "the ponder loss is never used",
-        )
+        problem = f"train.ponder_start={train.ponder_start} is not before the end, train.steps={train.steps}:"
+        remarks.append((problem, "the ponder loss is never used"))
     if validation.tokens <= recipe.data.sequence:
-        _warn(
-            "there will be no validation loss:",
-            f"{shards.folder} has {validation.tokens:,} validation tokens, data.sequence={recipe.data.sequence} needs "
-            "more; prepare more documents, or a larger share of them",
-        )
+        cure = "prepare more documents, or a larger share of them"
+        needed = f"{validation.tokens:,} validation tokens, data.sequence={recipe.data.sequence} needs more"
+        remarks.append(("there will be no validation loss:", f"{shards.folder} has {needed}; {cure}"))
     prepared = shards.manifest.fingerprint
-    stated = {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}
-    for name, value in stated.items():
+    for name, value in {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}.items():
         if prepared.get(name, value) != value:
-            console.print(
-                f"{shards.folder} was prepared with {name}={prepared[name]}; the recipe's data.{name} is ignored",
-                soft_wrap=True,
-            )
-
-
-def _warn(what: str, consequence: str) -> None:
-    console.print(line((what, "yellow"), f" {consequence}"), soft_wrap=True)
+            problem = f"{shards.folder} was prepared with {name}={prepared[name]};"
+            remarks.append((f"{problem} the recipe's data.{name} is ignored", ""))
+    for problem, consequence in remarks:
+        text = line((problem, "yellow"), f" {consequence}") if consequence else problem
+        console.print(text, soft_wrap=True)

@@ -13,10 +13,10 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,11 +43,7 @@ _LONGEST_NAME = 120
 # --- planning ---------------------------------------------------------------------------------------------------------
 
 
-class Axis(NamedTuple):
-    """One field of a recipe and the values to try."""
-
-    field: str
-    values: tuple[Any, ...]
+Axis = tuple[str, tuple[Any, ...]]  # a field of the recipe and the values to try
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def parse_axis(text: str) -> Axis:
         values = parse_yaml(f"[{listed}]", "--grid", InputError)
     except InputError:
         raise InputError(f"--grid {text}: {listed!r} is not a list of values") from None
-    return Axis(field, tuple(values))
+    return field, tuple(values)
 
 
 def plan(
@@ -89,30 +85,28 @@ def plan(
     """
     base, axes = load_recipe(name, overrides), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
-    base_values = {axis.field: value_of(base, axis.field) for axis in axes}
+    base_values = {field: value_of(base, field) for field, _ in axes}
+    choices = [[(field, value) for value in values] for field, values in axes]
+    points = [(), *((choice,) for axis in choices for choice in axis)] if one_at_a_time else itertools.product(*choices)
     runs = []
-    for seed, point in itertools.product(seeds or (base.train.seed,), _points(axes, one_at_a_time=one_at_a_time)):
+    for seed, point in itertools.product(seeds or (base.train.seed,), points):
         changed = tuple(f"{field}={_as_override(value)}" for field, value in point)
         if seed != base.train.seed:
             changed += (f"train.seed={seed}",)
         try:
             recipe = load_recipe(name, [*overrides, *changed])
             config_of(recipe)  # raises if no model can be built
-            fields = {axis.field: value_of(recipe, axis.field) for axis in axes}
+            fields = {field: value_of(recipe, field) for field in base_values}
         except ConfigError as error:
             raise ConfigError(f"--grid {' '.join(changed)}: {str(error).removeprefix('--set ')}") from None
         if one_at_a_time and point and fields == base_values:
             continue  # the base run
-        runs.append(PlannedRun(_name_of(recipe, fields, point, base), recipe, fields, (*overrides, *changed)))
+        varied = {field: fields[field] for field, _ in point}
+        if seed != base.train.seed:
+            varied["train.seed"] = seed
+        runs.append(PlannedRun(_name_of(varied, recipe, fields), recipe, fields, (*overrides, *changed)))
     _refuse_twins(runs)
     return runs
-
-
-def _points(axes: Sequence[Axis], *, one_at_a_time: bool) -> list[tuple[tuple[str, Any], ...]]:
-    """Returns the ``(field, value)`` pairs that each run sets: of every axis, or of no axis and then one at a time."""
-    if one_at_a_time:
-        return [(), *(((axis.field, value),) for axis in axes for value in axis.values)]
-    return list(itertools.product(*([(axis.field, value) for value in axis.values] for axis in axes)))
 
 
 def _check_arguments(axes: Sequence[Axis], seeds: Sequence[int], fixed: set[str], *, one_at_a_time: bool) -> None:
@@ -123,11 +117,12 @@ def _check_arguments(axes: Sequence[Axis], seeds: Sequence[int], fixed: set[str]
         raise InputError(f"--seeds {','.join(map(str, seeds))}: each seed may be named once")
     if seeds and "train.seed" in fixed:
         raise InputError("train.seed is set by both --set and --seeds: drop one")
-    for index, axis in enumerate(axes):
-        if axis.field in {before.field for before in axes[:index]}:
-            raise InputError(f"--grid {axis.field} is given twice: list all its values in one")
-        if axis.field in fixed and not one_at_a_time:
-            raise InputError(f"{axis.field} is set by both --set and --grid: drop one, or add --one-at-a-time")
+    fields = [field for field, _ in axes]
+    for field in fields:
+        if fields.count(field) > 1:
+            raise InputError(f"--grid {field} is given twice: list all its values in one")
+        if field in fixed and not one_at_a_time:
+            raise InputError(f"{field} is set by both --set and --grid: drop one, or add --one-at-a-time")
 
 
 def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
@@ -154,15 +149,13 @@ def value_of(recipe: Recipe, field: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _name_of(recipe: Recipe, fields: Mapping[str, Any], point: Sequence[tuple[str, Any]], base: Recipe) -> str:
+def _name_of(varied: Mapping[str, Any], recipe: Recipe, axes: Iterable[str]) -> str:
     """Returns a name such as ``k_max=0.1__ponder_weight=0.2__seed=1``, safe in every shell."""
-    lasts = [field.rpartition(".")[2] for field in fields]
+    lasts = [field.rpartition(".")[2] for field in axes]
     parts = []
-    for field, _ in point:
+    for field, value in varied.items():
         last = field.rpartition(".")[2]
-        parts.append(f"{last if lasts.count(last) == 1 else field}={_typed(fields[field]).strip('[]')}")
-    if recipe.train.seed != base.train.seed:
-        parts.append(f"seed={recipe.train.seed}")
+        parts.append(f"{field if lasts.count(last) > 1 else last}={_typed(value).strip('[]')}")
     full_name = "__".join(parts) or "base"
     safe = re.sub(r"[^A-Za-z0-9._=+-]+", "-", full_name)[:_LONGEST_NAME]
     # Two names may become equal by this: the fingerprint keeps them apart.
@@ -190,7 +183,7 @@ def _as_override(value: Any) -> str:
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """One run as a line of the sweep's table; unknown values are ``None``.
 
@@ -206,8 +199,8 @@ class RunSummary:
     fields: Mapping[str, Any]
     seed: int
     fingerprint: str
-    status: str
-    step: int
+    status: str = PENDING
+    step: int = 0
     steps: int
     method: str
     iterations: int | None
@@ -246,8 +239,6 @@ def pending(run: PlannedRun, config: AdaPonderConfig | None) -> RunSummary:
         fields=dict(run.fields),
         seed=recipe.train.seed,
         fingerprint=recipe.fingerprint,
-        status=PENDING,
-        step=0,
         steps=recipe.train.steps,
         method=recipe.model.method,
         iterations=None if config is None else config.iterations,
@@ -261,10 +252,10 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
     summary = pending(run, AdaPonderConfig.from_pretrained(folder / "final"))
     path, last = folder / "metrics.jsonl", summary.steps - 1
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    validation = next((line for line in reversed(lines) if "validation_loss" in line and line["step"] == last), None)
-    if validation is None:
+    scores = [line for line in lines if "validation_loss" in line and line["step"] == last]
+    if not scores:
         raise TrainingError(f"{path} has no validation at step {last}: delete {folder} to run it again")
-    loss = validation["validation_loss"]
+    loss = scores[-1]["validation_loss"]
     if not math.isfinite(loss):
         return replace(summary, status=FAILED, step=last + 1, error=f"validation loss is {loss}")
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
@@ -272,10 +263,8 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
         summary,
         status=FINISHED,
         step=last + 1,
-        validation_loss=loss,
-        validation_depth=validation["validation_depth"],
-        validation_halted=validation["validation_halted"],
         tokens_per_second=statistics.median(speeds) if speeds else None,
+        **{name: scores[-1][name] for name in ("validation_loss", "validation_depth", "validation_halted")},
     )
 
 
@@ -323,7 +312,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
         with meta:
             model = AdaPonderForCausalLM(config)
         # Constructed for its checks only: tensors on the meta device take no memory.
-        Trainer(recipe, folder, World(device=meta), model, sampler, validation, telemetry=None)
+        Trainer(recipe, folder, World(device=meta), model, sampler, validation)
     summary = pending(run, config)
     newest = folder / "final" if (folder / "final").is_dir() else newest_complete(folder)[0]
     if newest is None:
@@ -371,7 +360,7 @@ def carry_out(
         left = sum(rows_left(runs[i], summaries[i]) for i in waiting[done:])
         starting(index, summary, seconds / rows * left if rows else None)
         began = time.perf_counter()
-        ended, stop_requested = _carry_out(run, summary, out / run.name, data=data, device=device, quiet=quiet)
+        ended, stop_requested = _train(run, summary, out / run.name, data=data, device=device, quiet=quiet)
         if ended.status != FAILED:
             rows += rows_left(run, summary) - rows_left(run, ended)
             seconds += time.perf_counter() - began
@@ -384,12 +373,10 @@ def carry_out(
             return
 
 
-def _carry_out(
-    run: PlannedRun, summary: RunSummary, folder: Path, *, data: Path, device: str, quiet: bool
-) -> tuple[RunSummary, bool]:
+def _train(run: PlannedRun, summary: RunSummary, folder: Path, **options: Any) -> tuple[RunSummary, bool]:
     """Returns (the summary of the run as it ended, whether the sweep must stop)."""
     try:
-        outcome = train(run.recipe, out=folder, resume="auto", device=device, data=data, quiet=quiet)
+        outcome = train(run.recipe, out=folder, resume="auto", **options)
         if outcome.final is None:
             return replace(summary, status=STOPPED, step=outcome.step), True
         # A signal during the last step finds the run finished, but was meant for the sweep.

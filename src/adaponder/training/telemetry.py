@@ -35,31 +35,22 @@ _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 @contextmanager
-def room_to_write(what: str | Path) -> Iterator[None]:
-    """Turns a disk error in the block into an error that says that ``what`` could not be written."""
+def room_to_write(what: str | Path | None = None) -> Iterator[None]:
+    """Turns a disk error in the block into one that says that ``what`` could not be written.
+
+    Without ``what`` only a full disk is turned, and names the file itself.
+    """
     try:
         yield
     except OSError as error:
-        raise _write_error(what, error) from error
-
-
-@contextmanager
-def room_on_disk() -> Iterator[None]:
-    """Turns a full disk in the block into an error of one line; other errors stay as they are."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
+        full = error.errno in _FULL
+        if what is None and not full:
             raise
-        raise _write_error(error.filename or "a file of the run", error) from error
-
-
-def _write_error(what: str | Path, error: OSError) -> TrainingError:
-    cure = "free some space" if error.errno in _FULL else "fix that"
-    return TrainingError(
-        f"{what} could not be written: {error.strerror or error}; the run stops, its checkpoints are intact: "
-        f"{cure}, then continue with --resume auto"
-    )
+        what = what or error.filename or "a file of the run"
+        raise TrainingError(
+            f"{what} could not be written: {error.strerror or error}; the run stops, its checkpoints are intact: "
+            f"{'free some space' if full else 'fix that'}, then continue with --resume auto"
+        ) from error
 
 
 class Appended:

@@ -13,6 +13,7 @@ from adaponder.devices import autocast
 from adaponder.evaluation.scoring import score_sum
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.training.distributed import World
+from adaponder.training.watch import count_depths, depth_shares
 
 
 def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
@@ -49,9 +50,8 @@ def validate(
     ``across``, tokens attend only to their own document; ``options`` are further arguments of the model's forward.
     """
     windows = whole_windows(shards, tokens, length=length)
-    levels = torch.arange(1, model.config.iterations + 1, device=world.device)
     # Summed loss, predictions, tokens of depth 1 … K.
-    sums = torch.zeros(2 + len(levels), dtype=torch.double, device=world.device)
+    sums = torch.zeros(2 + model.config.iterations, dtype=torch.double, device=world.device)
     model.eval()
     # FSDP needs the same number of forwards in every process: past the end the last window is repeated, not counted.
     for index in range(-(-windows // (world.size * together))):
@@ -66,16 +66,13 @@ def validate(
             options["document_ids"] = documents[:, :-1]
         with autocast(dtype, world.device):
             scored = score_sum(model, ids, targets, execution="dense", **options)
-        depths = ((scored.depth[..., None] == levels) & (targets != -100)[..., None]).sum((0, 1))
+        depths = count_depths(scored.depth * (targets != -100), model.config.iterations)
         sums += torch.cat([torch.stack([scored.nll, scored.predictions.double()]), depths.double()])
     model.train()
     sums = world.sum(sums)
-    loss, predictions, depths = float(sums[0]), float(sums[1]) or math.nan, sums[2:].cpu()
-    return {
-        "validation_loss": loss / predictions,
-        "validation_depth": float((depths * torch.arange(1, len(depths) + 1)).sum()) / predictions,
-        "validation_halted": (depths.cumsum(0)[:-1] / predictions).tolist(),
-    }
+    depth, halted = depth_shares(sums[2:].cpu())
+    loss = float(sums[0]) / (float(sums[1]) or math.nan)
+    return {"validation_loss": loss, "validation_depth": depth, "validation_halted": halted}
 
 
 def _windows(shards: Shards, numbers: Tensor, *, windows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,20 @@ _SHUT = 0.01
 _NEARLY_ALL = 0.95
 
 
+def count_depths(depth: Tensor, iterations: int) -> Tensor:
+    """Returns ``int64[K]``, the number of tokens of each depth 1 … K; depth 0 (padding) does not count."""
+    levels = torch.arange(1, iterations + 1, device=depth.device)
+    return (depth[..., None] == levels).sum((0, 1))
+
+
+def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
+    """Returns (mean depth, shares of tokens halted after iterations 1 … K-1) of counts by depth."""
+    total = counts.sum()
+    levels = torch.arange(1, len(counts) + 1, device=counts.device)
+    mean = float((counts * levels).sum()) / (float(total) or math.nan)
+    return mean, (counts.cumsum(0)[:-1] / total).tolist()
+
+
 @dataclass
 class Tally:
     """Sums since the last log, kept on the device; only :meth:`means` synchronizes with it."""
@@ -45,8 +60,7 @@ class Tally:
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
             self.add(name, value / parts)
-        depths = torch.arange(1, iterations + 1, device=output.depth.device)
-        self.add("depths", (output.depth[..., None] == depths).sum((0, 1)))
+        self.add("depths", count_depths(output.depth, iterations))
         if output.gates is not None:
             self.add("gates", output.gates.sum((0, 1)))
 
@@ -55,14 +69,14 @@ class Tally:
         sums = dict(self.sums)
         depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
         gates = world.sum(sums.pop("gates")) if "gates" in sums else None
-        means = {name: float(world.sum(value)) / self.steps / world.size for name, value in sums.items()}
-        total, levels = float(depths.sum()), len(depths)
-        metrics: dict[str, Any] = {**means, "grad_norm": norm}
+        metrics: dict[str, Any] = {
+            name: float(world.sum(value)) / self.steps / world.size for name, value in sums.items()
+        }
+        metrics["grad_norm"] = norm
         metrics["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
-        metrics["mean_depth"] = float((depths * torch.arange(1, levels + 1, device=depths.device)).sum()) / total
-        metrics["halted"] = [float(depths[: i + 1].sum()) / total for i in range(levels - 1)]
+        metrics["mean_depth"], metrics["halted"] = depth_shares(depths)
         if gates is not None:
-            metrics["gate_means"] = (gates / total).tolist()
+            metrics["gate_means"] = (gates / float(depths.sum())).tolist()
         return metrics
 
 
@@ -86,7 +100,8 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
         return None  # one iteration has no gate
-    depth, share = _commonest(halted)
+    shares = [share - before for before, share in itertools.pairwise([0.0, *halted])]
+    depth, share = max(enumerate(shares, 1), key=lambda entry: entry[1])
     if share > _NEARLY_ALL:
         tokens = "every token halts" if share > 0.99 else f"{share:.0%} of tokens halt"
         kind, after = ("all", "one iteration") if depth == 1 else ("one", f"{depth} iterations")
@@ -97,17 +112,8 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
     if train.ponder_weight and step > late and halted[-1] == 0:
         return "none", "the gates have collapsed open, no token halts early"
     if step < train.ponder_start and (halted[-1] > 0.5 or min(gates, default=1.0) < _SHUT):
-        return (
-            "early",
-            "gates close in stage 1; train them later (train.gate_start), or more slowly (train.gate_lr)",
-        )
+        return ("early", "gates close in stage 1; train them later (train.gate_start), or more slowly (train.gate_lr)")
     return None
-
-
-def _commonest(halted: list[float]) -> tuple[int, float]:
-    """Returns the depth below full depth at which most tokens halt, and their share."""
-    shares = [share - before for before, share in itertools.pairwise([0.0, *halted])]
-    return max(enumerate(shares, 1), key=lambda entry: entry[1])
 
 
 def member_of(model: nn.Module, who: str) -> AdaPonderForCausalLM:
@@ -137,8 +143,7 @@ class DepthCounts:
 
     def _count(self, model: Any, inputs: Any, output: Any) -> None:
         if isinstance(output, AdaPonderOutput) and output.loss is not None and output.depth is not None:
-            levels = torch.arange(1, model.config.iterations + 1, device=output.depth.device)
-            counts = (output.depth[..., None] == levels).sum((0, 1))
+            counts = count_depths(output.depth, model.config.iterations)
             if model.training:
                 self._add(counts, training=True)
             else:
@@ -167,8 +172,7 @@ class DepthCounts:
         Covers the tokens counted since the last call; empty if there are none.
         """
         counts = self.sums.pop(training, None)
-        if counts is None or not (total := int(counts.sum())):
+        if counts is None or not counts.sum():
             return {}
-        depth = float((counts * torch.arange(1, len(counts) + 1, device=counts.device)).sum()) / total
-        shares = (counts.cumsum(0)[:-1] / total).tolist()
+        depth, shares = depth_shares(counts)
         return {"depth": depth} | {f"halted_{n}": share for n, share in enumerate(shares, 1)}

@@ -111,7 +111,7 @@ def test_a_split_that_stayed_empty_is_remarked(tokenizer, tmp_path):
     }
     all_held_out = prepare([str(tmp_path / "one.txt")], out=tmp_path / "all", validation=1 - 2**-50, **options)
     assert all_held_out.total("validation", "documents") == 1
-    assert "no document was assigned to training" in all_held_out.remarks()[1]
+    assert "no document was assigned to train" in all_held_out.remarks()[1]
     assert "a smaller --validation" in all_held_out.remarks()[1]
     repaired = "documents with invalid UTF-8, repaired with U+FFFD: 1"
     assert made[0.0].remarks() == [repaired]
@@ -289,7 +289,7 @@ def test_the_command_says_that_it_goes_on_only_where_a_shard_is_complete(
 
 def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path, monkeypatch):
     """Prepared with a tokenizer of the hub, which is out of reach when the same command is given again."""
-    monkeypatch.setattr(tokenizers, "_download", lambda name: prepared / "tokenizer.json")
+    monkeypatch.setattr(tokenizers, "_download", lambda name: prepared)
     made = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words")
     monkeypatch.undo()
     assert prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words") == made

@@ -128,8 +128,8 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
 
 def _lines(path: Path) -> Iterator[TaskRecord]:
     number = 0
-    with decompressed(path, InputError) as opened:
-        while line := opened.stream.readline(_LONGEST + 1):
+    with decompressed(path, InputError) as (_, stream):
+        while line := stream.readline(_LONGEST + 1):
             number += 1
             where = f"{path}: line {number}"
             if len(line) > _LONGEST:
