@@ -1,9 +1,8 @@
-"""Our attention function for decoders: equals ``sdpa``, and also takes packed rows.
+"""Our attention function for decoders: equals ``sdpa``, and also takes packed rows (:class:`Lane`).
 
-Hugging Face looks it up by name (``attn_implementation="adaponder"``). Three things differ. A pass over scattered
-rows, packed into one lane, attends to the keys of every sequence (:class:`Lane`). A plain causal pass has no mask while
-compiling either: with one, attention does twice the work. And compiled queries are laid out token by token, so that the
-next matrix product needs no copy of the result.
+Hugging Face looks it up by name (``attn_implementation="adaponder"``). While compiling, a plain causal pass has no mask
+either, with which attention would do twice the work, and queries are laid out token by token, so that the next matrix
+product needs no copy of the result.
 """
 
 from __future__ import annotations
@@ -82,28 +81,13 @@ def attend(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Tensor | None:
+def mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
     """Returns no mask where the pass is plain and causal, else ``sdpa``'s."""
-    whole = q_length == kv_length and (local_size is None or kv_length < local_size)
-    if attention_mask is None and allow_is_causal_skip and whole:
+    window = kwargs.get("local_size")
+    whole = q_length == kv_length and (window is None or kv_length < window)
+    if kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True) and whole:
         return None
-    return sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        **kwargs,
-    )
+    return sdpa_mask(batch_size, q_length, kv_length, **kwargs)
 
 
 def refuse_attention(implementation: Any) -> None:

@@ -20,13 +20,12 @@ def read_whole(config: PreTrainedConfig) -> bool:
 def refuse_by_name(stock: PreTrainedModel) -> None:
     """Raises with the reason if this family cannot be a backbone."""
     config = stock.config
-    reason = _in_its_attention(config) or _in_its_logits(config) or _in_its_body(config) or _in_its_ends(stock)
+    reason = _attention_problem(config) or _head_problem(stock) or _body_problem(config)
     if reason is not None:
         raise BackboneError(f"{config.model_type} cannot be a backbone: {reason}")
 
 
-def _in_its_attention(config: PreTrainedConfig) -> str | None:
-    """Returns why its attention cannot be used, if so."""
+def _attention_problem(config: PreTrainedConfig) -> str | None:
     if config.model_type == "doge" and config._attn_implementation != "eager":
         return "its masks let a token see the future; open it with attn_implementation='eager'"
     if config.is_encoder_decoder:
@@ -43,18 +42,21 @@ def _in_its_attention(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _in_its_logits(config: PreTrainedConfig) -> str | None:
-    """Returns why its logits are not a linear map of the hidden state, if so."""
+def _head_problem(stock: PreTrainedModel) -> str | None:
+    config, head, embedding = stock.config, stock.get_output_embeddings(), stock.get_input_embeddings()
     if getattr(config, "final_logit_softcapping", None):
         return "final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head"
     for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             return f"{name} scales its logits, and the expectation over the vocabulary is of a linear head"
+    if not isinstance(head, nn.Linear):
+        return f"its head is a {type(head).__name__}, not a linear map of the hidden state"
+    if not isinstance(embedding, nn.Embedding):
+        return f"its embedding is a {type(embedding).__name__}, not a table"
     return None
 
 
-def _in_its_body(config: PreTrainedConfig) -> str | None:
-    """Returns which option of its layers cannot be used, if one is set."""
+def _body_problem(config: PreTrainedConfig) -> str | None:
     if getattr(config, "use_bidirectional_attention", False) not in (False, None):
         return "use_bidirectional_attention lets a token see the future"
     if getattr(config, "add_cross_attention", False):
@@ -66,16 +68,6 @@ def _in_its_body(config: PreTrainedConfig) -> str | None:
         return f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place there"
     if getattr(config, "num_kv_shared_layers", 0):
         return "num_kv_shared_layers makes layers read other layers' keys and values"
-    return None
-
-
-def _in_its_ends(stock: PreTrainedModel) -> str | None:
-    """Returns why its embedding or head cannot be used, if so."""
-    head, embedding = stock.get_output_embeddings(), stock.get_input_embeddings()
-    if not isinstance(head, nn.Linear):
-        return f"its head is a {type(head).__name__}, not a linear map of the hidden state"
-    if not isinstance(embedding, nn.Embedding):
-        return f"its embedding is a {type(embedding).__name__}, not a table"
     return None
 
 

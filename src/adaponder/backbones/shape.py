@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,7 @@ class Shape:
         vocabulary: V, rows of the head and of the embedding table.
         parameters: of the stock model, tied ones counted once.
         body: multiply-adds of one row in the matrices of all layers; no embedding, no head.
-        expansion: multiply-adds of a pass for each key slot before attention: 0, except where the cache holds
-            compressed keys and values (multi-head latent attention).
+        expansion: multiply-adds of a pass for each key slot before attention; 0 but for multi-head latent attention.
         attention: per layer, multiply-adds of one query with one key: heads x (key size + value size).
         windows: per layer, the most tokens that a query sees; ``None`` for all.
         kv: elements of keys and values of one row, summed over layers.
@@ -105,16 +103,14 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
     def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         rows[module] += args[0].shape[:-1].numel()
 
-    linears = {
-        name: module for name, module in twin.base_model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-    }
-    for linear in linears.values():
-        linear.register_forward_pre_hook(count)
-    modules: Iterator[Any] = twin.modules()
-    for module in modules:
+    linears = {}
+    for name, module in twin.base_model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            module.register_forward_pre_hook(count)
+            linears[name] = module
         # Dynamic rotary angles compare lengths, which this device cannot; shapes stay the same.
         if getattr(module, "rope_type", None) == "dynamic":
-            module.rope_type = "default"
+            module.rope_type = "default"  # type: ignore[assignment]
     cache = DynamicCache()
     token = torch.empty(1, 1, twin.config.hidden_size, dtype=twin.dtype, device="meta")
     for held in (1, 2):

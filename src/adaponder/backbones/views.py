@@ -1,7 +1,7 @@
 """A halted token keeps the keys and values of its last iteration.
 
-A backbone's attention calls ``past_key_values.update(k, v, layer)`` after its rotary embedding and uses only what comes
-back. So K/V reuse is a cache that answers with other rows than it was given:
+A backbone's attention calls ``past_key_values.update(k, v, layer)`` after rotary embedding and uses only the result.
+So K/V reuse is a cache that answers with other rows than it was given:
 
 * :class:`DenseView` answers ``where(active, new, previous)``: Algorithm 2 of the paper, for training and as the oracle;
 * :class:`GridView` answers a pass over active rows with those of all tokens, kept as grids between passes;

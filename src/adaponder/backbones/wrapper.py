@@ -24,7 +24,7 @@ from adaponder.backbones.families import (
     windows_of,
 )
 from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues, PlainView
-from adaponder.errors import BackboneError
+from adaponder.errors import BackboneError, ConfigError
 from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import PackedRows
 from adaponder.ops.finite import first_not_finite
@@ -49,9 +49,8 @@ class Backbone:
     """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
 
     Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
-    compiled, the functions of its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py; ops/joined.py sets
-    options of the compiler). Other structures are refused by name when wrapping, and :meth:`verify` compares numbers on
-    random input with the stock model's own forward.
+    compiled, the functions of its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py). Other structures are
+    refused by name, and :meth:`verify` compares numbers on random input with the stock model's own forward.
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -64,39 +63,39 @@ class Backbone:
         self.layer_windows = layer_windows(stock.config)
         self.unfolds = unfolds(stock.config)
         self.compile_options: dict[str, Any] | None = None
-        self._compiled: Callable[..., PassOutput] | None = None
-        self._between: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles a layer or a pass, for all iterations: the first one and those that reuse rows are two graphs.
 
-        A pass over packed rows is a third, for any number of them above one; with windows, packed documents or dropout
-        in attention, or with a ledger, it runs uncompiled. So does the rest of a forward except what methods pass to
-        :meth:`compiled`: the products over the vocabulary are kernels already, and the ponder term's size changes at
-        every step of its warm-up.
+        A pass over packed rows is a third; with windows, packed documents or dropout in attention, or with a ledger, it
+        runs uncompiled. So does the rest of a forward except what methods pass to :meth:`compiled`.
         ``memory_budget`` is the share of a pass's activations that may be kept; the compiler recomputes the cheapest.
         """
-        compiling.check(by, memory_budget)
+        if by not in ("layer", "pass"):
+            raise ConfigError(f"by={by!r} must be layer or pass, the unit that is compiled")
+        if not 0 < memory_budget <= 1:
+            raise ConfigError(f"memory_budget={memory_budget} must be above 0 and at most 1, which keeps everything")
         attention.use(self.stock)
         gelu.use(self.stock)
         rotary.use(self.stock)
         self.compile_options = {"by": by, "memory_budget": memory_budget} | options
-        self._compiled, self._between = None, {}
+        self._compiled = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled pass is bound to this body: a copy compiles its own.
-        return self.__dict__ | {"_compiled": None, "_between": {}}
+        return self.__dict__ | {"_compiled": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a small function between passes, compiled if passes are, so that it reads and writes memory once."""
         if self.compile_options is None:
             return function
-        if function not in self._between:
+        if function not in self._compiled:
             _, _, options = self._compile_how()
             # It keeps little for backward: no budget is needed.
-            self._between[function] = compiling.compiled(function, 1.0, options)
-        return self._between[function]
+            self._compiled[function] = compiling.compiled(function, 1.0, options)
+        return self._compiled[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
         """Returns whether a pass runs compiled: dense ones and those over plain packed rows, after :meth:`compile`."""
@@ -108,19 +107,14 @@ class Backbone:
         return plain and not (self.body.training and drops_attention(self.stock.config))
 
     def _compiled_pass(self) -> Callable[..., PassOutput]:
-        if self._compiled is None:
+        if self._one_pass not in self._compiled:
             by, memory_budget, options = self._compile_how()
             if by == "pass":
-                self._compiled = compiling.compiled(self._one_pass, memory_budget, options)
+                self._compiled[self._one_pass] = compiling.compiled(self._one_pass, memory_budget, options)
             else:
                 layers = compiling.Layers(self.body, self.layer_windows, memory_budget, options)
-
-                def layer_by_layer(*arguments: Any) -> PassOutput:
-                    with layers.in_place():
-                        return self._one_pass(*arguments)
-
-                self._compiled = layer_by_layer
-        return self._compiled
+                self._compiled[self._one_pass] = layers.in_place()(self._one_pass)
+        return self._compiled[self._one_pass]
 
     def _compile_how(self) -> tuple[str, float, dict[str, Any]]:
         options = dict(self.compile_options or {})
@@ -207,11 +201,9 @@ class Backbone:
     ) -> PassOutput:
         """Runs one pass of the whole body over ``x [lanes, queries, d]`` with the rows of a ``view``.
 
-        With a ``lane`` the queries are packed rows of several sequences, and there is no ``mask``.
-
-        ``replay`` keeps no activations of the pass and recomputes them in backward (non-reentrant checkpointing). Each
-        time a new view is built with the arguments ``holding``, so that the recomputation reads the same rows. Without
-        ``stream`` the output's residual stream is the hidden state.
+        With a ``lane`` the queries are packed rows of several sequences, and there is no ``mask``. ``replay`` keeps no
+        activations and recomputes them in backward, each time with a new view built with the arguments ``holding``.
+        Without ``stream`` the output's residual stream is the hidden state.
         """
         compiles, holding = self._compiles(view, lane), holding or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass

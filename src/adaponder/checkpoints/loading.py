@@ -191,23 +191,16 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
         )
     if getattr(config, "quantization_config", None) is not None:
         return  # several numbers are packed into one
-    needed = _numbers_of(text)
+    from adaponder.backbones.shape import meta_twin  # here: importing Auto classes imports adaponder.modeling.model
+
+    twin = meta_twin(text)  # nothing is allocated
+    needed = sum(tensor.numel() for tensor in (*twin.parameters(), *twin.buffers()))
     if needed > 2 * numbers + _NEGLIGIBLE:
         names = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         sizes = ", ".join(f"{name}={getattr(text, name)}" for name in names if hasattr(text, name))
         raise CheckpointError(
             f"{folder}: a model as config.json says ({sizes}, …) has {needed:,} numbers, the weights hold {numbers:,}"
         )
-
-
-def _numbers_of(config: PreTrainedConfig) -> int:
-    """Counts the numbers of a decoder's parameters and buffers; nothing is allocated."""
-    from adaponder.backbones.shape import (
-        meta_twin,  # here, since importing Auto classes imports adaponder.modeling.model
-    )
-
-    twin = meta_twin(config)
-    return sum(tensor.numel() for tensor in (*twin.parameters(), *twin.buffers()))
 
 
 def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -260,15 +253,13 @@ def require_exact_keys(where: str, info: dict[str, Any]) -> None:
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := info.get(f"{kind}_keys"):
-            listed = [key if isinstance(key, str) else _mismatch(key) for key in keys]
+            listed = [
+                key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, the model has {tuple(key[2])}"
+                for key in keys
+            ]
             problems.append(f"{kind}: " + ", ".join(sorted(listed)))
     if problems:
         raise CheckpointError(f"{where} does not fit the model; " + "; ".join(problems))
-
-
-def _mismatch(key: Any) -> str:
-    name, shape, wanted = key
-    return f"{name} is {tuple(shape)}, the model has {tuple(wanted)}"
 
 
 def model_card(config: AdaPonderConfig, parameters: int, added: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +70,7 @@ def convert(
             embedding_scale=embedding_scale,
         )
     show(done)
-    write_json(json, done.as_dict())
+    write_json(json, asdict(done))
     return done
 
 

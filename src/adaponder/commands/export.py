@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ from adaponder.errors import InputError
 from adaponder.terminal import console, line, table, write_json
 
 if TYPE_CHECKING:
-    from adaponder.conversion.card import CardResults
     from adaponder.evaluation.text import Text, Windows
 
 
@@ -44,7 +44,7 @@ def export(
 
     [dim]adaponder export runs/demo --out demo-hub --license apache-2.0 --push me/demo[/]
     """
-    from adaponder.conversion.card import Card, training_of
+    from adaponder.conversion.card import card_text, training_of
     from adaponder.conversion.convert import require_room
     from adaponder.conversion.export import export as write_folder
     from adaponder.conversion.export import push as upload
@@ -63,16 +63,18 @@ def export(
         windows = subject.windows(window, stride, across_documents)
         text = subject.text(data, split=split, max_tokens=max_tokens)
         measured = measure(subject, text, windows, data=data, split=split, batch_size=batch_size, seed=seed)
-    card = Card(
-        name=push or out.resolve().name,
-        config=subject.model.config,
+    training = training_of(subject.folder)
+    card = partial(
+        card_text,
+        push or out.resolve().name,
+        subject.model.config,
         dtype=str(subject.model.dtype).removeprefix("torch."),
-        training=training_of(subject.folder),
+        training=training,
         measured=measured,
         license=license,
     )
     with console.status(f"exporting {checkpoint} …"):
-        checks = write_folder(subject.model, subject.folder, out, card=card.text)
+        checks = write_folder(subject.model, subject.folder, out, card=card)
     rows = [
         (check.what, f"{check.difference:.1e}", "—" if check.bound is None else f"{check.bound:.1e}")
         for check in checks
@@ -84,8 +86,8 @@ def export(
         "out": str(out),
         "files": sorted(path.name for path in out.iterdir()),
         "checks": [asdict(check) for check in checks],
-        "training": None if card.training is None else asdict(card.training),
-        "measured": None if measured is None else asdict(measured),
+        "training": training,
+        "measured": measured,
         "pushed": None,
     }
     if push is not None:
@@ -98,9 +100,8 @@ def export(
 
 def measure(
     subject: shared.Subject, text: Text, windows: Windows, *, data: str, split: str, batch_size: int, seed: int
-) -> CardResults:
+) -> dict[str, Any]:
     """Scores the text at the model's own depths and at every fixed depth, and prints the result as ``eval`` does."""
-    from adaponder.conversion.card import CardResults, CardRow
     from adaponder.evaluation.scoring import ScoringOptions
 
     how = ScoringOptions(seed=seed)
@@ -109,18 +110,25 @@ def measure(
     scorings = [scored(subject, text, windows, label, setting, batch_size) for label, setting in by_label.items()]
     show_scorings(subject.name, scorings)
     rows = [
-        CardRow(
-            label=scoring.label,
-            loss=scoring.summary.loss,
-            perplexity=scoring.summary.perplexity,
-            bits_per_byte=scoring.summary.bits_per_byte,
-            depth=scoring.summary.depth,
-            flops=scoring.scores.spent.as_dict()["flops_per_token"],
-            ratio=scoring.scores.spent.cost.ratio,
-        )
+        {
+            "label": scoring.label,
+            "loss": scoring.summary.loss,
+            "perplexity": scoring.summary.perplexity,
+            "bits_per_byte": scoring.summary.bits_per_byte,
+            "depth": scoring.summary.depth,
+            "flops": scoring.scores.spent.as_dict()["flops_per_token"],
+            "ratio": scoring.scores.spent.cost.ratio,
+        }
         for scoring in scorings
     ]
     path = Path(data)
     name = path.resolve().name if path.exists() else data  # a card does not tell where a file was
     prepared = (path / "manifest.json").is_file()
-    return CardResults(name, split if prepared else None, scorings[0].summary.tokens, str(windows), rows)
+    tokens = scorings[0].summary.tokens
+    return {
+        "data": name,
+        "split": split if prepared else None,
+        "tokens": tokens,
+        "windows": str(windows),
+        "rows": rows,
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,171 +23,126 @@ from adaponder.version import __version__
 LEAST_TRANSFORMERS = "5.17"
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The run's validation at the step of the checkpoint: mean loss and depth over its first ``tokens`` tokens."""
+def training_of(folder: Path) -> dict[str, Any] | None:
+    """Returns how the checkpoint in ``folder`` was trained, by its ``state.json``; ``None`` without a readable one.
 
-    loss: float
-    depth: float | None
-    tokens: int | None
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a checkpoint was trained, by its ``state.json``; ``None`` where that does not record it."""
-
-    recipe: str | None
-    data: str | None
-    tokenizer: str | None
-    steps: int | None
-    tokens: int | None
-    seed: int | None
-    validation: Validation | None
-
-
-def training_of(folder: Path) -> Training | None:
-    """Returns how the checkpoint in ``folder`` was trained; ``None`` without a readable record."""
+    Keys: recipe, data, tokenizer, steps, tokens, seed and validation; a value that is not recorded is ``None``.
+    """
     try:
         state = read_json(folder / "state.json")
     except AdaPonderError:  # conversions have none
         return None
-    recipe = _section(state, "recipe")
-    data, train, step = _section(recipe, "data"), _section(recipe, "train"), _whole(state.get("step"))
-    factors = [step, _whole(train.get("global_batch")), _whole(data.get("sequence"))]
-    return Training(
-        recipe=_text(recipe.get("name")),
-        data=_named(data.get("source")),
+    recipe = _typed(state, "recipe", dict) or {}
+    data, train = _typed(recipe, "data", dict) or {}, _typed(recipe, "train", dict) or {}
+    step, batch, sequence = _typed(state, "step"), _typed(train, "global_batch"), _typed(data, "sequence")
+    return {
+        "recipe": _typed(recipe, "name", str),
+        "data": _source_name(data, "source"),
         # The data may have been prepared with another tokenizer than the recipe's.
-        tokenizer=_named(state.get("tokenizer_name")) or _named(data.get("tokenizer")),
-        steps=step,
-        tokens=factors[0] * factors[1] * factors[2] if None not in factors else None,  # type: ignore[operator]
-        seed=_whole(train.get("seed")),
-        validation=None if step is None else _validation(folder, step, _whole(train.get("eval_tokens"))),
-    )
+        "tokenizer": _source_name(state, "tokenizer_name") or _source_name(data, "tokenizer"),
+        "steps": step,
+        "tokens": None if step is None or batch is None or sequence is None else step * batch * sequence,
+        "seed": _typed(train, "seed"),
+        "validation": None if step is None else _validation(folder, step, _typed(train, "eval_tokens")),
+    }
 
 
-def _validation(folder: Path, step: int, tokens: int | None) -> Validation | None:
-    """Returns the validation after ``step`` steps in the metrics of the run that ``folder`` belongs to."""
-    for run in (folder.parent, folder.parent.parent):
-        path = run / "metrics.jsonl"
-        if not path.is_file():
+def _validation(folder: Path, step: int, tokens: int | None) -> dict[str, Any] | None:
+    """Returns loss and depth of the run's validation after ``step`` steps, over its first ``tokens`` tokens."""
+    path = next((path for run in folder.parents[:2] if (path := run / "metrics.jsonl").is_file()), None)
+    for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines() if path else []):
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
             continue
-        for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines()):
-            try:
-                entry = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
-            if isinstance(entry, dict) and entry.get("step") == step - 1 and "validation_loss" in entry:
-                return Validation(entry["validation_loss"], entry.get("validation_depth"), tokens)
-        return None
+        if isinstance(entry, dict) and entry.get("step") == step - 1 and "validation_loss" in entry:
+            return {"loss": entry["validation_loss"], "depth": entry.get("validation_depth"), "tokens": tokens}
     return None
 
 
-def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    section = settings.get(name)
-    return section if isinstance(section, dict) else {}
+def _typed(settings: dict[str, Any], name: str, kind: type = int) -> Any:
+    """Returns a setting if it is of that type and, for text, not empty; else ``None``."""
+    value = settings.get(name)
+    return value if isinstance(value, kind) and not isinstance(value, bool) and value != "" else None
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _named(value: Any) -> str | None:
-    """Returns a source's name; for a path its last part, so that no local path is published."""
-    text = _text(value)
+def _source_name(settings: dict[str, Any], name: str) -> str | None:
+    """Returns the name of a source; for a path its last part, so that no local path is published."""
+    text = _typed(settings, name, str)
     return PurePath(text).name if text is not None and PurePath(text).is_absolute() else text
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 # --- the card -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CardRow:
-    """One row of the results: a text scored at the model's own depths, or at one depth for every token."""
+def card_text(
+    name: str,
+    config: AdaPonderConfig,
+    *,
+    dtype: str,
+    training: dict[str, Any] | None,
+    measured: dict[str, Any] | None,
+    license: str | None,
+) -> str:
+    """Returns the text of README.md: the hub's metadata, then the page.
 
-    label: str
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    depth: float
-    flops: float
-    ratio: float
-
-
-@dataclass(frozen=True)
-class CardResults:
-    """The measurements of an export; the first row is at the model's own depths."""
-
-    data: str
-    split: str | None
-    tokens: int
-    windows: str
-    rows: Sequence[CardRow]
-
-
-@dataclass(frozen=True)
-class Card:
-    """The content of a card; ``name`` is what the reader opens: a hub name, or the folder."""
-
-    name: str
-    config: AdaPonderConfig
-    dtype: str
-    training: Training | None
-    measured: CardResults | None
-    license: str | None
-
-    def text(self) -> str:
-        """Returns the text of README.md: the hub's metadata, then the page."""
-        sections = (_title, _use, _model, _trained, _results, _limits)
-        return f"---\n{self._metadata()}\n---\n\n" + "\n\n".join(section(self) for section in sections) + "\n"
-
-    def _metadata(self) -> str:
-        return ModelCardData(
-            license=self.license or "unknown",
-            library_name="transformers",
-            pipeline_tag="text-generation",
-            tags=["adaponder", "adaptive-computation", "custom_code", self.config.backbone_config.model_type],
-            model_name=self.name.rpartition("/")[2],
-            eval_results=list(self._eval_results()) or None,
-        ).to_yaml()
-
-    def _eval_results(self) -> Iterable[EvalResult]:
-        if self.measured is None:
-            return
-        first = self.measured.rows[0]
-        values: dict[str, tuple[str, float | None]] = {
-            "loss": ("cross-entropy, nats per token", first.loss),
-            "perplexity": ("perplexity", first.perplexity),
-            "bits_per_byte": ("bits per byte", first.bits_per_byte),
-            "mean_depth": ("iterations per token", first.depth),
-        }
-        for kind, (words, value) in values.items():
-            if value is not None:
-                yield EvalResult(
-                    task_type="text-generation",
-                    dataset_type=self.measured.data,
-                    dataset_name=self.measured.data,
-                    dataset_split=self.measured.split,
-                    metric_type=kind,
-                    metric_name=words,
-                    metric_value=round(value, 6),
-                )
+    Args:
+        name: what the reader opens: a hub name, or the folder.
+        training: from :func:`training_of`.
+        measured: data, split, tokens, windows, and rows with label, loss, perplexity, bits_per_byte, depth, flops and
+            ratio; the first row is at the model's own depths.
+    """
+    metadata = ModelCardData(
+        license=license or "unknown",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["adaponder", "adaptive-computation", "custom_code", config.backbone_config.model_type],
+        model_name=name.rpartition("/")[2],
+        eval_results=None if measured is None else _eval_results(measured),
+    ).to_yaml()
+    sections = (
+        _title(name, config),
+        _use(name, config),
+        _model(config, dtype),
+        _trained(training),
+        _cost_by_depth(config) if measured is None else _results(measured),
+        _limits(license),
+    )
+    return f"---\n{metadata}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _title(card: Card) -> str:
-    config, halts = card.config, method_class(card.config.method).halts
+def _eval_results(measured: dict[str, Any]) -> list[EvalResult]:
+    columns = (
+        ("loss", "cross-entropy, nats per token", "loss"),
+        ("perplexity", "perplexity", "perplexity"),
+        ("bits_per_byte", "bits per byte", "bits_per_byte"),
+        ("mean_depth", "iterations per token", "depth"),
+    )
+    first = measured["rows"][0]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=measured["data"],
+            dataset_name=measured["data"],
+            dataset_split=measured["split"],
+            metric_type=kind,
+            metric_name=words,
+            metric_value=round(first[column], 6),
+        )
+        for kind, words, column in columns
+        if first[column] is not None
+    ]
+
+
+def _title(name: str, config: AdaPonderConfig) -> str:
     how = (
         "After each iteration a small gate decides, token by token, whether to read again; a token that has halted\n"
         "keeps its keys, values and hidden state, and costs nothing more."
-        if halts
+        if method_class(config.method).halts
         else "Every token is read equally often."
     )
     backbone, most = config.backbone_config.model_type, config.iterations
-    return f"""# {card.name.rpartition("/")[2]}
+    return f"""# {name.rpartition("/")[2]}
 
 A {backbone} decoder that reads each token up to {most} times before it predicts the next ({config.method}): between two
 iterations the embedding that it expects next is added to the token's own.
@@ -196,13 +150,13 @@ iterations the embedding that it expects next is added to the token's own.
 The method is that of *AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth* (2026)."""
 
 
-def _use(card: Card) -> str:
-    config, most = card.config, card.config.iterations
+def _use(name: str, config: AdaPonderConfig) -> str:
     dial = (
         f"\nmodel.config.tau = 0.01  # a higher threshold than {config.tau:g}: tokens halt earlier"
         if method_class(config.method).halts
         else ""
     )
+    fewer = max(1, config.iterations - 1)
     return f"""## How to use
 
 With torch and transformers {LEAST_TRANSFORMERS} or newer. The model's code is `modeling_adaponder.py` in this folder;
@@ -211,66 +165,57 @@ read it before you trust it.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{card.name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{card.name}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
 model(**inputs).depth  # how often each token was read
-model.generate(**inputs, max_new_tokens=50, max_iterations={max(1, most - 1)})  # read no token more often{dial}
+model.generate(**inputs, max_new_tokens=50, max_iterations={fewer})  # read no token more often{dial}
 ```
 
-`pipeline("text-generation", "{card.name}", trust_remote_code=True)` and `lm_eval --model hf --model_args
-pretrained={card.name},trust_remote_code=True` work as for any model. Where the package
+`pipeline("text-generation", "{name}", trust_remote_code=True)` and `lm_eval --model hf --model_args
+pretrained={name},trust_remote_code=True` work as for any model. Where the package
 `adaponder` is installed, its commands open this folder by their own classes (an engine that batches by depth, other
 halting rules, training) and never run the code in it."""
 
 
-def _model(card: Card) -> str:
-    config, backbone = card.config, card.config.backbone_config
+def _model(config: AdaPonderConfig, dtype: str) -> str:
     shape = shape_of(config)
     counted = parameters_of(config, shape=shape)
     facts: dict[str, Any] = {
-        "backbone": f"{backbone.model_type}, {shape.layers} layers, hidden size {shape.hidden}",
+        "backbone": f"{config.backbone_config.model_type}, {shape.layers} layers, hidden size {shape.hidden}",
         "vocabulary": f"{shape.vocabulary:,}",
         "positions": config.max_position_embeddings,
         "parameters": f"{counted.total:,}, of which the recurrence adds {counted.added:,}",
         "iterations K": config.iterations,
         "embedding scale": f"{config.embedding_scale:g}",
-        "precision": card.dtype,
+        "precision": dtype,
     }
     facts |= method_class(config.method).described(config)
     return "## The model\n\n" + _table(("", ""), facts.items())
 
 
-def _trained(card: Card) -> str:
-    training = card.training
+def _trained(training: dict[str, Any] | None) -> str:
     if training is None:
-        words = (
-            "The checkpoint does not record how it was trained: data, number of tokens and schedule are not known here."
+        return (
+            "## Training\n\nThe checkpoint does not record how it was trained: data, number of tokens and schedule are "
+            "not known here."
         )
-        return f"## Training\n\n{words}"
-    facts = {
-        "data": training.data,
-        "tokens": None if training.tokens is None else f"{training.tokens:,}",
-        "tokenizer": training.tokenizer,
-        "steps": None if training.steps is None else f"{training.steps:,}",
-        "recipe": training.recipe,
-        "seed": training.seed,
-    }
-    rows = [(name, "not recorded" if value is None else value) for name, value in facts.items()]
-    validation = training.validation
-    if validation is not None:
-        many = "" if validation.tokens is None else f" (first {validation.tokens:,} tokens)"
-        deep = "" if validation.depth is None else f" at mean depth {validation.depth:.3f}"
-        rows.append((f"validation loss of the run{many}", f"{validation.loss:.4f}{deep}"))
+    rows = []
+    for name in ("data", "tokens", "tokenizer", "steps", "recipe", "seed"):
+        value = training[name]
+        counted = f"{value:,}" if name in ("tokens", "steps") and value is not None else value
+        rows.append((name, "not recorded" if value is None else counted))
+    if (validation := training["validation"]) is not None:
+        tokens, depth = validation["tokens"], validation["depth"]
+        first = "" if tokens is None else f" (first {tokens:,} tokens)"
+        at_depth = "" if depth is None else f" at mean depth {depth:.3f}"
+        rows.append((f"validation loss of the run{first}", f"{validation['loss']:.4f}{at_depth}"))
     return "## Training\n\n" + _table(("", ""), rows)
 
 
-def _results(card: Card) -> str:
-    if card.measured is not None:
-        return _measured(card.measured)
-    config = card.config
+def _cost_by_depth(config: AdaPonderConfig) -> str:
     context = min(2048, config.max_position_embeddings or 2048) - 1
     costs = per_depth(config, context=context, shape=shape_of(config))
     rows = [(depth, f"{cost.flops / 1e6:,.2f}", f"{cost.ratio:.2f}") for depth, cost in enumerate(costs, 1)]
@@ -281,31 +226,31 @@ def _results(card: Card) -> str:
     )
 
 
-def _measured(measured: CardResults) -> str:
+def _results(measured: dict[str, Any]) -> str:
     rows = [
         (
-            row.label,
-            f"{row.loss:.4f}",
-            f"{row.perplexity:,.2f}",
-            "" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
-            f"{row.depth:.3f}",
-            f"{row.flops / 1e6:,.2f}",
-            f"{row.ratio:.2f}",
+            row["label"],
+            f"{row['loss']:.4f}",
+            f"{row['perplexity']:,.2f}",
+            "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+            f"{row['depth']:.3f}",
+            f"{row['flops'] / 1e6:,.2f}",
+            f"{row['ratio']:.2f}",
         )
-        for row in measured.rows
+        for row in measured["rows"]
     ]
-    part = "" if measured.split is None else f", {measured.split}"
+    split = "" if measured["split"] is None else f", {measured['split']}"
     versions = f"adaponder {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     head = ("", "loss", "perplexity", "bits/byte", "mean depth", "MFLOP/token", "x plain decoder")
     return (
-        f"## Results\n\nOn {measured.data}{part}: {measured.tokens:,} tokens, {measured.windows}. FLOPs are counted by "
-        f"formula, head, expectation, gates\nand attention included.\n\n{_table(head, rows)}\n\n"
+        f"## Results\n\nOn {measured['data']}{split}: {measured['tokens']:,} tokens, {measured['windows']}. FLOPs are "
+        f"counted by formula, head, expectation, gates\nand attention included.\n\n{_table(head, rows)}\n\n"
         f"Measured with {versions} on {platform.machine()}."
     )
 
 
-def _limits(card: Card) -> str:
-    unknown = "" if card.license else "- No licence was stated when this folder was exported: ask its author.\n"
+def _limits(license: str | None) -> str:
+    unknown = "" if license else "- No licence was stated when this folder was exported: ask its author.\n"
     return f"""## Limits
 
 {unknown}- What its training text holds it may repeat. Whether anything was done about that, or to make it follow

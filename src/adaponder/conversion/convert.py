@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,6 @@ class Conversion:
     checks: tuple[Check, ...]
     losses: tuple[float, ...] = ()
     remarks: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def convert(
@@ -110,11 +107,15 @@ def _to_family(
 ) -> tuple[AdaPonderForCausalLM, list[Check]]:
     """Returns the checkpoint's backbone under ``method``, and its comparison with the source."""
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
-        raise InputError(_already(opened, method, recurrence))
+        trained, iterations = opened.recurrence["iterations"], recurrence.get("iterations")
+        if iterations in (None, trained):
+            raise InputError(f"--method {method}: {opened.folder} is that already")
+        raise InputError(
+            f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; --max-iterations of "
+            "generate, eval and analyze reads tokens fewer times"
+        )
     settings = opened.recurrence | recurrence | {"method": method}
-    stock = opened.model.backbone if isinstance(opened.model, AdaPonderForCausalLM) else opened.model
-    if opened.kind == "stock":
-        settings.setdefault("embedding_scale", 1.0)
+    stock = opened.model.backbone if is_ours(opened.model) else opened.model
     model = AdaPonderForCausalLM.from_backbone(stock, **settings).eval()
     checks = []
     with torch.no_grad():
@@ -128,17 +129,6 @@ def _to_family(
             ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **one).logits
             checks.append(compare("one iteration equals the source", ours, theirs, bounded=same))
     return model, checks
-
-
-def _already(opened: OpenedCheckpoint, method: str, recurrence: dict[str, Any]) -> str:
-    """Explains why a checkpoint is not converted into the method that it has."""
-    trained, iterations = opened.recurrence["iterations"], recurrence.get("iterations")
-    if iterations not in (None, trained):
-        return (
-            f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; --max-iterations of "
-            "generate, eval and analyze reads tokens fewer times"
-        )
-    return f"--method {method}: {opened.folder} is that already"
 
 
 def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel, list[Check]]:

@@ -1,7 +1,7 @@
 """Writes a checkpoint as a folder that ``trust_remote_code=True`` opens without this package, and sends it to the hub.
 
-The code in the folder is copied from :mod:`adaponder.conversion.exported`. The package opens the folder too, with its
-own classes: the ``auto_map`` in its config.json is the one that :mod:`adaponder.config` knows, and is ignored.
+The code in the folder is copied from :mod:`adaponder.conversion.exported`; the package itself opens the folder with its
+own classes.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from adaponder.ops.precision import widened
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
 # Times the smallest fp8 step, 2**-9, this is float16's smallest number.
 _SMALLEST_POWER = 2.0**-15
 
@@ -80,22 +78,23 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
         return
     if weights not in WEIGHTS:
         raise InputError(f"--weights {weights} must be one of {', '.join(WEIGHTS)}")
-    places = [(module, name) for module in layers_of(model) for name in _linears(module)]
-    if not places:
+    linears = [
+        (module, name, child)
+        for module in layers_of(model)
+        for name, child in module.named_children()
+        if type(child) is nn.Linear
+    ]
+    if not linears:
         family = model.config.backbone_config.model_type
         raise InputError(f"--weights {weights}: {family} has no plain linear map in its layers")
-    for module, name in places:
-        setattr(module, name, NarrowLinear(getattr(module, name), _QUANTISED[weights]))
+    for module, name, linear in linears:
+        setattr(module, name, NarrowLinear(linear, _QUANTISED[weights]))
 
 
 def layers_of(model: AdaPonderForCausalLM) -> set[nn.Module]:
     """Returns every module inside the decoder's layers."""
     stacks = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
     return {module for stack in stacks for module in stack.modules()}
-
-
-def _linears(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_children() if type(child) is nn.Linear]
 
 
 def weight_bytes(model: AdaPonderForCausalLM) -> int:

@@ -87,9 +87,8 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
     require_exact_keys(str(folder), info)
     require_finite(str(folder), model.state_dict().items())
     model.eval()
-    if ponders:
-        return OpenedCheckpoint("ponderlm", folder, model, _ponderlm_recurrence(raw, config))
-    return OpenedCheckpoint("stock", folder, model)
+    recurrence = _ponderlm_recurrence(raw, config) if ponders else {}
+    return OpenedCheckpoint("ponderlm" if ponders else "stock", folder, model, recurrence)
 
 
 def describe(name: str, *, revision: str | None = None, verify: bool | None = None) -> AdaPonderConfig:
@@ -103,11 +102,8 @@ def describe(name: str, *, revision: str | None = None, verify: bool | None = No
         with in_our_words(folder):
             return AdaPonderConfig.from_pretrained(folder)
     config = _stock_config(folder)
-    recurrence = (
-        _ponderlm_recurrence(raw, config)
-        if raw.get("ponderinglm")
-        else {"method": PLAIN_METHOD, "embedding_scale": 1.0}
-    )
+    plain = {"method": PLAIN_METHOD, "embedding_scale": 1.0}
+    recurrence = _ponderlm_recurrence(raw, config) if raw.get("ponderinglm") else plain
     return AdaPonderConfig(backbone_config=config, **recurrence)
 
 
@@ -136,12 +132,7 @@ def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
 
 
 def load(
-    name: str,
-    *,
-    revision: str | None = None,
-    dtype: str = "auto",
-    device: str = "cpu",
-    weights: str | None = None,
+    name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu", weights: str | None = None
 ) -> tuple[AdaPonderForCausalLM, Path]:
     """Returns (model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
 

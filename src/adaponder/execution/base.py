@@ -1,13 +1,9 @@
 """What a method may do with the rows it advances, and how whole batches implement it.
 
-A method defines what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`).
-:class:`Rows` applies a function to each row (``map``), evaluates each row's own gate (``gate``), lets the policy halt
-rows (``decide``), keeps the hidden state of halted rows (``freeze``) and, where the first iteration differs, selects by
-``after_first``. Rows need not stand at the same iteration.
-
-:class:`Execution` implements it for whole batches, in which they do: :mod:`dense <adaponder.execution.dense>` computes
-every token and masks; :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>`
-gather the active rows, compute and put them back. With a ledger that already holds tokens, the last is cached decoding.
+A method defines what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`), in terms
+of :class:`Rows`, which need not stand at the same iteration. :class:`Execution` implements these for whole batches, in
+which they do: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
+:mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` compute active rows only.
 """
 
 from __future__ import annotations
@@ -117,8 +113,6 @@ class Execution(Rows):
     """One forward over a batch: its tokens ``[batch, time]``, all at the same iteration.
 
     Attributes:
-        tokens: which tokens there are and where they stand.
-        control: iterations, policy, seed, hooks.
         reuse: what other tokens see of a halted one. ``state``: its last row, and its hidden state stays; ``kv``: its
             last row, though its hidden state moves on; ``none``: its newest row; ``absent``: nothing.
         replay: recompute passes in backward instead of keeping their activations.
@@ -130,16 +124,7 @@ class Execution(Rows):
         shown: the number of passes that :meth:`show` has reported.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        tokens: Tokens,
-        control: Control,
-        *,
-        reuse: str,
-        replay: bool = False,
-        stream: bool = True,
-    ):
+    def __init__(self, backbone: Backbone, tokens: Tokens, control: Control, *, reuse: str, replay: bool, stream: bool):
         self.backbone, self.tokens, self.control = backbone, tokens, control
         self.reuse, self.replay, self.stream = reuse, replay, stream
         self.active, self.slots_per_token = tokens.real, tokens.per_token

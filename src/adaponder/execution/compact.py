@@ -1,7 +1,4 @@
-"""Compact execution: active rows are gathered, packed into one lane, computed and put back.
-
-For prefill, and for training that skips halted tokens.
-"""
+"""Compact execution for prefill and for training that skips halted tokens: active rows are packed into one lane."""
 
 from __future__ import annotations
 
@@ -57,14 +54,7 @@ class Sparse(Execution):
         return self.tokens.real if self.reuse == "none" else self.active
 
     def _read_lane(
-        self,
-        x: Tensor,
-        row_index: Tensor,
-        *,
-        sequence: Tensor,
-        key: Places,
-        view: type[IterationView],
-        holding: dict[str, Any],
+        self, x: Tensor, row_index: Tensor, *, sequence: Tensor, key: Places, view: type[IterationView], holding: dict
     ) -> PassOutput:
         """Runs one pass over the rows at ``row_index``, packed into one lane.
 
@@ -114,15 +104,17 @@ class Packed(Sparse):
         self.grids: list[KeysValues] | None = None
 
     def _pass(self, x: Tensor) -> Pass:
-        if self.passes == 0 and self.tokens.plain:
-            return self._first_pass(x)
         tokens, time = self.tokens, x.shape[1]
+        if self.passes == 0 and tokens.plain:  # an ordinary causal pass: every token is computed, nothing is reused
+            nothing = {"previous": None, "active": None}
+            options = {"view": DenseView, "holding": nothing, "replay": self.replay, "stream": self.stream}
+            output = self.backbone.read(x, position=tokens.position, mask=None, **options)
+            self.grids = output.rows
+            return Pass(output.hidden, output.stream)
         index = self.index_of(self.computed())
         if not index.numel():
             return Pass(x, x)  # undefined, but gates whose tokens have all halted get gradients of 0, as in dense
-        kept = None
-        if self.reuse == "kv":
-            kept = self.stored().flatten()[index].nonzero().squeeze(1)
+        kept = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
         stored = index if kept is None else index[kept]
         # Halted tokens may be absent; padding always is.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
@@ -140,17 +132,3 @@ class Packed(Sparse):
             return torch.zeros_like(x, dtype=rows.dtype).flatten(0, 1).index_copy(0, index, rows[0]).view(x.shape)
 
         return Pass(grid(output.hidden), grid(output.stream))
-
-    def _first_pass(self, x: Tensor) -> Pass:
-        """Runs an ordinary causal pass: every token is computed and nothing is reused."""
-        output = self.backbone.read(
-            x,
-            position=self.tokens.position,
-            mask=None,
-            view=DenseView,
-            holding={"previous": None, "active": None},
-            replay=self.replay,
-            stream=self.stream,
-        )
-        self.grids = output.rows
-        return Pass(output.hidden, output.stream)

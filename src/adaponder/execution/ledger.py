@@ -53,12 +53,10 @@ class RowStore:
 class Ledger(Cache):
     """The K/V rows of a batch of sequences: the sum of the tokens' depths (``reuse="none"``: K per token).
 
-    ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: its own row up to its depth,
-    its last row after (``min(iteration, depth - 1)``; law 3), or none (-1) where the method lets a halted token
-    vanish. Nothing is copied when a token halts. Beams share the rows of their common past.
-
-    ``identity`` holds the settings that its rows depend on: a model can continue a ledger whose identity equals that of
-    its own.
+    ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: ``min(iteration, depth - 1)``
+    (law 3), or none (-1) where the method lets a halted token vanish. Nothing is copied when a token halts. Beams share
+    the rows of their common past. ``identity`` holds the settings that its rows depend on: a model can continue a
+    ledger whose identity equals that of its own.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):

@@ -68,8 +68,7 @@ def check_inputs(
 ) -> Tensor:
     """Checks a forward's ids or embeddings; returns a ``[batch, time]`` tensor (for embeddings, of arbitrary values).
 
-    Values of ids are checked on the CPU alone: on a GPU the host would wait for them in every forward, so there
-    ``generate`` checks once, and otherwise the embedding's own check stops the process.
+    Values of ids are checked on the CPU alone: on a GPU the host would wait for them in every forward.
     """
     if input_ids is not None and inputs_embeds is not None:
         raise InputError("input_ids and inputs_embeds: give only one of them")

@@ -25,11 +25,9 @@ class AdaptiveComputationTime(Method):
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is a learned vector for each iteration but the first, initially zero: the Universal Transformer marks
-    iterations by such a signal. It adds a sinusoid, of which K - 1 values would be used here.
-
-    Where another policy halts a token (a fixed depth, another threshold), its last iteration gets the remainder; beyond
-    ``N`` the weights of further states are 0, and a token's output stays.
+    ``t_n`` is a learned vector for each iteration but the first, initially zero; the Universal Transformer adds a
+    sinusoid. Where another policy halts a token, its last iteration gets the remainder; beyond ``N`` further states
+    have weight 0.
     """
 
     def __init__(self, config: Recurrence):
@@ -89,10 +87,6 @@ class AdaptiveComputationTime(Method):
         return self.default_policy(training=True)
 
     @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        return min(1, config.gates()) * (config.hidden_size + 1) + config.gates() * config.hidden_size
-
-    @classmethod
     def described(cls, config: Recurrence) -> dict[str, Any]:
         return {
             "halts when probabilities reach": config.exit_threshold,
@@ -110,8 +104,7 @@ def read_out(mean: Tensor, spent: Tensor, own: Tensor) -> Tensor:
 class PonderCostLoss:
     """Cross-entropy plus ``weight`` times the mean over targets of ``N + R``.
 
-    ``N`` is a token's depth and ``R = 1 - (h_1 + … + h_{N-1})`` the remainder. Gradients come from ``R`` alone, whose
-    derivative is that of the cost wherever ``N`` does not jump: raising an earlier halting probability lowers it.
+    ``N`` is a token's depth and ``R = 1 - (h_1 + … + h_{N-1})`` the remainder, which alone has gradients.
     """
 
     needs_states: ClassVar[bool] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,18 +22,15 @@ from adaponder.policies import LearnedGate, Policy
 class AdaPonder(Ponder):
     """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does.
 
-    Algorithm 1: E^0 = start; for i = 0 … K-1: h^i = receive(Transformer(E^i)), E^{i+1} = advance. That loop is
-    :meth:`Method.forward`. Nothing reads E^K, so the last iteration has no gate.
+    Algorithm 1: E^0 = start; for i = 0 … K-1: h^i = receive(Transformer(E^i)), E^{i+1} = advance. :meth:`Method.start`
+    is E^0 and :meth:`Method.forward` the loop. Nothing reads E^K, so the last iteration has no gate.
     """
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        self.gates = nn.ModuleList(
-            Gate(config.hidden_size, width=config.gate_width, bias=config.gate_bias) for _ in range(_gates(config))
-        )
-
-    def start(self, rows: Rows, embedded: Tensor) -> State:
-        return State(self.scaled(embedded))  # E^0
+        count = min(1, config.gates()) if config.shared_gate else config.gates()
+        gate = partial(Gate, config.hidden_size, width=config.gate_width, bias=config.gate_bias)
+        self.gates = nn.ModuleList(gate() for _ in range(count))
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         # The pass was eq. 1, with eq. 10 inside: halted tokens kept their keys and values. Here they keep h^i as well.
@@ -75,11 +73,6 @@ class AdaPonder(Ponder):
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
         return config.reuse
-
-    @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        d, inner = config.hidden_size, config.gate_width * config.hidden_size
-        return _gates(config) * (inner * d + inner + inner + 1 if inner else d + 1)
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
@@ -129,8 +122,3 @@ class PonderLoss:
         else:
             ponder = self.bottom_k(pool, self.fraction)  # eq. 13
         return with_term(losses, "ponder", ponder, score, weight=self.weight, share=self.share)  # eq. 12
-
-
-def _gates(config: Recurrence) -> int:
-    """Returns the number of gates: one for all iterations where it is shared."""
-    return min(1, config.gates()) if config.shared_gate else config.gates()

@@ -36,13 +36,10 @@ class Anytime(AdaPonder):
     """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates, which decide only which tokens continue and weigh nothing.
 
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
-    takes the loss after every iteration (``loss_prior``), so that states and the reused rows of halted tokens are what
-    the backbone has learned with at any depth. Gates learn beside it, from detached states, whether some later
-    iteration lowers a token's loss by more than ``lookahead_delta``: the backbone's loss gives them no gradient, and
-    theirs gives the backbone none.
-
-    With ``gate_share`` the gates themselves halt the tokens of some sequences, as they will at inference. Tokens
-    without a target then learn to halt at once, and training shows what other tokens need of them.
+    takes the loss after every iteration (``loss_prior``), so that the backbone learns with halted tokens at any depth.
+    Gates learn beside it, from detached states, whether some later iteration lowers a token's loss by more than
+    ``lookahead_delta``; neither loss gives the other's parameters a gradient. With ``gate_share`` the gates themselves
+    halt the tokens of some sequences, as they will at inference.
     """
 
     def __init__(self, config: Recurrence):
@@ -111,11 +108,7 @@ class Anytime(AdaPonder):
 
 
 class Relay(Anytime):
-    """``E^{i+1} = h^i``: the next iteration reads the final-normed state itself, as in Ouro.
-
-    A token's findings reach the next iteration even where they make no good prediction, so a loss after every
-    iteration does not discourage steps in between.
-    """
+    """``E^{i+1} = h^i``: the next iteration reads the final-normed state itself, as in Ouro."""
 
     mixes_vocabulary = False
 
@@ -125,11 +118,7 @@ class Relay(Anytime):
 
 
 class Reread(Anytime):
-    """``E^{i+1} = E^0 + c h^i``: what PonderNet's next step reads, ``c`` being ``state_scale``.
-
-    The whole state reaches the next iteration, so it can predict well at every depth and still carry what the next
-    iteration needs; an expected embedding holds only the prediction.
-    """
+    """``E^{i+1} = E^0 + c h^i``: what PonderNet's next step reads, ``c`` being ``state_scale``."""
 
     mixes_vocabulary = False
 
@@ -153,10 +142,9 @@ class Reread(Anytime):
 class EveryDepthLoss:
     """``sum_i prior[i] / r_i * loss_i`` over the iterations ``i`` that each token took part in, the mean over targets.
 
-    ``r_i`` is the share of tokens that reach iteration ``i`` where the policy halts at random, else 1. So this is
-    ``sum_i prior[i] * E[loss_i]``, estimated from every computed row. The factors are constants, not shares of a batch,
-    so any partition into micro-steps has the same sum. In a sequence whose tokens the gates halted, only the loss at
-    each token's own depth counts, as at inference.
+    ``r_i`` is the expected share of tokens that reach iteration ``i`` where the policy halts at random, else 1, so this
+    estimates ``sum_i prior[i] * E[loss_i]``, and any partition into micro-steps has the same sum. In a sequence whose
+    tokens the gates halted, only the loss at each token's own depth counts, as at inference.
     """
 
     needs_states: ClassVar[bool] = True
@@ -208,27 +196,18 @@ def _mean_where(values: Tensor, mask: Tensor, score: Scorer) -> Tensor:
 class LookaheadLoss:
     """The loss of every depth plus each gate's binary cross-entropy against its label, the mean over gates.
 
-    The label of gate ``i`` says whether a later iteration lowers the token's loss by more than ``delta``. It needs the
-    losses of all later iterations, so only tokens that were read to the end have labels. A token that halted on the way
-    has none, even where an iteration that it did read helped: among tokens cut short only those with a positive label
-    would be known, and gates would learn that label too often. Where chance halts tokens, chance also selects those
-    with labels; but a sequence that reads deeply has more of them, so each sequence counts equally.
-
-    Sequences in which the gates halted tokens give no labels: the tokens read to the end there are not like the others.
-    ``without_target`` teaches tokens that have no target to halt: they have no loss that a further iteration could
-    lower. If such halts are in its training, the backbone learns to do without those tokens' later rows.
-
-    No gradient goes into the labels. The method must keep the gates' gradient out of the backbone: its gates read
-    detached states.
+    The label of gate ``i`` says whether a later iteration lowers the token's loss by more than ``delta``. Only tokens
+    read to the end have labels: among those cut short only positive labels would be known. Each sequence counts
+    equally, since one that reads deeply has more of them. Sequences in which the gates halted tokens give no labels:
+    their tokens at full depth are not like the others. No gradient goes into the labels.
 
     Attributes:
         depths: the loss of the backbone.
         delta: nats.
-        by: the weight of a label: ``tokens``, all equal, or ``nats``, the distance of its gain from ``delta``. Then
-            the best gate is above one half where the expected gain is above ``delta``: a rare large gain outweighs many
-            small losses, as it does in the mean that a budget is spent for.
+        by: the weight of a label: ``tokens``, all equal, or ``nats``, the distance of its gain from ``delta``, so that
+            a gate is above one half where the expected gain is above ``delta``.
         share, mean_count: see :class:`adaponder.methods.objectives.Objective`.
-        without_target: whether tokens without a target have the label 0.
+        without_target: whether tokens without a target have the label 0: no iteration can lower their loss.
     """
 
     needs_states: ClassVar[bool] = True
@@ -274,10 +253,9 @@ def gains_ahead(losses: Tensor) -> Tensor:
 
 
 def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
-    """Averages the ``values`` in ``mask`` (``[batch, time]``) within each sequence, then over sequences that have any.
+    """Averages ``values`` in ``mask`` (``[batch, time]``) within each sequence, then over sequences that have any.
 
-    Returns 0 if none has. With the ``mean_count`` of :class:`adaponder.methods.objectives.Objective` several processes
-    together have the mean of all.
+    Returns 0 if none has. ``mean_count`` makes it the mean over several processes.
     """
     count = mask.sum(1)
     means = (values * mask).sum(1) / count.clamp_min(1)

@@ -32,34 +32,28 @@ class State(NamedTuple):
 class Method(nn.Module, ABC):
     """One recurrence, defined for a row: ``start``, then ``receive`` after each pass and ``advance`` before the next.
 
-    :meth:`forward` runs it over whole batches, all rows at one iteration. The three may also be called with rows at
+    :meth:`forward` runs it over whole batches, all rows at one iteration. The engine calls the three with rows at
     different iterations, so nothing in them may depend on the batch.
 
-    The rest of the package reads a method's facts from its class and never asks for its name. The defaults are those
-    of a method that reads every token K times and adds no parameter. Facts that depend on settings are class methods
-    of a config: costs and figures are known before a model is built.
-
-    ``keep_logits`` trades memory for time where a method mixes the vocabulary: see
-    :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
+    The rest of the package reads a method's facts from its class and never tests for its name. Facts that depend on
+    settings are class methods of a config, so costs are known before a model is built.
 
     Attributes:
         halts: whether tokens can stop before the last iteration.
         signal: the kind of signal that policies get as ``gate``; a policy that needs another signal is refused.
         fixed_iterations: the only K it has, overriding the config; ``None`` leaves K to the config.
         mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
-        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to its loss. Then it can be steered towards
-            ``train.target_depth``, its gates wait for ``train.gate_start``, and training warns when they close too
-            early or stay open.
+        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to its loss, so that ``train.target_depth`` and
+            ``train.gate_start`` apply.
         has_exit_loss: whether its loss reads the ``exit_…`` values of an ``Objective``.
         exit_threshold: its default for ``config.exit_threshold``; ``None`` if it has no such rule.
-        gates_apart: whether its own parameters and the backbone's get no gradient of each other's loss. Then each is
-            clipped by itself, and the backbone trains as if the others were not there.
+        gates_apart: whether its own parameters and the backbone's get no gradient of each other's loss; each is then
+            clipped by itself.
         gate_meaning: what a gate's value is, on the axis of a figure.
-        gates_decide: whether a policy's threshold is compared with the gate's value itself, so that a figure may draw
-            it among gates.
+        gates_decide: whether a policy compares its threshold with the gate's value itself.
         after_halting: what a figure calls the iterations after a token has halted.
-        exported: whether the file that ``adaponder export`` writes computes it. Every subclass states it anew, since it
-            may compute something else (:meth:`can_be_exported`).
+        exported: whether the file that ``adaponder export`` writes computes it; not inherited.
+        keep_logits: keep the vocabulary's logits for backward instead of computing them again.
     """
 
     halts: ClassVar[bool] = False
@@ -143,10 +137,7 @@ class Method(nn.Module, ABC):
         return ExitThreshold(self.config.exit_threshold)
 
     def training_policy(self, progress: float) -> Policy | None:
-        """Returns the policy in training when ``progress`` of ``train.capacity_warmup`` has passed (1 without one).
-
-        ``None``: :meth:`default_policy`; before ``train.ponder_start`` full depth, unless ``train.halt_before_ponder``.
-        """
+        """Returns the policy when ``progress`` of ``train.capacity_warmup`` has passed; ``None``: the default one."""
         return None
 
     def objective(self, values: Objective) -> LossFunction:
@@ -160,10 +151,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float | None:
-        """Returns the mean depth that training asks for when the ponder term presses on a share ``pressed`` of gates.
-
-        ``None`` where the objective names no depth.
-        """
+        """Returns the mean depth at which a share ``pressed`` of the gates is closed; ``None`` if the loss has none."""
         return None if cls.halts else float(config.iterations)
 
     # --- the config ---------------------------------------------------------------------------------------------
@@ -198,24 +186,20 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
-        """Returns what other tokens see of a halted one.
-
-        ``state``: keys and values of its last iteration, and its hidden state stays too; ``kv``: keys and values of its
-        last iteration; ``none``: those of the newest pass, as if it had not halted; ``absent``: it cannot be attended
-        to.
-        """
+        """Returns what other tokens see of a halted one: a value of ``config.reuse``, or ``absent`` for nothing."""
         return "state"
 
     # --- cost ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def own_parameters(cls, config: Recurrence) -> int:
-        """Returns how many parameters it adds to the backbone's, biases included."""
-        return 0
+        """Returns how many parameters it adds to the backbone's, biases included; allocates none."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in cls(config).parameters())
 
     @classmethod
     def gates_asked(cls, iterations: int) -> int:
-        """Returns after how many iterations a gate is evaluated: all but the last, if it halts."""
+        """Returns the number of iterations after which a gate is evaluated: all but the last, if it halts."""
         return iterations - 1 if cls.halts else 0
 
     @classmethod

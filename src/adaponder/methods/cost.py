@@ -1,11 +1,9 @@
 """Cost of a forward of any method: iterations, FLOPs and K/V bytes, from shapes and depths alone.
 
-A FLOP count here is 2 per multiply-add of the matrix products of one forward. Norms, softmax, activations and rotary
-angles are left out, and so is what a policy computes for itself (the logits of an entropy rule).
-
-Attention has two counts. ``causal`` counts the keys that a query may see: what the method needs, what a kernel that
-skips masked blocks approaches, and what the table "True cost of 4x" counts. ``square`` counts every query row against
-every key slot: what a dense masked kernel computes and torch's flop counter reports.
+A FLOP count here is 2 per multiply-add of the matrix products of one forward; norms, softmax, activations, rotary
+angles and what a policy computes for itself are left out. Attention has two counts: ``causal`` counts the keys that a
+query may see, ``square`` every query row against every key slot, as a dense masked kernel computes it and torch's flop
+counter reports.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Parameters:
-    """Counts the stock decoder's parameters and the method's: gates, routers, exit or pause vector, biases included."""
+    """Counts the stock decoder's parameters and the method's."""
     added = method_class(config.method).own_parameters(config)
     return Parameters((shape or shape_of(config.backbone_config)).parameters, added)
 
@@ -44,8 +42,6 @@ def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Paramete
 @dataclass(frozen=True)
 class Cost:
     """The cost of a batch, in sums over its tokens: costs of several batches, or of a prefill and its decode, add up.
-
-    Split into prefill and decode, a text costs the same, except where each pass unfolds compressed keys anew.
 
     Attributes:
         tokens: real tokens, padding not counted.
@@ -113,10 +109,9 @@ def cost_of(
     Args:
         depth: the iterations of each token, as a forward returns them; 0 for padding.
         config: the method and its settings.
-        shape: of the backbone; read off ``config`` when absent (a fraction of a second: keep it for many batches).
-        past: tokens already in the ledger: their depths ``[batch, past]``, or how many there are, read to the full.
-            Only mor uses the depths: its halted tokens are not attended to.
-        max_iterations: the forward's ``max_iterations``: no gate is evaluated after the last iteration.
+        shape: of the backbone; read off ``config`` when absent, which takes a fraction of a second.
+        past: tokens already in the ledger: their depths ``[batch, past]``, or their number, each read to the full.
+        max_iterations: that of the forward.
         logits: how many tokens get logits; by default every real one.
         every_gate: gates of halted tokens are evaluated too, as a forward does for ``output_gates`` or ``labels``.
         dtype: of keys and values.
@@ -153,25 +148,15 @@ def cost_of(
     )
 
 
-def per_depth(
-    config: Recurrence,
-    *,
-    context: int = 0,
-    shape: Shape | None = None,
-) -> list[Cost]:
+def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = None) -> list[Cost]:
     """Returns the cost of decoding one token at depth 1 … K after ``context`` tokens, keys and values in bfloat16.
 
     A method that cannot halt gets depth n from ``max_iterations=n``.
     """
     shape, halts = shape or shape_of(config.backbone_config), method_class(config.method).halts
+    options = {"shape": shape, "past": context}
     return [
-        cost_of(
-            torch.tensor([[depth]]),
-            config,
-            shape=shape,
-            past=context,
-            max_iterations=None if halts else depth,
-        )
+        cost_of(torch.tensor([[depth]]), config, **options, max_iterations=None if halts else depth)
         for depth in range(1, config.iterations + 1)
     ]
 
@@ -179,8 +164,7 @@ def per_depth(
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
     """Returns the FLOPs per token of a training step, in windows of ``sequence`` tokens, each read K times.
 
-    A backward is two forwards. The head counts once for every state that the method's loss scores. Recomputation in
-    backward does not count.
+    A backward is two forwards; the head counts once for every state that the loss scores, recomputation not at all.
     """
     row = torch.full((1, sequence), config.iterations)
     cost = cost_of(row, config, shape=shape, every_gate=True)
@@ -197,14 +181,7 @@ def expectation_flops(shape: Shape) -> int:
 
 
 def _reading(
-    depth: Tensor,
-    past: Tensor,
-    shape: Shape,
-    attention: Attention,
-    *,
-    passes: int = 1,
-    slots: int = 1,
-    reuse: str = "state",
+    depth: Tensor, past: Tensor, shape: Shape, attention: str, *, passes: int = 1, slots: int = 1, reuse: str = "state"
 ) -> tuple[int, int]:
     """Returns (rows through the body, FLOPs of attention) of all ``passes`` over ``slots`` per token.
 

@@ -93,10 +93,6 @@ class MixtureOfRecursions(Method):
     def reuse_rule(cls, config: Recurrence) -> str:
         return "absent"
 
-    @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        return config.gates() * config.hidden_size
-
     def training_policy(self, progress: float) -> Policy:
         return self.top_share(progress)
 

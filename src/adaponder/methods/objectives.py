@@ -1,8 +1,4 @@
-"""Training losses: what an objective receives, what it returns, and how targets are scored.
-
-An objective is called with what a forward left and returns its loss by terms. Each method's own stands in the method's
-file; :class:`CrossEntropy` serves all others.
-"""
+"""Training losses: what an objective receives, what it returns, and how targets are scored."""
 
 from __future__ import annotations
 

@@ -77,10 +77,6 @@ class Ouro(Method):
     def states_scored(cls, iterations: int) -> int:
         return iterations
 
-    @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        return config.hidden_size + 1
-
 
 @dataclass
 class ExpectedExitLoss:
@@ -130,8 +126,7 @@ def improvement_loss(logit: Tensor, losses: Tensor) -> Tensor:
     """Returns each token's mean over loops t of the binary cross-entropy of ``1 - lambda_t`` against
     ``sigmoid(50 (I_t - 0.005))``, where ``I_t = max(0, L_{t-1} - L_t)`` is the loop's gain.
 
-    The first loop has no gain, so K loops have K - 1 terms. Divided by K instead, the loss would be smaller by a
-    constant factor: it is the whole loss of its stage, and AdamW's steps hardly depend on its scale.
+    The first loop has no gain, so K loops have K - 1 terms.
     """
     if len(losses) == 1:
         return torch.zeros_like(losses[0])

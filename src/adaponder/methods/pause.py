@@ -52,7 +52,3 @@ class Pause(Method):
     @classmethod
     def slots_per_token(cls, iterations: int) -> int:
         return iterations
-
-    @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        return config.hidden_size if config.pause_token_id is None else 0

@@ -22,16 +22,11 @@ from adaponder.policies import Policy
 class PonderNet(Method):
     """``h_{n+1} = Transformer(E^0 + c h_n)``, ``h_0 = 0``, each final-normed: a step of ``x`` and ``h`` (Banino 2021).
 
-    The paper's ``c`` is 1; ``state_scale`` sets it.
-
-    One unit serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the probability to exit after iteration ``n``
-    given that the token has not exited before, so ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``, the rest on the last
-    iteration. Training runs every iteration and takes the expected loss under ``p``. The paper samples exits at
-    inference; by default a token here exits at the median of ``p`` (``exit_threshold`` 0.5 of the cumulative
-    probability): a function of the token's own row, the same in every run. :class:`adaponder.policies.SampledExit`
-    samples.
-
-    There is no signal of the iteration: the paper has none.
+    ``c`` is ``state_scale``, 1 in the paper. One unit serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the
+    probability to exit after iteration ``n`` given that the token has not exited before, so
+    ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``, the rest on the last iteration. Training runs every iteration and
+    takes the expected loss under ``p``. At inference a token exits at the median of ``p`` (``exit_threshold`` 0.5);
+    :class:`adaponder.policies.SampledExit` samples, as the paper does.
     """
 
     def __init__(self, config: Recurrence):
@@ -76,10 +71,6 @@ class PonderNet(Method):
         return iterations
 
     @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        return min(1, config.gates()) * (config.hidden_size + 1)
-
-    @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float:
         """Returns the mean of the prior."""
         return mean_exit(config.exit_prior, config.iterations)
@@ -98,8 +89,7 @@ class GeometricExitLoss:
     """``sum_n p_n loss_n + weight * KL(p || geometric(prior))``, the mean over targets.
 
     The prior exits with probability ``prior`` after each iteration and, like ``p``, with certainty after the last.
-    ``expected_depth`` is ``sum_n n p_n``: training reads every token K times, so its own mean depth does not predict
-    that of inference.
+    ``expected_depth`` is ``sum_n n p_n``, since training reads every token K times.
     """
 
     needs_states: ClassVar[bool] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import ModelOutput
@@ -55,21 +55,6 @@ class RunTime:
         """Raises unless a tensor of seeds has one for each sequence."""
         if isinstance(self.seed, Tensor) and self.seed.shape != (sequences,):
             raise InputError(f"seed has shape {tuple(self.seed.shape)}, it must be [{sequences}]: one per sequence")
-
-
-class Wanted(NamedTuple):
-    """The optional outputs of a forward, and the positions whose logits it returns."""
-
-    positions: slice | Tensor
-    logits: bool
-    gates: bool
-    iteration_logits: bool
-    hidden_states: bool
-
-    @property
-    def states(self) -> bool:
-        """Whether hidden states after each pass are needed."""
-        return self.iteration_logits or self.hidden_states
 
 
 def refuse_foreign(kwargs: dict[str, Any]) -> None:

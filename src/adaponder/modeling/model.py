@@ -29,7 +29,6 @@ from adaponder.modeling.arguments import (
     AdaPonderOutput,
     PolicyLike,
     RunTime,
-    Wanted,
     kept_positions,
     refuse_foreign,
 )
@@ -189,23 +188,40 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         tokens = arrange_tokens(grid, **masks, ledger=ledger)
         self._check_positions(tokens, given=position_ids is not None)
         targets = as_targets(grid, labels, targets, self.config.vocab_size, document=tokens.document)
-        loss = None if targets is None else self._loss_function(objective)
-        every_state = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        positions = kept_positions(logits_to_keep)
-        wanted = Wanted(positions, output_logits, output_gates, output_iteration_logits, bool(every_state))
+        loss, positions = None if targets is None else self._loss_function(objective), kept_positions(logits_to_keep)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        every_state = output_hidden_states or output_iteration_logits or getattr(loss, "needs_states", False)
         control = Control(
             iterations=iterations,
             policy=self._policy(run_time.policy, generates=ledger is not None),
             seed=run_time.seed,
             every_gate=output_gates or targets is not None,
-            keep_states=wanted.states or getattr(loss, "needs_states", False),
+            keep_states=bool(every_state),
             hook=run_time.on_iteration,
         )
         control.policy.check_batch(grid.shape[0], tokens.last_slot + 1)
         rows = self._execution(execution, tokens, control, ledger, run_time.allow_mismatch)
         trajectory = self._recur(rows, grid if inputs_embeds is None else inputs_embeds, ledger)
-        parts = self._output(trajectory, rows, wanted, targets, loss, kwargs.get("num_items_in_batch"))
-        output = AdaPonderOutput(**parts, past_key_values=ledger)
+        hidden, logits, parts = trajectory.hidden, None, {}
+        if output_logits:
+            # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
+            logits = self.wrapped.logits(hidden[:, positions] if loss is None else hidden)
+        if targets is not None and loss is not None:
+            items = kwargs.get("num_items_in_batch")
+            score = scorer(trajectory, logits, targets, tokens.real, self.wrapped.head(), items)
+            losses = loss(trajectory, score, rows)
+            parts |= {"loss": losses.total, "terms": losses.terms}
+            logits = logits if logits is None else logits[:, positions]
+        if output_hidden_states:
+            parts["hidden_states"] = tuple(trajectory.states)
+        if output_gates and trajectory.gates is not None:
+            parts["gates"] = gate_probability(trajectory.gates)
+        if output_iteration_logits:
+            logits_by_pass = [self.wrapped.logits(state[:, positions]) for state in trajectory.states]
+            parts["iteration_logits"] = torch.stack(logits_by_pass)
+        depth = rows.depth.unflatten(1, (grid.shape[1], -1)).sum(-1)
+        output = AdaPonderOutput(**parts, logits=logits, depth=depth, past_key_values=ledger)
         return output.to_tuple() if return_dict is False else output
 
     def _recur(self, rows: Execution, inputs: Tensor, ledger: Ledger | None) -> Trajectory:
@@ -219,36 +235,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             if ledger is not None:
                 ledger.forget(past)
             raise
-
-    def _output(
-        self,
-        trajectory: Trajectory,
-        rows: Execution,
-        wanted: Wanted,
-        targets: Tensor | None,
-        loss: LossFunction | None,
-        items: Tensor | int | None,
-    ) -> dict[str, Any]:
-        """Returns the requested parts of the output, all but the ledger."""
-        parts: dict[str, Any] = {"depth": rows.depth.unflatten(1, (trajectory.hidden.shape[1], -1)).sum(-1)}
-        logits, positions = None, wanted.positions
-        if wanted.logits:
-            # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
-            logits = self.wrapped.logits(trajectory.hidden if targets is not None else trajectory.hidden[:, positions])
-        if targets is not None and loss is not None:
-            real = rows.tokens.real[:, :: rows.slots_per_token]
-            score = scorer(trajectory, logits, targets, real, self.wrapped.head(), items)
-            losses = loss(trajectory, score, rows)
-            parts |= {"loss": losses.total, "terms": losses.terms}
-            logits = logits if logits is None else logits[:, positions]
-        if wanted.hidden_states:
-            parts["hidden_states"] = tuple(trajectory.states)
-        if wanted.gates and trajectory.gates is not None:
-            parts["gates"] = gate_probability(trajectory.gates)
-        if wanted.iteration_logits:
-            logits_by_pass = [self.wrapped.logits(state[:, positions]) for state in trajectory.states]
-            parts["iteration_logits"] = torch.stack(logits_by_pass)
-        return parts | {"logits": logits}
 
     # --- the arguments of a forward -----------------------------------------------------------------------------
 
@@ -365,9 +351,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     def _warn_of_objective(self) -> None:
         """Warns, once, that gates are being trained without the term that teaches them to close."""
-        if not self.method.has_ponder_term or self._warned_of_objective or not torch.is_grad_enabled():
-            return
-        if torch.compiler.is_compiling():
+        trains = self.method.has_ponder_term and torch.is_grad_enabled()
+        if not trains or self._warned_of_objective or torch.compiler.is_compiling():
             return
         self._warned_of_objective = True
         warnings.warn(
@@ -394,8 +379,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
         One layer is compiled for all of them and for all iterations; ``by="pass"`` makes a graph of a whole pass, which
         takes a minute or two with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward
-        and recomputes the rest. The model can be saved, loaded and changed as before. ``torch.compile(model)``
-        works too, and makes one graph of all iterations: it takes K times as long to compile as a pass.
+        and recomputes the rest. ``torch.compile(model)`` works too, as one graph of all iterations.
         """
         self.wrapped.compile(by=by, memory_budget=memory_budget, **options)
 
@@ -455,10 +439,9 @@ class AdaPonderModel(AdaPonderForCausalLM):
 
 
 def _train_padding(stock: PreTrainedModel) -> None:
-    """Gives the padding token's embedding a gradient, like any other token's, where texts contain it.
+    """Gives the padding token's embedding a gradient: a text may contain it, and padding itself is masked.
 
-    Some families build the embedding of ``pad_token_id`` without a gradient, and which token that is may change after
-    the build: a saved model, built anew, would train other tokens than before. Padding itself is masked.
+    Some families leave it out, and which token that is may change: a saved model would train other tokens than before.
     """
     embedding = cast(Any, stock.get_input_embeddings())
     if getattr(embedding, "padding_idx", None) is not None:

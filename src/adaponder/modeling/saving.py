@@ -40,9 +40,8 @@ class StrictCheckpointMixin:
     ) -> Any:
         """Runs Hugging Face's ``from_pretrained``: safetensors only, and any key that does not fit is an error.
 
-        Where the folder has a manifest, the checksum of every file is compared (a second or two per gigabyte); config,
-        generation config and tokenizer must name the same end and padding tokens. ``verify=False`` skips both, and so
-        does ``ADAPONDER_VERIFY=0`` unless ``verify`` is given.
+        Compares every file with the manifest, if there is one (a second or two per gigabyte); config, generation config
+        and tokenizer must name the same end and padding tokens. ``verify=False`` or ``ADAPONDER_VERIFY=0`` skips both.
         """
         for name, reason in _NEVER.items():
             # lm-eval passes subfolder="" and trust_remote_code=False, which have no effect.

@@ -21,8 +21,8 @@ from adaponder.errors import InputError, shown
 class PolicyInput:
     """What a policy may look at: one entry per row, all of one shape (hidden states and logits have one more axis).
 
-    Rows of one call may stand at different iterations and have different seeds, so a policy compares tensors
-    (``rows.iteration + 1 < 3``) and never branches on them (``if rows.iteration == 0``).
+    Rows of one call may stand at different iterations and have different seeds, so a policy compares tensors and never
+    branches on them.
 
     Attributes:
         iteration: int64, the iteration that the row has just finished, from 0.
@@ -70,38 +70,12 @@ class PolicyLine(NamedTuple):
         value, _, thresholds = rest.partition("@")
         return cls(text, word, value, thresholds)
 
-    def number(self) -> float:
-        """Returns the value as one number."""
-        values = self.numbers()
-        if len(values) != 1:
-            raise InputError(f"--policy {self.word}: takes one value, {len(values)} were given")
-        return values[0]
-
-    def whole_number(self) -> int:
-        """Returns the value as one whole number."""
-        number = self.number()
-        if not number.is_integer():
-            raise InputError(f"--policy {self.text}: the depth must be a whole number")
-        return int(number)
-
-    def numbers(self) -> tuple[float, ...]:
-        """Returns the value as a list of numbers."""
-        return self._numbers(self.value)
-
-    def number_or_numbers(self) -> float | tuple[float, ...]:
-        """Returns the value as one number for all gates, or as one for each."""
-        values = self.numbers()
-        return values[0] if len(values) == 1 else values
-
-    def threshold_numbers(self) -> tuple[float, ...]:
-        """Returns the numbers after the ``@``; empty where there are none."""
-        return self._numbers(self.thresholds) if self.thresholds else ()
-
-    def _numbers(self, text: str) -> tuple[float, ...]:
+    def numbers(self, part: str) -> tuple[float, ...]:
+        """Returns the numbers in a part of the line."""
         try:
-            return tuple(float(number) for number in text.split(","))
+            return tuple(float(number) for number in part.split(","))
         except ValueError:
-            raise InputError(f"--policy {self.text}: {text!r} is not a number or a list of numbers") from None
+            raise InputError(f"--policy {self.text}: {part!r} is not a number or a list of numbers") from None
 
 
 def number_text(value: float | Sequence[float]) -> str:
@@ -113,19 +87,17 @@ def number_text(value: float | Sequence[float]) -> str:
 class Policy(ABC):
     """Decides which tokens are read again; how an update is weighted is up to the method.
 
-    A policy is one class. With a ``word`` it has a form in one line of text, ``word:value``, as soon as its class is
-    defined: ``--policy`` takes it and a profile stores it.
+    A class with a ``word`` is registered when it is defined: ``--policy`` takes ``word:value`` and a profile stores it.
 
     Attributes:
-        causal: promises that a token's decision never depends on later tokens; a policy without it may train and
-            evaluate and is refused in generation.
-        row_by_row: promises that a row's decision depends on that row alone; a :class:`SequencePolicy` chooses among
-            the tokens of a whole sequence instead.
+        causal: promises that a token's decision never depends on later tokens; others cannot generate.
+        row_by_row: promises that a row's decision depends on that row alone.
         reads_seed: whether a decision may depend on the row's seed.
-        reads_previous: whether it reads ``previous``; an engine keeps those states only where a policy does.
+        reads_previous: whether it reads ``previous``; the engine keeps those states only where a policy does.
         signal: the kind of ``gate`` that it needs (the ``signal`` of a method's class); ``None``: any.
         word: its name in a line of text; empty where it has no such form.
         value_field: the field that the value of a line sets; empty where it takes none.
+        per_gate: whether that value may have one number for each gate.
     """
 
     causal: ClassVar[bool] = True
@@ -135,6 +107,7 @@ class Policy(ABC):
     signal: ClassVar[str | None] = None
     word: ClassVar[str] = ""
     value_field: ClassVar[str] = ""
+    per_gate: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,11 +116,7 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns True for rows whose token is read again.
-
-        A policy that calls another one forwards ``check`` and ``check_batch`` to it: settings are refused there, before
-        anything is computed, and not here.
-        """
+        """Returns True for rows whose token is read again; settings are refused in ``check`` and ``check_batch``."""
 
     @property
     def fingerprint(self) -> str:
@@ -180,8 +149,7 @@ class Policy(ABC):
     def check_batch(self, sequences: int, slots: int) -> None:  # noqa: B027 (most policies fit every batch)
         """Raises where it cannot decide for a batch of this shape, padding and cached tokens counted.
 
-        Called once before a forward's first iteration: what the host knows is checked here, so that no decision has to
-        wait for the device.
+        Called once before a forward, so that no decision has to wait for the device.
         """
 
     @classmethod
@@ -197,9 +165,12 @@ class Policy(ABC):
         return cls(**{cls.value_field: cls.parse_value(line)}) if cls.value_field else cls()
 
     @classmethod
-    def parse_value(cls, line: PolicyLine) -> object:
-        """Returns the line's value as ``value_field`` takes it: one number, unless a subclass overrides this."""
-        return line.number()
+    def parse_value(cls, line: PolicyLine) -> Any:
+        """Returns the line's value as ``value_field`` takes it."""
+        values = line.numbers(line.value)
+        if len(values) > 1 and not cls.per_gate:
+            raise InputError(f"--policy {line.word}: takes one value, {len(values)} were given")
+        return values[0] if len(values) == 1 else values
 
     def as_line(self) -> str:
         """Returns the line of text that :meth:`parse` turns back into this policy."""

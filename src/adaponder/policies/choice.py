@@ -28,10 +28,8 @@ def choose_policy(
     """Returns the policy of ``policy``, ``tau`` or ``budget``; ``None`` if none of them is given.
 
     Args:
-        default: the method's own policy: ``tau`` needs it to be a learned gate.
-        iterations: the model's iterations.
+        default: the method's own policy; ``tau`` needs it to be a learned gate.
         policy: a policy, or its line such as ``fixed:2``.
-        tau: a threshold of the learned gate.
         budget: the name of a profile, or a mean depth between those of calibrated profiles.
         profiles: the checkpoint's profiles by name, as ``profiles.json`` stores them.
         name: what the caller calls each of the three fields, for errors.

@@ -26,8 +26,11 @@ class FixedDepth(Policy):
             raise InputError(f"depth={shown(self.depth)} must be a whole number, at least 1")
 
     @classmethod
-    def parse_value(cls, line: PolicyLine) -> object:
-        return line.whole_number()
+    def parse_value(cls, line: PolicyLine) -> int:
+        depth = super().parse_value(line)
+        if not depth.is_integer():
+            raise InputError(f"--policy {line.text}: the depth must be a whole number")
+        return int(depth)
 
     def check(self, method: str, iterations: int) -> None:
         if self.depth > iterations:
@@ -50,12 +53,11 @@ class ForcedDepths(Policy):
     reads_seed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.depths, Tensor):
-            raise InputError(f"depths={shown(self.depths)} must be a tensor [batch, time] of whole numbers")
-        if self.depths.ndim != 2:
-            raise InputError(f"depths has shape {tuple(self.depths.shape)}, it must be [batch, time]")
-        if self.depths.is_floating_point() or self.depths.dtype == torch.bool:
-            raise InputError(f"depths is {self.depths.dtype}, it must hold whole numbers")
+        depths = self.depths
+        whole = isinstance(depths, Tensor) and not depths.is_floating_point() and depths.dtype != torch.bool
+        if not whole or depths.ndim != 2:
+            given = f"{depths.dtype} {tuple(depths.shape)}" if isinstance(depths, Tensor) else shown(depths)
+            raise InputError(f"depths={given} must be a tensor [batch, time] of whole numbers")
 
     def check(self, method: str, iterations: int) -> None:
         # On a GPU the host would wait for the maximum, and a token is read at most K times anyway.

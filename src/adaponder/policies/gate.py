@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
-from adaponder.policies.base import Policy, PolicyInput, PolicyLine
+from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.values import as_floats, as_number, as_share, at, check_one_per_gate, set_fields
 
 
@@ -23,16 +23,13 @@ class LearnedGate(Policy):
     reads_seed: ClassVar[bool] = False
     word: ClassVar[str] = "gate"
     value_field: ClassVar[str] = "tau"
+    per_gate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         set_fields(self, tau=as_floats("tau", self.tau))
         for tau in self.tau if isinstance(self.tau, tuple) else (self.tau,):
             if tau != math.inf:
                 as_share("tau", tau)
-
-    @classmethod
-    def parse_value(cls, line: PolicyLine) -> object:
-        return line.number_or_numbers()
 
     def check(self, method: str, iterations: int) -> None:
         check_one_per_gate(self, "tau", self.tau, iterations)

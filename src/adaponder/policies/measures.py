@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adaponder.ops.precision import widened
-from adaponder.policies.base import Policy, PolicyInput, PolicyLine
+from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.values import as_floats, at, check_one_per_gate, set_fields
 
 # Rows whose logits exist at one time: with 50,000 words, 200 MB in float32.
@@ -30,14 +30,11 @@ class MeasureThreshold(Policy):
     threshold: float | tuple[float, ...]
     reads_seed: ClassVar[bool] = False
     value_field: ClassVar[str] = "threshold"
+    per_gate: ClassVar[bool] = True
     at_most: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         set_fields(self, threshold=as_floats("threshold", self.threshold))
-
-    @classmethod
-    def parse_value(cls, line: PolicyLine) -> object:
-        return line.number_or_numbers()
 
     def check(self, method: str, iterations: int) -> None:
         check_one_per_gate(self, "threshold", self.threshold, iterations)

@@ -65,7 +65,8 @@ class Schedule(Policy):
     @classmethod
     def parse_shares(cls, line: PolicyLine) -> Self:
         """Returns the schedule of a line, with its thresholds if the line has any."""
-        return cls(line.threshold_numbers(), **{cls.value_field: cls.parse_value(line)})
+        thresholds = line.numbers(line.thresholds) if line.thresholds else ()
+        return cls(thresholds, **{cls.value_field: cls.parse_value(line)})
 
     def as_line(self) -> str:
         return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
@@ -126,8 +127,8 @@ class Shares(Schedule):
         set_fields(self, shares=tuple(as_share("shares", share) for share in shares))
 
     @classmethod
-    def parse_value(cls, line: PolicyLine) -> object:
-        return line.numbers()
+    def parse_value(cls, line: PolicyLine) -> tuple[float, ...]:
+        return line.numbers(line.value)
 
     def check(self, method: str, iterations: int) -> None:
         super().check(method, iterations)

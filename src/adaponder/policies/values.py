@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Equals ``value[iteration]`` row by row, in ``dtype``; or ``value`` itself where one number serves all gates.
+    """Equals ``value[iteration]`` row by row, in ``dtype``; one number serves all gates, a tensor has one per row.
 
-    A tensor holds one number per row already: the engine's rows of one call may have different settings.
-
-    Uses fills and selections only: nothing is copied from the host, so a CUDA graph can capture it. Rows at an
-    iteration without an entry get NaN, for which every comparison is false; :meth:`Policy.check` refuses such settings.
+    Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, for
+    which every comparison is false; :meth:`Policy.check` refuses such settings.
     """
     if isinstance(value, Tensor):
         return value.to(dtype)

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.halting import Gate, freeze_halted, pondered, read_gate
@@ -73,34 +72,6 @@ def test_a_gate_speaks_in_float32_whoever_computes_it_in_half_precision():
         assert float((found.double() - truth).detach().norm() / truth.detach().norm()) < 4e-3
         assert not torch.equal(found, found.bfloat16().float()), "not rounded to bf16 in the end"
     assert gate(4, torch.bfloat16)(given.bfloat16()).dtype == torch.float32
-
-
-def test_an_adapter_on_a_gate_counts_compiled_as_eagerly():
-    class Adapter(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.weight, self.bias = base, base.weight, base.bias
-            self.more = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-        def forward(self, x):
-            return self.base(x) + self.more * x.sum(-1, keepdim=True)
-
-    module = gate(4)
-    module.out = Adapter(module.out)
-    torch._dynamo.reset()
-    compiled = torch.compile(read_gate, backend="aot_eager", fullgraph=True)
-    for mine, theirs in zip(*(results(way, module, [drawn(*ROWS, 16)]) for way in (compiled, read_gate)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
-
-
-def test_one_graph_serves_all_gates():
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(read_gate, backend="aot_eager", fullgraph=True)
-    for seed in range(3):
-        module = gate(4, seed=seed)
-        torch.testing.assert_close(compiled(module, drawn(*ROWS, 16)), module(drawn(*ROWS, 16)))
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_they_are_compiled_with_passes_for_dense_runs_only(monkeypatch):

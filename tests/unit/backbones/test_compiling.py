@@ -112,15 +112,6 @@ def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
 
 
 @pytest.mark.compiler
-def test_it_is_replayed_when_checkpointed():
-    model = deep(3).train()
-    expected = gradients(model)
-    model.gradient_checkpointing_enable()
-    compile_layers(model)
-    assert_same(gradients(model), expected)
-
-
-@pytest.mark.compiler
 def test_a_memory_budget_holds_for_each_layer():
     model, kept, found = deep(3).train(), [], []
     for budget in (1.0, 0.2):
@@ -160,16 +151,3 @@ def test_what_cannot_be_compiled_so_is_named():
     model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
     with pytest.raises(BackboneError, match="by='pass'"):
         gradients(model)
-
-
-def test_keeping_the_stream_breaks_no_graph():
-    wrapped = tiny("loop").wrapped
-    x = wrapped.embed(ids())
-
-    def stream(x):
-        position, holding = torch.arange(9)[None], {"previous": None, "active": None}
-        return wrapped.read(x, position=position, mask=None, view=DenseView, holding=holding).stream
-
-    torch._dynamo.reset()
-    compiled = torch.compile(stream, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), stream(x), rtol=0, atol=1e-12)

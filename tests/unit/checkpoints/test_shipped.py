@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import adaponder
 from adaponder.checkpoints.loading import fetch
 from adaponder.checkpoints.manifest import read_manifest, verify_files
 from adaponder.checkpoints.shipped import TEXT, data_of, shipped
-from adaponder.cli import app
 from adaponder.commands.puzzle import by_need, read_puzzles
 from adaponder.data.puzzles import BAR, STOP, Hops
 from adaponder.errors import CheckpointError, InputError
@@ -83,14 +81,6 @@ def test_it_reads_python_and_gives_tokens_different_depths(model):
     shares = torch.bincount(output.depth.flatten().long(), minlength=5) / output.depth.numel()
     assert shares[2] > 0.5
     assert shares[4] > 0.05
-
-
-def test_generate_opens_it_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["generate", "sample", "--prompt", "def ", "--max-new-tokens", "6"])
-    assert done.exit_code == 0, done.output
-    assert "def " in done.output
-    assert "Mean depth" in done.output
 
 
 def test_the_card_says_what_the_record_says_and_the_recipe_is_the_one_it_was_trained_by(record):

@@ -57,6 +57,7 @@ def wheel(tmp_path_factory) -> Path:
     return build("build_wheel", unpacked / f"adaponder-{__version__}", tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.every  # building takes most of a minute
 def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
     assert wheel.stat().st_size < 9_000_000
     listed = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True).stdout

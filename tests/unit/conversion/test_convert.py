@@ -1,5 +1,6 @@
 """Conversion: from stock, from PonderLM as released, between methods and back, each with its proof."""
 
+import itertools
 import json
 import resource
 import shutil
@@ -14,7 +15,7 @@ from adaponder.checkpoints import loading as checkpoints
 from adaponder.conversion import convert
 from adaponder.errors import CheckpointError, InputError
 from stock_support import make_stock
-from support import ALIKE, FAMILIES, METHODS, ids, stock
+from support import FAMILIES, METHODS, ids, stock
 
 
 @pytest.fixture
@@ -45,12 +46,11 @@ def ponderlm(folder, *, steps=3, scale=True, multiply=True):
     return base
 
 
-# Conversion asks a method nothing but its name: one family is enough for some.
-PAIRS = [(m, f) for m in METHODS for f in FAMILIES if m not in ALIKE or f == "gpt_neox"]
+# Every method and every family once.
+PAIRS = list(zip(METHODS, itertools.cycle(FAMILIES))) + list(zip(itertools.cycle(METHODS[1:]), FAMILIES))
 
 
-@pytest.mark.one_of(4)
-@pytest.mark.parametrize(("method", "family"), PAIRS)
+@pytest.mark.parametrize(("method", "family"), sorted(set(PAIRS)))
 def test_a_stock_checkpoint_keeps_its_function_at_one_iteration(tmp_path, family, method):
     base = stock(family, dtype=torch.float32)
     base.save_pretrained(tmp_path / "stock")
@@ -62,9 +62,9 @@ def test_a_stock_checkpoint_keeps_its_function_at_one_iteration(tmp_path, family
     assert torch.equal(model(ids(), max_iterations=1).logits, reloaded(ids()).logits)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("multiply", [True, False])
+@pytest.mark.parametrize(
+    ("steps", "scale", "multiply"), [(1, True, True), (3, False, True), (3, True, False), (3, True, True)]
+)
 def test_a_ponderlm_release_becomes_adaponder_and_ponder(tmp_path, steps, scale, multiply):
     base = ponderlm(tmp_path / "source", steps=steps, scale=scale, multiply=multiply)
     done = convert.convert(str(tmp_path / "source"), tmp_path / "ada", gate_bias=6.0)
@@ -90,15 +90,6 @@ def test_a_ponderlm_release_becomes_adaponder_and_ponder(tmp_path, steps, scale,
     torch.testing.assert_close(model(ids()).logits, expected, rtol=1e-4, atol=1e-4)
     adaponder = AutoModelForCausalLM.from_pretrained(tmp_path / "ada")
     assert adaponder(ids()).depth.unique().tolist() == [steps + 1]
-
-
-def test_wider_open_gates_come_closer_to_ponderlm(tmp_path):
-    ponderlm(tmp_path / "source")
-    distances = [
-        convert.convert(str(tmp_path / "source"), tmp_path / f"at-{bias}", gate_bias=bias).checks[2].difference
-        for bias in (2.0, 6.0, 10.0)
-    ]
-    assert distances[0] > 10 * distances[1] > 100 * distances[2]
 
 
 def test_there_and_back_is_the_same_backbone(tmp_path, source):

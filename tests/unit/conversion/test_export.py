@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import HfApi, ModelCard
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -20,7 +19,7 @@ from adaponder.commands import export as command
 from adaponder.commands.doctor import examine_checkpoint as examine
 from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig, is_our_auto_map
 from adaponder.conversion import export as exporting
-from adaponder.conversion.card import Card, training_of
+from adaponder.conversion.card import card_text, training_of
 from adaponder.conversion.export import push
 from adaponder.conversion.exported import modeling_adaponder
 from adaponder.conversion.open import load
@@ -81,13 +80,6 @@ def test_doctor_tells_of_the_code_and_whether_it_is_ours(exported, run, tmp_path
     other = shutil.copytree(exported, tmp_path / "other")
     (other / exporting.CODE[1]).write_text("import os\n")
     assert "not as this version exports it" in examine(other)["checks"]["files"]
-
-
-def test_the_result_says_what_was_checked(exported):
-    result = json.loads(exported.with_suffix(".json").read_text())
-    assert all(check["difference"] <= 1e-12 for check in result["checks"])
-    assert len(result["checks"]) == 3
-    assert result["pushed"] is None
 
 
 def test_the_card_is_measured_and_has_the_hubs_metadata(exported):
@@ -192,35 +184,26 @@ def test_a_damaged_record_is_not_known_either(tmp_path):
     assert training_of(tmp_path) is None
     (tmp_path / "state.json").write_text('{"step": "many", "recipe": []}')
     found = training_of(tmp_path)
-    assert (found.tokens, found.data, found.validation) == (None, None, None)
-    card = Card("a/b", reader().config, "float32", found, None, None).text()
+    assert set(found.values()) == {None}
+    card = card_text("a/b", reader().config, dtype="float32", training=found, measured=None, license=None)
     assert "| data | not recorded |" in card
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_that_the_file_does_not_compute_are_refused_by_name(method):
-    config = tiny(method).config
-    if method in ("adaponder", "ponder"):
-        exporting.require_exportable(config, "CKPT")
-        return
-    with pytest.raises(InputError, match=rf"method={method} cannot be exported, only adaponder and ponder"):
-        exporting.require_exportable(config, "CKPT")
-
-
-def test_a_method_made_from_an_exported_one_is_not_taken_for_it():
+def test_methods_that_the_file_does_not_compute_cannot_be_exported():
     class Mine(AdaPonder):
         pass
 
-    assert method_class("adaponder").can_be_exported()
+    assert {method for method in METHODS if method_class(method).can_be_exported()} == {"adaponder", "ponder"}
     assert not Mine.can_be_exported()
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
+        ({"method": "loop"}, "method=loop cannot be exported, only adaponder and ponder"),
         ({"family": "gpt2"}, "backbone gpt2 cannot be exported"),
         ({"family": "gemma3"}, "backbone gemma3_text cannot be exported"),
         ({"reuse": "kv"}, "reuse=kv cannot be exported"),
@@ -264,16 +247,6 @@ def test_nothing_is_written_if_the_file_computes_something_else(run, tmp_path, m
 
 
 # --- the package and the folder -------------------------------------------------------------------------------------
-
-
-def test_a_disk_that_is_full_is_one_line_and_nothing_is_left(run, tmp_path, monkeypatch):
-    def full(*arguments, **named):
-        raise SafetensorError("no space left on device")
-
-    monkeypatch.setattr(AdaPonderForCausalLM, "save_pretrained", full)
-    with pytest.raises(CheckpointError, match=r"out could not be saved: no space .*; nothing was written"):
-        command.export(checkpoint=str(run), out=tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(exported, tmp_path, monkeypatch):
@@ -355,14 +328,3 @@ def test_a_name_that_the_hub_cannot_have_is_refused_before_anything_is_done(name
     with pytest.raises(InputError, match="--push"):
         command.export(checkpoint=str(run), out=tmp_path / "out", push=name)
     assert not (tmp_path / "out").exists()
-
-
-def test_private_needs_a_push(run, tmp_path):
-    with pytest.raises(InputError, match="--private"):
-        command.export(checkpoint=str(run), out=tmp_path / "out", private=True)
-
-
-def test_the_hub_is_not_asked_offline(exported, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(AdaPonderError, match="--push"):
-        push(exported, "me/river")

@@ -70,6 +70,11 @@ def twin_of(model: AdaPonderForCausalLM, module: types.ModuleType):
     return twin
 
 
+@pytest.fixture
+def twin():
+    return twin_of(package("gpt_neox"), modeling_adaponder)
+
+
 @torch.no_grad()
 def agrees(model: AdaPonderForCausalLM, twin) -> bool:
     """Whether two models say the same of a padded batch: whole, cached, in pieces, their loss, and by beams."""
@@ -104,8 +109,8 @@ def test_every_mistake_is_noticed(mistake):
 
 
 @torch.no_grad()
-def test_a_cache_cropped_to_nothing_begins_anew_with_any_batch():
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+def test_a_cache_cropped_to_nothing_begins_anew_with_any_batch(twin):
+    text = ids(3, 12)
     for remove in (-4, -99):
         cache = twin(text[:1, :4], use_cache=True).past_key_values
         cache.crop(remove)
@@ -116,8 +121,8 @@ def test_a_cache_cropped_to_nothing_begins_anew_with_any_batch():
 
 
 @torch.no_grad()
-def test_what_is_cropped_of_a_cache_was_never_there_and_only_so_many_tokens_can_be():
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+def test_what_is_cropped_of_a_cache_was_never_there_and_only_so_many_tokens_can_be(twin):
+    text = ids(3, 12)
     cache = twin(text[:, :9], use_cache=True).past_key_values
     cache.crop(0)
     cache.crop(-4)
@@ -129,8 +134,8 @@ def test_what_is_cropped_of_a_cache_was_never_there_and_only_so_many_tokens_can_
 
 
 @torch.no_grad()
-def test_a_first_piece_of_padding_alone_changes_nothing():
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(2, 9)
+def test_a_first_piece_of_padding_alone_changes_nothing(twin):
+    text = ids(2, 9)
     mask = (torch.arange(9) > 3).long().expand(2, -1)
     cache = twin(text[:, :3], attention_mask=mask[:, :3], use_cache=True).past_key_values
     found = twin(text[:, 3:], attention_mask=mask, past_key_values=cache)
@@ -139,9 +144,9 @@ def test_a_first_piece_of_padding_alone_changes_nothing():
 
 @torch.no_grad()
 @pytest.mark.parametrize("modules", ["all-linear", ["embed_in"], ["embed_out", "lm_head"]])
-def test_merged_adapters_on_any_module_compute_what_they_did_before(modules):
+def test_merged_adapters_on_any_module_compute_what_they_did_before(twin, modules):
     torch.manual_seed(0)
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+    text = ids(3, 12)
     plain = twin(text).logits
     adapted = get_peft_model(twin, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
     expected = adapted(text)
@@ -152,23 +157,16 @@ def test_merged_adapters_on_any_module_compute_what_they_did_before(modules):
 
 
 @torch.no_grad()
-def test_offloaded_weights_compute_what_they_did_before():
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
+def test_offloaded_weights_compute_what_they_did_before(twin):
+    text = ids(3, 12)
     expected = twin(text).logits
     cpu_offload(twin, execution_device=torch.device("cpu"))
     assert twin.get_input_embeddings().weight.device.type == "meta"
     torch.testing.assert_close(twin(text).logits, expected)
 
 
-@torch.no_grad()
-def test_the_head_reads_the_last_hidden_states_that_are_returned():
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(3, 12)
-    output = twin(text)
-    assert torch.equal(twin.get_output_embeddings()(output.last_hidden_state), output.logits)
-
-
-def test_what_it_cannot_read_or_draft_with_is_refused_by_name():
-    twin, text = twin_of(package("gpt_neox"), module_of(SOURCE.read_text())), ids(1, 12)
+def test_what_it_cannot_read_or_draft_with_is_refused_by_name(twin):
+    text = ids(1, 12)
     for inputs in ({}, {"input_ids": text, "inputs_embeds": twin.get_input_embeddings()(text)}):
         with pytest.raises(ValueError, match="input_ids, inputs_embeds: give one of them"):
             twin(**inputs)

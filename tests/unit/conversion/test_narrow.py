@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 
-from adaponder import Engine, Request
 from adaponder.commands import evaluate
 from adaponder.conversion.narrow import NarrowLinear, narrow, weight_bytes
 from adaponder.conversion.open import load
 from adaponder.errors import CheckpointError, InputError
 from adaponder.inference.bodies import unsupported
-from support import ids, tiny
+from support import tiny
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 HALF_STEP = {"int8": 1 / 254, "fp8": 1 / 16}
@@ -102,44 +101,6 @@ def test_small_rows_keep_their_numbers_in_float16(kind):
     widened = narrowed.weight.double() * narrowed.scale.double()[:, None]
     expected = torch.nn.functional.linear(x.double(), widened)
     assert (narrowed(x).double() - expected).norm() < 0.01 * expected.norm()
-
-
-def test_memory_is_counted_with_scales_and_without_counting_shared_weights_twice(pair):
-    wide, narrowed = pair
-    assert weight_bytes(wide) == sum(p.numel() * 4 for p in wide.parameters())
-    linears = [
-        module for name, module in wide.named_modules() if ".layers." in name and type(module) is torch.nn.Linear
-    ]
-    saved = sum(3 * linear.weight.numel() - 4 * linear.out_features for linear in linears)
-    assert weight_bytes(wide) - weight_bytes(narrowed) == saved
-
-
-def test_it_computes_nearly_the_same_but_not_the_same(pair):
-    with torch.no_grad():
-        wide, narrowed = (model(ids(), max_iterations=1).logits for model in pair)
-    error = float((wide - narrowed).norm() / wide.norm())
-    assert 1e-5 < error < 0.1
-
-
-def test_skipping_is_exact_and_no_row_sees_the_others(pair):
-    model, given = pair[1], ids(3, 9)
-    with torch.no_grad():
-        dense, compact = (model(given, execution=how) for how in ("dense", "compact"))
-        alone = [model(row[None]) for row in given]
-    assert len(dense.depth.unique()) > 1
-    assert torch.equal(dense.depth, compact.depth)
-    torch.testing.assert_close(dense.logits, compact.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dense.logits, torch.cat([each.logits for each in alone]), rtol=1e-5, atol=1e-5)
-
-
-def test_an_engine_says_what_generate_says(pair):
-    model, prompt = pair[1], ids(1, 5)[0].tolist()
-    with torch.no_grad():
-        said = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    ((done,),) = Engine(model, lanes=1).generate(
-        [Request(prompt=prompt, max_new_tokens=6, temperature=0, ignore_eos=True)]
-    )
-    assert [token.id for token in done.tokens] == said[0, len(prompt) :].tolist()
 
 
 class Strange(torch.Tensor):

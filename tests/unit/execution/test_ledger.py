@@ -67,17 +67,6 @@ def test_beams_share_rows_and_the_dead_are_swept():
     torch.testing.assert_close(go_on(model, ledger, single, tokens), go_on(model, alone, single, tokens))
 
 
-def test_reordering_follows_the_sequences():
-    model, ledger, _ = filled()
-    swapped = copy.deepcopy(ledger)
-    swapped.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(swapped.depth, ledger.depth.flip(0))
-    tokens = ids(2, 7)[:, 5:6]
-    straight = go_on(model, ledger, {"policy": ForcedDepths(DEPTHS)}, tokens)
-    crossed = go_on(model, swapped, {"policy": ForcedDepths(DEPTHS.flip(0))}, tokens.flip(0))
-    torch.testing.assert_close(crossed.flip(0), straight)
-
-
 def living(ledger) -> int:
     """How many rows some token reads."""
     return int((ledger.table.unique() >= 0).sum())

@@ -16,9 +16,7 @@ from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.methods import register_method
 from adaponder.methods.cost import cost_of, parameters_of
-from adaponder.training.build import config_of
 from adaponder.training.run import train
-from adaponder.training.sweep import PlannedRun, pending
 from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import ids, stock, tiny
 from toy_method import NAME, Echo
@@ -118,12 +116,6 @@ def test_it_decodes_what_a_full_forward_says(model):
     assert torch.equal(whole.logits[:, 3:].argmax(-1), written.sequences[:, 4:])
     assert torch.equal(whole.depth, written.past_key_values.depth)
     assert len(whole.depth.unique()) > 1
-
-
-def test_a_sweep_lists_it_without_a_depth_that_it_asks_for(run):
-    recipe = small(run.parent / "shards", method=NAME)
-    line = pending(PlannedRun("base", recipe, {}, ()), config_of(recipe))
-    assert (line.method, line.requested_depth) == (NAME, None)
 
 
 def test_commands_take_it(run, tmp_path):

@@ -26,20 +26,6 @@ def test_its_term_is_in_the_loss_and_is_what_it_says(method, execution):
     assert plain.terms.keys() == {"cross_entropy"}
 
 
-def test_it_trains_where_the_model_keeps_it():
-    model = tiny("adaponder").train()
-    model.training_objective = Remember(10.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    moved = []
-    for _ in range(8):
-        output = model(ids(), labels=ids())
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        moved.append(float(output.terms["moved"].detach()))
-    assert moved[-1] < 0.8 * moved[0]
-
-
 def test_an_objective_of_values_gives_the_method_s_own_loss():
     """``Objective(ponder_weight=…)`` is a set of values, of which each method makes its loss."""
     terms = {}

@@ -1,17 +1,13 @@
 """ACT by hand: halting, remainder, mean of states and ponder cost of tokens that are alone in their sequences."""
 
-import json
-
 import pytest
 import torch
 from torch import Tensor
 
-from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
+from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.methods.act import remainder
 from adaponder.policies import ExitThreshold
-from adaponder.training.run import train
 from support import VOCABULARY, ids, tiny
-from training_support import corpus, small
 
 K, COST = 4, 0.3
 TOKENS = torch.arange(24)[:, None]
@@ -74,27 +70,6 @@ def test_the_remainder_is_what_earlier_iterations_left():
     torch.testing.assert_close(remainder(logits, torch.tensor([1, 2, 3, 4])), expected)
 
 
-def test_the_cost_falls_where_an_earlier_halting_probability_rises():
-    logits = torch.zeros(1, K - 1, requires_grad=True)
-    remainder(logits, torch.tensor([3])).sum().backward()
-    assert logits.grad is not None
-    assert (logits.grad < 0).tolist() == [[True, True, False]], "the last iteration's own unit pays nothing"
-
-
-def test_whoever_halts_a_token_its_last_state_gets_the_remainder():
-    """What a forced depth gives is what a deeper reading shows on its way there."""
-    model, tokens = act(), ids(2, 6)
-    outputs = []
-    for depth in range(1, K + 1):
-        hook: list[Tensor] = []
-        model(tokens, policy=FixedDepth(depth), on_iteration=lambda iteration, kept=hook: kept.append(iteration.hidden))
-        outputs.append(hook[depth - 1])
-    full: list[Tensor] = []
-    model(tokens, policy=FixedDepth(K), on_iteration=lambda iteration: full.append(iteration.hidden))
-    torch.testing.assert_close(outputs, full, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(outputs[1], outputs[2])
-
-
 def test_a_token_that_has_nothing_left_to_weigh_with_keeps_its_output():
     model = act(1.0)
     with torch.no_grad():
@@ -105,24 +80,6 @@ def test_a_token_that_has_nothing_left_to_weigh_with_keeps_its_output():
     torch.testing.assert_close(further.logits, own.logits, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("execution", ["dense", "compact"])
-def test_who_halts_early_or_late_is_seen_with_the_rows_of_its_last_iteration(execution):
-    """Later tokens attend to a halted one: they change when it reads once more."""
-    model, tokens = act(), ids(1, 5)
-    depths = torch.tensor([[2, 1, 3, 4, 4]])
-    before = model(tokens, policy=ForcedDepths(depths), execution=execution).logits
-    again = model(tokens, policy=ForcedDepths(depths.index_fill(1, torch.tensor([1]), 2)), execution=execution).logits
-    moved = (before - again).abs().amax(-1)[0] > 1e-9
-    assert moved.tolist() == [False, True, True, True, True]
-
-
-def test_one_iteration_is_plain_and_has_no_signal():
-    model = tiny("act", iterations=1).train()
-    output = model(ids(), labels=ids(), objective=Objective())
-    assert output.terms.keys() == {"cross_entropy"}
-    assert not list(model.method.signals)
-
-
 def test_it_begins_as_its_settings_say_and_halts_by_its_own_rule_from_the_first_step():
     model = AdaPonderForCausalLM.from_backbone(act().backbone, method="act", iterations=K, gate_bias=-1.0)
     assert model.config.exit_threshold == 0.99
@@ -131,14 +88,3 @@ def test_it_begins_as_its_settings_say_and_halts_by_its_own_rule_from_the_first_
     assert model(ids()).depth.unique().tolist() == [2], "0.73 and 0.73"
     for policy in (model.method.training_policy(0.0), model.method.default_policy(training=True)):
         assert policy == ExitThreshold(0.99)
-
-
-def test_it_trains_and_says_what_tokens_pay(tmp_path):
-    changes = ["train.ponder_weight=0", "train.steps=24", "model.gate_bias=-1", "train.save_every=0"]
-    train(small(corpus(tmp_path), *changes, method="act"), out=tmp_path / "run", quiet=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "ponder_cost" in line]
-    assert steps[-1]["cross_entropy"] < 0.8 * steps[0]["cross_entropy"]
-    for line in steps:
-        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line["ponder_cost"], rel=1e-5)
-        assert line["ponder_cost"] == pytest.approx(line["mean_depth"] + line["remainder"], rel=1e-4)

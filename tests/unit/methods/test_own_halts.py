@@ -1,17 +1,12 @@
 """Training with the halts of one's own gates: who decides where, and what each sequence then teaches."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, LearnedGate, Objective
-from adaponder.errors import ConfigError, InputError
 from adaponder.policies import GateOrChance, RandomRates, sequence_seeds
-from adaponder.training.run import train
 from support import ids, tiny
-from training_support import corpus, small
 
 K, TAU, PRIOR = 4, 0.5, 3.0
 EXECUTIONS = ("dense", "compact")
@@ -116,19 +111,3 @@ def test_gates_take_part_when_the_warm_up_is_over_and_at_inference_they_decide_a
     assert method.training_policy(1.0) == method.default_policy(training=True) == POLICY
     assert method.default_policy(training=False) == LearnedGate(TAU)
     assert tiny("anytime", iterations=K).method.training_policy(1.0) == RandomRates(1.0)
-
-
-def test_a_share_beyond_one_is_refused():
-    with pytest.raises(ConfigError, match="gate_share"):
-        tiny("anytime", iterations=K, gate_share=1.5)
-    with pytest.raises(InputError, match="share"):
-        GateOrChance(-0.1, TAU, PRIOR)
-
-
-def test_a_run_trains_so_and_its_checkpoint_keeps_the_setting(tmp_path):
-    shards = corpus(tmp_path)
-    changes = ["train.ponder_weight=0", "model.gate_bias=0", "model.gate_share=0.5", "train.save_every=0"]
-    train(small(shards, *changes, method="anytime"), out=tmp_path / "run", quiet=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len([line for line in lines if "lookahead" in line]) == 8
-    assert AdaPonderForCausalLM.from_pretrained(tmp_path / "run" / "final").config.gate_share == 0.5

@@ -1,6 +1,5 @@
 """PonderNet by hand: exits, expected loss and prior of tokens that are alone in their sequences."""
 
-import json
 import math
 
 import pytest
@@ -10,9 +9,7 @@ from torch import Tensor
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.methods.pondernet import PonderNet, geometric_log_probabilities, mean_exit
 from adaponder.policies import ExitThreshold, SampledExit, sequence_seeds
-from adaponder.training.run import train
 from support import VOCABULARY, ids, stock, tiny
-from training_support import corpus, small
 
 K, PRIOR, WEIGHT = 4, 0.3, 0.2
 TOKENS = torch.arange(24)[:, None]
@@ -108,27 +105,7 @@ def test_exits_that_follow_the_prior_do_not_diverge_from_it():
     assert float(output.terms["expected_depth"]) == pytest.approx(mean_exit(0.3, K))
 
 
-def test_one_iteration_exits_surely():
-    model = tiny("pondernet", iterations=1).train()
-    output = model(ids(), labels=ids(), objective=Objective())
-    assert float(output.terms["prior_divergence"].detach()) == 0.0
-    torch.testing.assert_close(output.loss, model.eval()(ids(), labels=ids()).loss)
-
-
 def test_training_runs_every_iteration_and_evaluation_exits_at_the_median():
     method = AdaPonderForCausalLM.from_backbone(stock(), method="pondernet", iterations=K).method
     assert method.default_policy(training=True) == FixedDepth(K)
     assert method.default_policy(training=False) == ExitThreshold(0.5)
-
-
-def test_it_trains_and_says_how_deep_tokens_will_be_read(tmp_path):
-    changes = ["train.ponder_weight=0", "train.steps=24", "model.gate_bias=0.85", "train.save_every=0"]
-    train(small(corpus(tmp_path), *changes, method="pondernet"), out=tmp_path / "run", quiet=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "expected_depth" in line]
-    assert steps[-1]["expected"] < 0.8 * steps[0]["expected"]
-    for line in steps:
-        assert line["mean_depth"] == 3
-        assert 1 < line["expected_depth"] < 3
-        assert line["loss"] == pytest.approx(line["expected"] + 0.01 * line["prior_divergence"], rel=1e-5)
-    assert 1 <= lines[-1]["validation_depth"] <= 3

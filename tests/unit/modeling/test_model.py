@@ -14,9 +14,7 @@ from adaponder import (
     FixedDepth,
     ForcedDepths,
     Iteration,
-    LearnedGate,
     Objective,
-    Random,
 )
 from adaponder.errors import ConfigError
 from adaponder.execution.cached import Cached
@@ -25,11 +23,10 @@ from adaponder.execution.dense import Dense
 from adaponder.methods.ouro import improvement_loss
 from adaponder.modeling import model as modeling
 from packed_support import PADDED, packed_results
-from support import FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny
+from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shards", [None, "8KB"])
+@pytest.mark.parametrize(("family", "shards"), [*((family, None) for family in FAMILIES), ("gpt_neox", "8KB")])
 def test_saved_and_loaded_through_the_auto_classes_it_is_the_same_model(tmp_path, family, shards):
     model = tiny("adaponder", family, dtype=torch.float32)
     model.save_pretrained(tmp_path, **({} if shards is None else {"max_shard_size": shards}))
@@ -48,24 +45,7 @@ def test_saved_and_loaded_through_the_auto_classes_it_is_the_same_model(tmp_path
     assert f"{model.num_parameters():,}" in card
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_survives_a_round_trip(tmp_path, method):
-    model = tiny(method, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
-    assert not loaded.training
-
-
-def test_loading_in_another_precision_casts_backbone_and_method_alike(tmp_path):
-    tiny(dtype=torch.float32).save_pretrained(tmp_path)
-    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    assert loaded(ids()).logits.isfinite().all()
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro", "pause"])
 def test_one_step_under_the_trainer(tmp_path, method):
     model = tiny(method, dtype=torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -79,24 +59,7 @@ def test_one_step_under_the_trainer(tmp_path, method):
     assert 0 < result.training_loss < 100
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert any(name.startswith("backbone.") for name in moved)
-    if method in ("adaponder", "mor", "ouro"):
-        assert any(name.startswith("method.") for name in moved)
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_learns(method):
-    model = stir(tiny(method, dtype=torch.float32)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batch = ids(4, 12)
-    losses = []
-    for _ in range(30):
-        output = model(batch, labels=batch, objective=Objective(ponder_weight=0.1, ponder_fraction=0.1))
-        optimizer.zero_grad()
-        output.loss.backward()
-        optimizer.step()
-        losses.append(float(output.terms["cross_entropy"].detach()))
-    assert losses[-1] < 0.6 * losses[0]
+    assert any(name.startswith("method.") for name in moved)
 
 
 def test_the_loss_is_the_stock_models_and_its_terms_add_up():
@@ -111,7 +74,7 @@ def test_the_loss_is_the_stock_models_and_its_terms_add_up():
     assert model(ids(), labels=labels).terms.keys() == {"cross_entropy"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adaponder", "anytime"])
 def test_targets_are_labels_shifted(method):
     model = tiny(method).train()
     labels = ids(2, 9).clone()
@@ -143,20 +106,6 @@ def test_a_ponder_term_of_no_gates_is_exactly_zero():
     output = tiny()(ids(), labels=ids(), objective=Objective(ponder_weight=1.0, ponder_fraction=1e-9))
     assert output.terms["ponder"] == 0
     assert torch.equal(output.loss, output.terms["cross_entropy"])
-
-
-def test_gates_come_for_every_iteration_but_the_last_and_can_be_left_out():
-    output = tiny(iterations=4)(ids())
-    assert output.gates.shape == (2, 9, 3)
-    assert ((output.gates > 0) & (output.gates < 1)).all()
-    assert tiny(iterations=4)(ids(), output_gates=False).gates is None
-    assert tiny("ponder")(ids()).gates is None
-
-
-def test_iteration_logits_end_with_the_logits():
-    for method in METHODS:
-        output = tiny(method, iterations=3)(ids(), output_iteration_logits=True)
-        assert torch.equal(output.iteration_logits[-1], output.logits)
 
 
 def test_logits_to_keep_is_a_slice_of_all():
@@ -209,16 +158,6 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
     eager(ids())
     assert kinds == ["Packed", "Dense", "Dense", "Cached", "Dense", "Cached"]
-
-
-def test_shared_and_linear_gates_have_the_parameters_they_say():
-    assert len(tiny(iterations=5).method.gates) == 4
-    assert len(tiny(iterations=5, shared_gate=True).method.gates) == 1
-    assert len(tiny(iterations=1).method.gates) == 0
-    linear = tiny(iterations=2, gate_width=0).method
-    assert sum(parameter.numel() for parameter in linear.parameters()) == 16 + 1
-    wide = tiny(iterations=2, gate_width=4).method
-    assert sum(parameter.numel() for parameter in wide.parameters()) == 16 * 64 + 64 + 64 + 1
 
 
 def test_fresh_gates_are_open_by_exactly_what_the_config_says():
@@ -351,55 +290,7 @@ def test_capacity_warms_up_from_keeping_all():
     assert 0.97 < method.top_share(0.5).schedule.shares[0] < 1.0
 
 
-def test_a_deep_copy_is_a_model_of_its_own():
-    model = tiny()
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        next(twin.backbone.parameters()).mul_(2)
-    assert twin.wrapped.stock is twin.backbone
-    assert not torch.equal(twin(ids()).logits, model(ids()).logits)
-
-
-def test_autocast_halts_by_the_same_rule():
-    model = tiny(dtype=torch.float32, iterations=4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        dense = model(ids(), execution="dense", policy=FixedDepth(3))
-        compact = model(ids(), execution="compact", policy=FixedDepth(3))
-    assert dense.gates.dtype == torch.float32
-    torch.testing.assert_close(dense.logits.float(), compact.logits.float(), rtol=0.05, atol=0.05)
-
-
-def test_tau_may_be_one_per_gate():
-    model = tiny(iterations=3)
-    assert model(ids(), policy=LearnedGate(0.0)).depth.unique().tolist() == [3]
-    several = model(ids(), policy=LearnedGate((0.0, 0.5)))
-    assert torch.equal(several.depth, 2 + (several.gates[..., 1] >= 0.5).long())
-    assert several.depth.unique().tolist() == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("asked", "field"),
-    [
-        ({"max_iterations": 0}, "max_iterations"),
-        ({"max_iterations": 9}, "max_iterations"),
-        ({"execution": "sparse"}, "execution"),
-        ({"execution": "dense", "use_cache": True}, "execution"),
-        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, "labels"),
-        ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
-        ({"position_ids": torch.zeros(2, 5, dtype=torch.long)}, "position_ids"),
-        ({"document_ids": torch.zeros(3, 9, dtype=torch.long)}, "document_ids"),
-        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "inputs_embeds"),
-        ({"polcy": Random(0.5)}, "polcy"),
-        ({"output_attentions": True}, "output_attentions"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_wrong_use_of_forward_names_the_field(asked, field):
-    with pytest.raises(AdaPonderError, match=field):
-        tiny()(ids(), **asked)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro", "ponder"])
 def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
     """What gradient accumulation needs: with the whole's token count, every part's loss is its share."""
     model = tiny(method, router_loss_weight=0.1).train()
@@ -462,13 +353,8 @@ def test_guidance_sees_the_same_policy():
     assert torch.equal(model.generate(ids(1, 6), **ask, policy=FixedDepth(1)), plain)
 
 
-@pytest.mark.parametrize(
-    ("method", "given"),
-    [
-        ("adaponder", True),
-        *(pytest.param(method, False, marks=pytest.mark.compiler) for method in ("adaponder", "vanilla")),
-    ],
-)
+@pytest.mark.compiler
+@pytest.mark.parametrize(("method", "given"), [("adaponder", True), ("adaponder", False), ("vanilla", False)])
 def test_the_dense_forward_compiles_as_one_graph(method, given):
     model = tiny(method).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -528,16 +414,8 @@ PACKED = {
 }
 
 
-# One case of training is run always: rows packed of padded sequences.
-@pytest.mark.parametrize(
-    ("case", "trains"),
-    [
-        ("padded", True),
-        pytest.param("plain", False, marks=pytest.mark.compiler),
-        *(pytest.param(case, True, marks=pytest.mark.compiler) for case in PACKED if case != "padded"),
-        pytest.param("padded", False, marks=pytest.mark.compiler),
-    ],
-)
+@pytest.mark.compiler
+@pytest.mark.parametrize(("case", "trains"), [*((case, True) for case in PACKED), ("plain", False), ("padded", False)])
 def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, trains):
     (method, family), recurrence, given, graphs = PACKED[case]
     model = tiny(method, family, iterations=4, **recurrence).train(trains)
@@ -551,44 +429,11 @@ def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, tra
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.compiler
-def test_packed_rows_are_checkpointed_compiled_and_right():
-    model = tiny(iterations=4).train()
-    expected = packed_results(model, {}, trains=True)
-    model.gradient_checkpointing_enable()
-    model.compile_passes(backend="aot_eager")
-    for mine, theirs in zip(packed_results(model, {}, trains=True), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-
-
-def test_attention_that_drops_is_not_compiled_over_packed_rows():
-    model = tiny(iterations=4).train()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model.compile_passes(backend="eager", fullgraph=True)
-    model.backbone.config.attention_dropout = 0.3
-    for layer in model.backbone.base_model.layers:
-        layer.attention.attention_dropout = 0.3
-    packed_results(model, {}, trains=True)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the first pass alone"
-    torch._dynamo.utils.counters.clear()
-    packed_results(model.eval(), {}, trains=False)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "in evaluation nothing is dropped"
-
-
 def test_the_check_does_not_depend_on_where_tensors_are_made_by_default():
     """Models may be made under ``torch.device("cuda")``; meta is such a place that any machine has."""
     model = tiny()
     with torch.device("meta"):
         model.wrapped.verify()
-
-
-def test_a_mask_may_lie_in_memory_as_it_likes():
-    model = tiny(iterations=4).eval()
-    strided = PADDED.t().contiguous().t()
-    assert not strided.is_contiguous()
-    found = [model(ids(2, 6), attention_mask=mask, execution="compact").logits for mask in (PADDED, strided)]
-    assert torch.equal(*found)
 
 
 def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
@@ -605,34 +450,6 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
     torch.testing.assert_close(compiled, twin(ids(), **asked).loss)
     torch.testing.assert_close(model(ids(), **asked).loss, before)
     assert not torch.allclose(compiled, before)
-
-
-@pytest.mark.compiler
-def test_a_memory_budget_keeps_fewer_activations_and_changes_nothing():
-    model = tiny(iterations=3).train()
-    asked = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
-    kept, gradients = [], []
-    for budget in (1.0, 0.2):
-        torch._dynamo.reset()
-        model.compile_passes(by="pass", backend="aot_eager_decomp_partition", memory_budget=budget)
-        saved = 0
-
-        def count(tensor):
-            nonlocal saved
-            saved += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = model(ids(), **asked).loss
-        loss.backward()
-        kept.append(saved)
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        model.zero_grad()
-    assert kept[1] < 0.7 * kept[0]
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-12)
-    with pytest.raises(ConfigError, match="memory_budget=0"):
-        model.compile_passes(memory_budget=0)
 
 
 def test_resizing_the_vocabulary_reaches_backbone_and_model(tmp_path):
@@ -681,15 +498,7 @@ def test_offloaded_heads_are_refused_before_they_make_nonsense():
         model(ids())
 
 
-def test_the_trainer_predicts_logits_and_nothing_else(tmp_path):
-    model = tiny(dtype=torch.float32)
-    rows = [{"input_ids": row, "labels": row} for row in ids(2, 9)]
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
-    found = Trainer(model=model, args=arguments).predict(rows)
-    assert found.predictions.shape == (2, 9, VOCABULARY)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro", "anytime"])
 def test_the_loss_without_logits_is_the_loss(method):
     tokens = ids(2, 9)
     found = {}

@@ -1,7 +1,5 @@
 """Policies that compare the model's own signal with a threshold, against a computation by hand."""
 
-import math
-
 import pytest
 import torch
 
@@ -18,20 +16,6 @@ def test_the_learned_gate_reads_on_while_s_is_at_least_tau(model, tau, execution
     output = model(ids, attention_mask=mask, policy=LearnedGate(tau), execution=execution)
     thresholds = torch.tensor(tau if isinstance(tau, tuple) else (tau,) * (K - 1))
     assert torch.equal(output.depth, depth_by_hand(output.gates.float() >= thresholds, mask))
-
-
-def test_the_learned_gate_with_the_configured_tau_is_the_default(model):
-    ids, mask = padded()
-    by_default = model(ids, attention_mask=mask)
-    by_name = model(ids, attention_mask=mask, policy=LearnedGate(model.config.tau))
-    assert by_default.depth.unique().numel() > 2
-    assert torch.equal(by_default.depth, by_name.depth)
-    assert torch.equal(by_default.logits, by_name.logits)
-
-
-def test_the_gate_that_no_probability_opens_halts_everybody(model):
-    assert model(support.ids(), policy=LearnedGate(math.inf)).depth.unique().tolist() == [1]
-    assert model(support.ids(), policy=LearnedGate((0.0, math.inf, 0.0))).depth.unique().tolist() == [2]
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

@@ -11,11 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import support
-from adaponder import AdaPonderError
 from adaponder.policies import (
     Change,
     Confidence,
@@ -197,17 +196,6 @@ def test_rows_at_different_iterations_and_seeds_are_each_answered_as_if_alone(na
     assert keep.tolist() == [by_hand(policy, single) for single in singles]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_rule_tells_rows_apart(name):
-    """The comparison above would say nothing of a rule that answers alike whatever it is asked."""
-    policy, rows = row_policies()[name], mixed_rows(200, seed=0)
-    for iteration in range(GATES):
-        answers = policy(rows)[rows.iteration == iteration]
-        always = isinstance(policy, (FixedDepth, Change, Divergence, Similarity))
-        assert always or answers.unique().numel() == 2
-    assert policy(rows).unique().numel() == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5), data=st.data())
 def test_a_number_per_gate_is_rounded_as_one_number_for_all_gates_is(dtype, values, data):
@@ -309,20 +297,6 @@ def test_no_rule_looks_at_a_value_or_copies_one_from_the_host(name, previous):
     assert (keep.shape, keep.dtype, keep.device.type) == ((2000,), torch.bool, device)
 
 
-def branches(rows: PolicyInput) -> Tensor:
-    return rows.gate > 0.5 if bool((rows.iteration == 0).all()) else rows.active
-
-
-def copies(rows: PolicyInput) -> Tensor:
-    return rows.gate >= torch.tensor(0.4, device=rows.gate.device)
-
-
-@pytest.mark.parametrize(("rule", "error"), [(branches, DataDependentOutputException), (copies, AssertionError)])
-def test_a_rule_that_waits_or_copies_is_found_out(rule, error):
-    with pytest.raises(error):
-        run_fake(lambda: rule)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_every_rule_is_captured_in_a_cuda_graph_and_answers_about_other_rows(name):
@@ -347,13 +321,6 @@ def test_every_rule_is_captured_in_a_cuda_graph_and_answers_about_other_rows(nam
 
 
 # --- choices over a whole sequence --------------------------------------------------------------------------------
-
-
-def test_ranking_a_sequence_says_by_name_that_it_is_no_choice_row_by_row():
-    policy = Ranked(Uniform(keep=0.5))
-    assert not policy.row_by_row
-    with pytest.raises(AdaPonderError, match=r"policy=ranked-.*ranks a whole sequence.*row by row"):
-        policy(mixed_rows(3, seed=0))
 
 
 def test_ranking_chooses_the_highest_gates_of_active_tokens_and_the_first_of_equals():

@@ -40,19 +40,6 @@ def test_the_toy_decides_depths_in_a_forward(model, execution):
     assert torch.equal(output.depth, depths_by_hand(output.iteration_logits, 0.2))
 
 
-def test_the_toy_decides_depths_in_generation(model):
-    generated = model.generate(
-        support.ids(2, 4),
-        policy=TopProbability(0.2),
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    full = model(generated.sequences[:, :-1], policy=TopProbability(0.2))
-    assert full.depth.unique().numel() > 1
-    assert torch.equal(generated.past_key_values.depth, full.depth)
-
-
 def test_the_toy_is_metered_for_the_logits_it_decides_by(model):
     depth = model(support.ids(3, 12), policy=TopProbability(0.2)).depth
     spent = {}

@@ -84,7 +84,7 @@ def test_a_checkpoint_names_the_tokenizer_of_its_data_not_of_its_recipe(base):
     assert read_json(base / "run" / "final" / "state.json")["recipe"]["data"]["tokenizer"] != made_by
     known = training_of(base / "run" / "final")
     assert known is not None
-    assert known.tokenizer == made_by
+    assert known["tokenizer"] == made_by
     card = (base / "run" / "final" / "README.md").read_text()
     assert "tags: [adaponder, adaptive-computation]" in card  # each once
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 def _of_backbone(name: str) -> Any:
-    """An attribute that is the backbone config's own."""
+    """Returns a property that reads and sets the backbone config's attribute."""
     return property(
         lambda config: getattr(config.backbone_config, name, None),
         lambda config, value: setattr(config.backbone_config, name, value),
@@ -16,7 +16,7 @@ def _of_backbone(name: str) -> Any:
 
 
 class AdaPonderConfig(PreTrainedConfig):
-    """The backbone's own config and the recurrence around it. Fields that only training reads are kept as they are.
+    """The backbone's config and the recurrence around it; fields that only training reads are kept as they are.
 
     Attributes:
         backbone_config: config of the stock decoder.
@@ -47,7 +47,7 @@ class AdaPonderConfig(PreTrainedConfig):
     expectation_top_k: int | None = None
     reuse: str = "state"
 
-    # What tools of transformers ask of a config, or set.
+    # Attributes that transformers' own tools read or set.
     vocab_size = _of_backbone("vocab_size")
     hidden_size = _of_backbone("hidden_size")
     num_hidden_layers = _of_backbone("num_hidden_layers")
@@ -69,7 +69,7 @@ class AdaPonderConfig(PreTrainedConfig):
 
     @property
     def gates(self) -> int:
-        """How many gates there are: after the last iteration nothing is left to decide."""
+        """The number of gates: after the last iteration nothing is left to decide."""
         if self.method != "adaponder":
             return 0
         return min(1, self.iterations - 1) if self.shared_gate else self.iterations - 1

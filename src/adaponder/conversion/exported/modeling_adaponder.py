@@ -1,13 +1,13 @@
 """AdaPonderLM in one file: a Transformer reads each token again until the token's gate says enough.
 
-Needs torch and transformers (5.17 or newer). In the words of *AdaPonderLM: Gated Pondering Language Models with
-Token-Wise Adaptive Depth*: ``K = config.iterations`` passes of one stock decoder, ``i = 0 … K-1``. After each but the
-last a gate reads a token's hidden state; a token whose gate is below ``config.tau`` halts for good and keeps its keys,
-values and hidden state. One that goes on adds the embedding it expects next to its own. Without gates
+Needs torch and transformers (5.17 or newer). Equations are those of *AdaPonderLM: Gated Pondering Language Models with
+Token-Wise Adaptive Depth*: one stock decoder makes ``K = config.iterations`` passes, ``i = 0 … K-1``. After each but
+the last a gate reads each token's hidden state; a token whose gate is below ``config.tau`` halts for good and keeps its
+keys, values and hidden state. An active token adds the embedding it expects next to its own. Without gates
 (``method: ponder``) every token is read K times.
 
-``_ponder`` is Algorithm 1. That a halted token keeps its keys and values (eq. 10) is in ``_read_all`` (every token is
-computed, for training) and in ``_read_active`` (active ones only, over a cache): two forms of the same function.
+``_ponder`` is Algorithm 1. A halted token keeps its keys and values (eq. 10) in two equal ways: ``_read_all`` computes
+every token, for training, and ``_read_active`` computes active tokens only, with a cache.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _MASKED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
 
 @dataclass
 class AdaPonderOutput(ModelOutput):
-    """What a forward returns.
+    """The output of a forward.
 
     Attributes:
         loss: mean cross-entropy, where labels were given.
         logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
-        past_key_values: the cache, where one was given or asked for.
-        depth: ``[batch, time]``, how often each token was read; 0 for padding.
-        gates: ``[batch, time, K - 1]``, what each token's gates said; 0 once it has halted.
+        past_key_values: the cache, where one was given or ``use_cache`` is set.
+        depth: ``[batch, time]``, the iterations of each token; 0 for padding.
+        gates: ``[batch, time, K - 1]``, the gates' probabilities; 0 once the token has halted.
         last_hidden_state: ``[batch, time, d]``, each token's last, as the head reads it.
     """
 
@@ -64,7 +64,7 @@ class Column(nn.Linear):
 
 
 class Gate(nn.Module):
-    """Eq. 2 and 3: hidden states ``[rows, d]`` to ``s = sigmoid(W2 gelu(W1 h + b1) + b2)``, ``[rows]``."""
+    """Maps hidden states ``[rows, d]`` to ``s = sigmoid(W2 gelu(W1 h + b1) + b2)``, ``[rows]`` (eq. 2 and 3)."""
 
     def __init__(self, hidden_size: int, width: int):
         super().__init__()
@@ -78,7 +78,7 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """The gate of each iteration; without any, every token goes on with weight 1."""
+    """The gate of each iteration; without any, every token continues with weight 1."""
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
@@ -93,11 +93,9 @@ class Gates(nn.Module):
 class PonderCache(Cache):
     """The keys and values that each iteration reads.
 
-    ``rows[layer]`` is (keys, values), each ``[K, batch, slots, heads, size]``. A row that iteration i computes is
-    written for i and for every later iteration, and the next iteration, if the token has one, writes over it. So what
-    iteration j reads of a token of depth D is its row ``min(j, D - 1)``: eq. 10.
-
-    ``real`` and ``depth`` are ``[batch, slots]``: which slots are no padding, and how often each token was read.
+    ``rows[layer]`` is (keys, values), each ``[K, batch, slots, heads, size]``. Iteration i writes its rows for i and
+    all later iterations, and a later iteration of the token overwrites them. So iteration j reads row ``min(j, D - 1)``
+    of a token of depth D: eq. 10. ``real`` (no padding) and ``depth`` are ``[batch, slots]``.
     """
 
     def __init__(self, iterations: int):
@@ -107,7 +105,7 @@ class PonderCache(Cache):
         self.real = self.depth = torch.empty(0, 0)
 
     def extend(self, real: Tensor) -> None:
-        """Makes room for new tokens ``[batch, time]``, of which those ``real`` are no padding."""
+        """Adds slots for new tokens, ``real [batch, time]``, false for padding."""
         if self.real.numel() == 0:
             self.real, self.depth = real, torch.zeros_like(real, dtype=torch.long)
             return
@@ -118,9 +116,9 @@ class PonderCache(Cache):
             self._each(lambda rows: functional.pad(rows, (0, 0, 0, 0, 0, lacking + 128)))
 
     def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:
-        """Writes what an iteration computed for ``slots [n, count]`` of ``sequences [n]``; returns all that it reads.
+        """Writes the iteration's rows of ``slots [n, count]`` of ``sequences [n]``; returns all rows that it reads.
 
-        ``new`` and the result are (keys, values) as attention has them, ``[n, heads, slots, size]``.
+        ``new`` and the result are (keys, values), ``[n, heads, slots, size]`` each.
         """
         if layer not in self.rows:
             shape = (self.iterations, *self.real.shape)
@@ -132,7 +130,7 @@ class PonderCache(Cache):
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.rows = {layer: tuple(change(part) for part in rows) for layer, rows in self.rows.items()}
 
-    # What generate() asks of a cache: its length, and to repeat, reorder or shorten its sequences.
+    # The interface that generate() uses.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.real.shape[1]
@@ -148,7 +146,7 @@ class PonderCache(Cache):
         self.reorder_cache(torch.arange(self.real.shape[0], device=self.real.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens; whatever comes next writes over their rows."""
+        """Removes the last ``-tokens_to_remove`` tokens; later tokens overwrite their rows."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         kept = max(0, self.real.shape[1] + tokens_to_remove)
@@ -156,19 +154,19 @@ class PonderCache(Cache):
 
 
 class OnePass(Cache):
-    """What one pass of the backbone is given as its cache: its attention asks once per layer what to attend to."""
+    """The cache of one pass of the backbone; ``answer`` returns the keys and values that a layer attends to."""
 
     def __init__(self, answer: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]):
         super().__init__(layers=[])
-        self.answer, self.asked = answer, 0
+        self.answer, self.calls = answer, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.asked += 1
+        self.calls += 1
         return self.answer(layer_idx, (key_states.to(value_states.dtype), value_states))
 
 
 class Tokens(NamedTuple):
-    """Tokens ``[batch, time]`` of a forward: which are no padding, where they stand, how many slots are cached."""
+    """Tokens of a forward: ``real`` (no padding) and ``position``, both ``[batch, time]``; ``past`` cached slots."""
 
     real: Tensor
     position: Tensor
@@ -176,7 +174,7 @@ class Tokens(NamedTuple):
 
 
 def scattered(where: Tensor, rows: Tensor) -> Tensor:
-    """A grid ``[batch, time, …]`` with ``rows`` where ``where [batch, time]`` is true, in order, and 0 elsewhere."""
+    """Returns a grid ``[batch, time, …]``: ``rows`` in order where ``where [batch, time]`` is true, 0 elsewhere."""
     grid = rows.new_zeros(*where.shape, *rows.shape[1:])
     grid[where] = rows
     return grid
@@ -233,19 +231,19 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: counted by the mask when absent, so that left padding changes nothing.
-            past_key_values: the cache of an earlier forward, to go on from.
-            labels: shifted inside; -100, and what padding predicts, does not count.
+            past_key_values: the cache of an earlier forward, to continue from.
+            labels: shifted inside; -100 and predictions of padding do not count.
             use_cache: return a cache. With one, halted tokens are skipped; without, all are computed, to equal values.
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
-            max_iterations: read each token at most this often.
-            num_items_in_batch: what the summed loss is divided by; by default its own number of targets.
+            max_iterations: limit on each token's iterations.
+            num_items_in_batch: divisor of the summed loss; by default the number of targets.
         """
-        unknown = kwargs.keys() - {"cache_position", "tokenizer", "token_type_ids"}  # Hugging Face hands these to all
-        if asked := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
-            raise ValueError(f"{', '.join(asked)}: forward has no such argument")
+        unknown = kwargs.keys() - {"cache_position", "tokenizer", "token_type_ids"}  # Hugging Face passes them to all
+        if given := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
+            raise ValueError(f"{', '.join(given)}: forward has no such argument")
         most = self.config.iterations if max_iterations is None else max_iterations
         if not 1 <= most <= self.config.iterations:
-            raise ValueError(f"max_iterations={max_iterations}: from 1 to {self.config.iterations}")
+            raise ValueError(f"max_iterations={max_iterations} must be between 1 and {self.config.iterations}")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give one of them")
         embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
@@ -264,9 +262,9 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _ponder(self, embedded: Tensor, real: Tensor, iterations: int, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-        """Algorithm 1: (hidden states, depths, gates) of tokens ``embedded [batch, time, d]``.
+        """Returns (hidden states, depths, gates) of tokens ``embedded [batch, time, d]`` (Algorithm 1).
 
-        ``read(i, x, active)`` is the Transformer in iteration i; what it returns for other tokens has no meaning.
+        ``read(i, x, active)`` is the Transformer in iteration i; its values of inactive tokens are undefined.
         """
         config = self.config
         x = embedded * (config.embedding_scale * config.initial_multiplier)  # E^0
@@ -285,7 +283,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return hidden, depth, gates
 
     def expected_embedding(self, hidden: Tensor) -> Tensor:
-        """Eq. 6 to 8: ``softmax(head(h)) @ table`` of rows ``[rows, d]``, the table scaled as embeddings are."""
+        """Returns ``softmax(head(h)) @ table`` of rows ``[rows, d]``, the table scaled as embeddings are (eq. 6-8)."""
         table, top_k = self._table(hidden.device), self.config.expectation_top_k
         head, wide, parts = self.get_output_embeddings(), torch.promote_types(hidden.dtype, torch.float32), []
         for rows in hidden.split(max(1, _LOGITS_AT_ONCE // table.shape[0])):
@@ -297,14 +295,14 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat(parts) * self.config.embedding_scale
 
     def _table(self, device: torch.device) -> Tensor:
-        """The embeddings of all tokens; of a module that adapts or loads its weights, what it computes for each."""
+        """Returns the embeddings of all tokens; an adapted or offloaded embedding module computes them."""
         embedding = self.get_input_embeddings()
         if type(embedding) is nn.Embedding and embedding.weight.device.type != "meta":
             return embedding.weight
         return embedding(torch.arange(self.config.vocab_size, device=device))
 
     def _read_all(self, tokens: Tokens) -> Read:
-        """Algorithm 2 as it is written: every token is computed, and halted ones keep their keys and values."""
+        """Returns a pass that computes every token and keeps the keys and values of halted ones (Algorithm 2)."""
         before: dict[int, tuple[Tensor, Tensor]] = {}
         slots = torch.arange(tokens.real.shape[1], device=tokens.real.device).expand(tokens.real.shape)
         # A pass that is plainly causal needs no mask: attention is faster without.
@@ -324,9 +322,9 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return read
 
     def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
-        """Only active tokens are computed, and read the rows of all others from the cache.
+        """Returns a pass that computes active tokens only and reads the rows of all others from the cache.
 
-        Sequences with equally many active tokens are read together: one pass when decoding, and for one sequence.
+        Sequences with equally many active tokens are computed together: one pass when decoding, and for one sequence.
         """
         cache.extend(tokens.real)
 
@@ -347,21 +345,21 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return read
 
     def _pass(self, x: Tensor, position: Tensor, mask: Any, answer: Callable[..., Any]) -> Tensor:
-        """One pass of the whole decoder over ``x [sequences, tokens, d]``; its final-normed hidden states."""
+        """Runs the whole decoder over ``x [sequences, tokens, d]``; returns its final-normed hidden states."""
         layers = OnePass(answer)
         with nullcontext() if mask is None else sdpa_kernel(_MASKED_ATTENTION):
             output = self.backbone.base_model(
                 inputs_embeds=x, position_ids=position, attention_mask=mask, past_key_values=layers, use_cache=True
             )
-        if layers.asked != self.config.num_hidden_layers:
+        if layers.calls != self.config.num_hidden_layers:
             raise RuntimeError(
-                f"{layers.asked} of {self.config.num_hidden_layers} layers asked for keys and values: the backbone's "
-                "own gradient checkpointing drops the cache; switch it off"
+                f"{layers.calls} of {self.config.num_hidden_layers} layers used the cache: the backbone's own gradient "
+                "checkpointing drops it; switch it off"
             )
         return output.last_hidden_state
 
     def _mask(self, slots: Tensor, real: Tensor) -> Any:
-        """Who attends to whom: ``slots [n, count]`` to the ``real [n, all slots]`` ones up to themselves.
+        """Returns the causal mask of queries ``slots [n, count]`` over the ``real [n, all slots]`` keys.
 
         A sliding window counts tokens, not padding. Every slot sees itself, so that no softmax is over nothing.
         """
@@ -383,7 +381,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if (wanted := generation_config.cache_implementation) not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={wanted!r} keeps one row per token, this model K: leave it out")
+            raise ValueError(f"cache_implementation={wanted!r} keeps one row per token, not K: leave it out")
         if generation_config.assistant_early_exit is not None:
             raise ValueError("assistant_early_exit leaves layers out, which every iteration needs: leave it out")
         cache = _own(model_kwargs.get("past_key_values"))
@@ -394,14 +392,14 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _own(cache: Any) -> PonderCache | None:
-    """The cache itself, if it can hold K rows per token."""
+    """Returns the cache; raises if it cannot hold K rows per token."""
     if cache is not None and not isinstance(cache, PonderCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: only a PonderCache holds K rows per token")
     return cache
 
 
 def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cache: PonderCache | None) -> Tokens:
-    """Where the tokens of a forward stand, by mask and cache; positions count real tokens."""
+    """Returns the tokens of a forward by mask and cache; positions count real tokens."""
     batch, time, _ = embedded.shape
     past = 0 if cache is None else cache.get_seq_length()
     before = torch.zeros(batch, 1, dtype=torch.long, device=embedded.device)
@@ -414,7 +412,7 @@ def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cac
     elif mask.shape == (batch, past + time):
         real = mask[:, past:].to(embedded.device).bool()
     else:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}: {(batch, past + time)} is needed")
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, it must be {(batch, past + time)}")
     if position is None:
         position = (real.cumsum(1) - 1 + before).clamp_min(0)
     elif mask is None and not past and bool((position.diff(dim=1) != 1).any()):
@@ -423,7 +421,7 @@ def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cac
 
 
 def _loss(logits: Tensor, labels: Tensor, real: Tensor, items: Tensor | int | None) -> Tensor:
-    """Mean cross-entropy of the next tokens, 0 where there is none; what padding predicts does not count."""
+    """Returns the mean cross-entropy of the next tokens; predictions of padding do not count."""
     targets = labels[:, 1:].masked_fill(~real[:, :-1], -100)
     wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
     count = (targets != -100).sum().clamp(min=1) if items is None else items
