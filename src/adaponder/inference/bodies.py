@@ -31,21 +31,10 @@ from adaponder.ops.row_linear import (
 
 # Activation names in a decoder's config, and the kernels' names for them.
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
+# The shape of one row in a layer: of its keys and of its values, [heads, size] each.
+RowShape = tuple[tuple[int, int], tuple[int, int]]
 # Rotary embeddings whose angles depend on the position alone.
 ROPES = ("default", "linear", "llama3", "yarn")
-
-
-class RowShape(NamedTuple):
-    """The shape of one row in a layer: keys ``[heads, key_size]``, values ``[value_heads, value_size]``."""
-
-    heads: int
-    key_size: int
-    value_heads: int
-    value_size: int
-
-    def numel(self) -> int:
-        """Returns the number of elements of one row in this layer."""
-        return self.heads * self.key_size + self.value_heads * self.value_size
 
 
 class Pools(NamedTuple):
@@ -57,12 +46,9 @@ class Pools(NamedTuple):
     @classmethod
     def empty(cls, shapes: list[RowShape], rows: int, dtype: torch.dtype, device: torch.device) -> Pools:
         """Allocates ``rows`` rows of zeros: attention multiplies masked values by 0, and 0 times NaN is NaN."""
-
-        def zeros(heads: int, size: int) -> Tensor:
-            return torch.zeros(rows, heads, size, dtype=dtype, device=device)
-
-        keys = [zeros(shape.heads, shape.key_size) for shape in shapes]
-        return cls(keys, [zeros(shape.value_heads, shape.value_size) for shape in shapes])
+        keys, values = zip(*shapes, strict=True)
+        like = torch.zeros(0, dtype=dtype, device=device)
+        return cls([like.new_zeros(rows, *shape) for shape in keys], [like.new_zeros(rows, *shape) for shape in values])
 
 
 class Body(ABC):
@@ -131,10 +117,7 @@ class FusedLayer(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """The rows of a pass: decode rows first, then prefill rows, numbered from 0 again.
-
-    ``prefill`` is ``None`` where there are no prefill rows.
-    """
+    """The decode rows of a pass, and its prefill rows, numbered from 0 again; ``None`` without any."""
 
     decode: LedgerRows
     decode_turn: Turn
@@ -202,7 +185,7 @@ class FusedBody(Body):
         return layers
 
     def row_shapes(self) -> list[RowShape]:
-        return [RowShape(self.key_heads, self.size, self.key_heads, self.size)] * len(self.windows)
+        return [((self.key_heads, self.size), (self.key_heads, self.size))] * len(self.windows)
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
         split, stream = self._split(position, rows), x
@@ -348,7 +331,7 @@ class StockBody(Body):
         x = torch.zeros(1, 1, backbone.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
         position = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         rows = backbone.read(x, position=position, mask=None, view=PlainView, stream=False).rows
-        return [RowShape(keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]) for keys, values in rows]
+        return [((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])) for keys, values in rows]
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
         output = (self._forward_gathered if self.gathers else self._forward_indexed)(x, position, rows, pools)

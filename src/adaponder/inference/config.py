@@ -86,6 +86,7 @@ class EngineShape:
     window: int
     burst: int
     chunk: int
+    page_size: int = PAGE
 
     @classmethod
     def of(cls, config: EngineConfig, model: AdaPonderForCausalLM) -> EngineShape:
@@ -121,7 +122,7 @@ class EngineShape:
             gc.collect()  # frees the pools of engines that are no longer referenced
             torch.cuda.empty_cache()
             free = int(0.9 * torch.cuda.mem_get_info(model.device)[0])
-        row_bytes = sum(shape.numel() for shape in body.row_shapes()) * model.dtype.itemsize
+        row_bytes = sum(heads * size for shapes in body.row_shapes() for heads, size in shapes) * model.dtype.itemsize
         return min(needed, max(4 * PAGE, free // row_bytes))
 
 

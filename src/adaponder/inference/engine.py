@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, model: AdaPonderForCausalLM, config: EngineConfig | None = None, **options: Any):
         check_model(model)
         self.model, self.config = model, replace(config or EngineConfig(), **options)
-        shape = EngineShape.of(self.config, model)
+        shape = self._shape = EngineShape.of(self.config, model)
         self.iterations, self.tokens = shape.iterations, shape.tokens
         decode_rows = pad_lanes(pad_lanes(shape.lanes) * shape.window * shape.width)
         body = build_body(model, self.config.body, rows=decode_rows, positions=shape.tokens, width=shape.width)
@@ -89,7 +89,7 @@ class Engine:
                     stacklevel=2,
                 )
             number, namespace = next(self._request_numbers), self._namespace(request, policy, iterations)
-            sequences = Submission(request, number, policy, iterations, namespace, PAGE).samples
+            sequences = Submission(request, number, policy, iterations, namespace, self._shape).samples
             self._requests[number] = list(sequences)
             if on_event is not None:
                 self._callbacks[number] = on_event

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder.inference.config import PAGE, EngineShape
+from adaponder.inference.config import EngineShape
 from adaponder.methods import State
 from adaponder.ops.lanes import Books, resume_rows
 
@@ -32,7 +32,7 @@ class Lanes:
             return torch.zeros(count, *shape, dtype=torch.int32 if shape else torch.long, device=device)
 
         # A finished lane may use rows_in_flight more rows before the host knows that it is finished.
-        pages = -(-(slots * shape.passes + shape.rows_in_flight) // PAGE) + 1
+        pages = -(-(slots * shape.passes + shape.rows_in_flight) // shape.page_size) + 1
         self.books = Books(
             index=entries(shape.passes, slots).fill_(-1),
             token=entries(),
@@ -42,7 +42,7 @@ class Lanes:
             used=entries(),
             pages=entries(pages),
             tick=torch.zeros(1, dtype=torch.long, device=device),
-            page_size=PAGE,
+            page_size=shape.page_size,
         )
 
         def empty(values: Tensor) -> Tensor:

@@ -132,10 +132,8 @@ def _check_depths(depths: Any, model: AdaPonderForCausalLM, slots: int, iteratio
     if len(depths) > slots:
         raise InputError(f"depths has {len(depths)} entries, but prompt and new tokens take {slots} slots")
     for slot, depth in depths.items() if isinstance(depths, Mapping) else enumerate(depths):
-        if not _is_index(slot, slots):
-            raise InputError(f"depths: slot {shown(slot)} must be between 0 and {slots - 1}")
-        if not _is_index(depth, iterations + 1):
-            raise InputError(f"depths[{slot}]={shown(depth)} must be between 1 and {iterations}, or 0 (not forced)")
+        _check_number("depths: slot", slot, int, 0, slots - 1)
+        _check_number(f"depths[{slot}]", depth, int, 0, iterations)
 
 
 def _check_bias(biases: Any, vocabulary: int) -> None:
@@ -144,10 +142,8 @@ def _check_bias(biases: Any, vocabulary: int) -> None:
     if len(biases) > MOST_BIASES:
         raise InputError(f"logit_bias has {len(biases)} entries and must have at most {MOST_BIASES}")
     for token, bias in biases.items():
-        _check_id("logit_bias", token, vocabulary)
-        number = as_plain_number(bias, float)
-        if isinstance(number, bool) or not isinstance(number, float) or not -100.0 <= number <= 100.0:
-            raise InputError(f"logit_bias[{token}]={shown(bias)} must be a number between -100 and 100")
+        _check_number("logit_bias: token id", token, int, 0, vocabulary - 1)
+        _check_number(f"logit_bias[{token}]", bias, float, -100, 100)
 
 
 def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
@@ -161,16 +157,13 @@ def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
     if not listed:
         cure = "; encode a text first: tokenizer(text).input_ids" if text else ""
         raise InputError(f"{name}={shown(values)} must be a list of token ids{cure}")
-    return [_check_id(name, value, vocabulary) for value in values]
+    return [_check_number(f"{name}: token id", value, int, 0, vocabulary - 1) for value in values]
 
 
-def _check_id(name: str, value: Any, vocabulary: int) -> int:
-    if not _is_index(value, vocabulary):
-        raise InputError(f"{name}: token id {shown(value)} must be a whole number between 0 and {vocabulary - 1}")
-    return operator.index(value)
-
-
-def _is_index(value: Any, stop: int) -> bool:
-    """Returns whether a value is a whole number from 0 to ``stop - 1``; bools are not."""
-    number = as_plain_number(value, int)
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < stop
+def _check_number(name: str, value: Any, kind: type, least: int, most: int) -> Any:
+    """Returns a number of any library as Python's ``kind``; raises unless it is from ``least`` to ``most``."""
+    number = as_plain_number(value, kind)
+    if isinstance(number, bool) or not isinstance(number, kind) or not least <= number <= most:
+        words = "a whole number" if kind is int else "a number"
+        raise InputError(f"{name} {shown(value)} must be {words} between {least} and {most}")
+    return number

@@ -19,7 +19,7 @@ from adaponder.inference.kv_cache import Span
 from adaponder.inference.sampler import Features, Scores
 from adaponder.inference.scheduler import Plan
 from adaponder.inference.sequence import Chunk, Sequence
-from adaponder.inference.tick import Extras, ScheduledChunks, TickRunner, to_host
+from adaponder.inference.tick import Extras, TickRunner, to_host
 from adaponder.modeling import AdaPonderForCausalLM
 
 # Multiply-adds of a matrix product per CPU thread. A product shared by threads ends with a wait for the slowest of
@@ -108,11 +108,11 @@ class Runner(TickRunner):
     def _admit(self, sequence: Sequence) -> None:
         """Sets up the lane of an admitted sequence: its policy and its shared rows."""
         submission = sequence.submission
-        last = min(self.passes, sequence.iterations) - 1
-        self.policies.set(sequence.lane_number, submission.policy, submission.request.seed, submission.forced, last)
+        lane, last = sequence.lane_number, sequence.passes - 1
+        self.policies.set(lane, submission.policy, submission.request.seed, submission.forced, last)
         if sequence.kv.shared:
             columns = torch.cat([span.columns for span in sequence.kv.shared], dim=1)
-            self.lanes.index[sequence.lane, :, : columns.shape[1]] = columns
+            self.lanes.index[lane, :, : columns.shape[1]] = columns
 
     def _start_decoding(self, sequences: Many[Sequence]) -> None:
         """Sets up sampling and the first token to decode of prefilled sequences."""
@@ -120,15 +120,14 @@ class Runner(TickRunner):
         for sequence in sequences:
             lane, tokens, prompt = sequence.lane_number, sequence.tokens, sequence.submission.prompt
             self.sampler.set(lane, sequence.request, sequence.sample, prompt, output_ids=tokens[len(prompt) :])
-            last = min(self.passes, sequence.iterations) - 1
-            entries.append((lane, tokens[-1], len(tokens) - 1, last))
+            entries.append((lane, tokens[-1], len(tokens) - 1, sequence.passes - 1))
         self.lanes.start(entries)
         if self.drafts is not None:
             self.drafts.start(sequences, self.policies.callables())
 
-    def _run(self, lanes: list[int], features: Features, chunks: ScheduledChunks, plan: Plan, launch: Launch) -> None:
+    def _run(self, lanes: list[int], features: Features, chunks: Many[Chunk], plan: Plan, launch: Launch) -> None:
         """Runs ticks one by one, the chunks in the first; a single tick without lanes."""
-        rows = (len(lanes) + sum(len(chunk.tokens) for chunk, _ in chunks)) * self.width
+        rows = (len(lanes) + sum(len(chunk.tokens) for chunk in chunks)) * self.width
         lane, extras = self.as_tensor(lanes), []
         ticks = plan.ticks if lanes else 1
         log = self.new_log(ticks, len(lanes))
@@ -137,7 +136,7 @@ class Runner(TickRunner):
             for _ in range(ticks):
                 extra, outputs = self.tick(lane, chunks, features, plan.context, log, self.replayed)
                 extras.append(extra)
-                for (chunk, _), output in zip(chunks, outputs, strict=True):
+                for chunk, output in zip(chunks, outputs, strict=True):
                     launch.chunks.append((chunk, chunk.sequence.num_preemptions, *output))
                 launch.failed |= self.policies.errors
                 chunks = ()

@@ -27,7 +27,7 @@ class Plan:
         admitted: sequences that have just got a lane.
         starting: sequences whose prefill is complete and that start to decode.
         decoding: sequences with one row per tick, in the order of their lanes.
-        chunks: prefill chunks of the first tick, each with its pool rows.
+        chunks: prefill chunks of the first tick.
         pages: block-table updates, (lane, index, page).
         ticks: the number of ticks.
         context: an upper bound on the slots of the decoding sequences.
@@ -37,7 +37,7 @@ class Plan:
     admitted: list[Sequence] = field(default_factory=list)
     starting: list[Sequence] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Chunk, list[int]]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     ticks: int = 1
     context: int = 0
@@ -53,7 +53,7 @@ class Plan:
             [sequence for sequence in sequences if sequence.lane is not None]
             for sequences in (self.admitted, self.starting, self.decoding)
         )
-        self.chunks = [(chunk, rows) for chunk, rows in self.chunks if chunk.sequence.lane is not None]
+        self.chunks = [chunk for chunk in self.chunks if chunk.sequence.lane is not None]
 
 
 class Scheduler:
@@ -134,10 +134,7 @@ class Scheduler:
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
-        return total / count if count >= _ENOUGH else float(self._most_passes(sequence))
-
-    def _most_passes(self, sequence: Sequence) -> int:
-        return min(self.shape.passes, sequence.iterations)
+        return total / count if count >= _ENOUGH else float(sequence.passes)
 
     # --- schedule -----------------------------------------------------------------------------------------------
 
@@ -148,7 +145,7 @@ class Scheduler:
         self._schedule_decode(plan)
         self._schedule_prefill(plan)
         plan.drop_preempted()
-        plan.chunks.sort(key=lambda entry: entry[0].iteration)  # chunks at one iteration share a gate call
+        plan.chunks.sort(key=attrgetter("iteration"))  # chunks at one iteration share a gate call
         if plan.empty and self.resident and not any(_in_flight(sequence) for sequence in self.resident.values()):
             # Waiting samples hold the pages that the residents lack: the youngest resident is preempted.
             self._preempt(max(self.resident.values(), key=_order))
@@ -205,7 +202,7 @@ class Scheduler:
     def _schedule_decode(self, plan: Plan) -> None:
         """Schedules a row per tick for each prefilled sequence and preempts those without pages."""
         ready = [sequence for sequence in self.resident.values() if sequence.state == DECODING or sequence.prefilled]
-        most = max((sequence.num_remaining * self._most_passes(sequence) for sequence in ready), default=1)
+        most = max((sequence.num_remaining * sequence.passes for sequence in ready), default=1)
         plan.ticks = max(1, min(self._burst_beside_prefill(), most))
         for sequence in sorted(ready, key=_order):
             if sequence.lane is None:
@@ -238,10 +235,7 @@ class Scheduler:
         rows = sequence.kv.in_flight + plan.ticks * self.width
         if self.shape.window > 1:  # a tick may start one more token, and each token has rows for all passes
             rows = min(rows + self.shape.window - 1, sequence.num_remaining) * self.shape.passes
-        count = stream.pages_for(rows)
-        if not count:
-            return True
-        pages = self._take_pages(count, sequence)
+        pages = self._take_pages(stream.pages_for(rows), sequence)
         if pages is None:
             return False
         plan.pages += [(sequence.lane_number, index, page) for index, page in enumerate(pages, len(stream.pages))]
@@ -284,25 +278,21 @@ class Scheduler:
                 continue
             count = min(remaining, room // self.width)
             chunk = Chunk(sequence, list(range(sequence.num_scheduled, sequence.num_scheduled + count)))
-            if self._allocate_chunk(chunk):
+            if rows := self._schedule_chunk(chunk, plan):
                 sequence.chunks.append(chunk)
                 sequence.num_scheduled += count
-                room -= self._schedule_chunk(chunk, plan)
+                room -= rows
 
     def _schedule_chunk(self, chunk: Chunk, plan: Plan) -> int:
         """Schedules a chunk's next iteration; returns its rows, 0 without pages for them."""
-        if not self._allocate_chunk(chunk):
+        kv, rows = chunk.sequence.kv, len(chunk.tokens) * self.width
+        pages = self._take_pages(kv.prefill.pages_for(rows), chunk.sequence)
+        if pages is None:
             return 0
-        rows = chunk.sequence.kv.take_prefill(chunk.tokens, len(chunk.tokens) * self.width)
-        plan.chunks.append((chunk, rows))
-        chunk.in_flight = True
-        return len(rows)
-
-    def _allocate_chunk(self, chunk: Chunk) -> bool:
-        stream = chunk.sequence.kv.prefill
-        pages = self._take_pages(stream.pages_for(len(chunk.tokens) * self.width), chunk.sequence)
-        stream.pages += pages or []
-        return pages is not None
+        kv.prefill.pages += pages
+        chunk.rows, chunk.in_flight = kv.take_prefill(chunk.tokens, rows), True
+        plan.chunks.append(chunk)
+        return rows
 
 
 def _in_flight(sequence: Sequence) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import KVRows
 from adaponder.inference.outputs import Completion, PromptToken, Token, TopTokens
 from adaponder.inference.request import Request, forced_depths
@@ -22,6 +23,7 @@ class Submission:
 
     Attributes:
         iterations: the maximum depth of its tokens.
+        passes: the maximum number of passes per token.
         namespace: the prefix-cache namespace; ``None`` disables sharing.
         kind: sequences of one kind are expected to have the same mean depth.
         forced: forced depth by slot.
@@ -35,10 +37,11 @@ class Submission:
         policy: Policy,
         iterations: int,
         namespace: Hashable | None,
-        page_size: int,
+        shape: EngineShape,
     ):
         self.request, self.number, self.policy = request, number, policy
-        self.iterations, self.namespace, self.page_size = iterations, namespace, page_size
+        self.iterations, self.namespace, self.page_size = iterations, namespace, shape.page_size
+        self.passes = min(shape.passes, iterations)
         self.prompt = [int(token) for token in request.prompt]
         self.features = Features.of(request)
         self.kind: Hashable = (policy.fingerprint, iterations)
@@ -61,6 +64,7 @@ class Chunk:
         iteration: the next iteration, or the one in flight.
         state: the method's state of each token; ``None`` before the first iteration.
         previous: hidden states of the previous iteration, where a policy reads them.
+        rows: the pool rows of the latest pass.
         in_flight: whether a pass over it has been launched whose results are not known yet.
     """
 
@@ -69,6 +73,7 @@ class Chunk:
     iteration: int = 0
     state: State | None = None
     previous: Tensor | None = None
+    rows: list[int] = field(default_factory=list)
     in_flight: bool = False
 
     @property
@@ -110,7 +115,7 @@ class Sequence:
     def __init__(self, submission: Submission, sample: int, leader: Sequence | None):
         self.submission, self.sample, self.leader = submission, sample, leader
         self.order = (submission.number, sample)
-        self.request, self.iterations = submission.request, submission.iterations
+        self.request, self.iterations, self.passes = submission.request, submission.iterations, submission.passes
         self.state = WAITING
         self.lane: int | None = None
         self.num_preemptions = 0

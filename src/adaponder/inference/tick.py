@@ -33,10 +33,10 @@ from adaponder.ops.row_vocabulary import row_expectation, row_logits
 from adaponder.ops.vocab_expectation import vocab_expectation
 from adaponder.policies import PolicyInput
 
-# Prefill chunks, each with its pool rows.
-ScheduledChunks = Sequence[tuple[Chunk, list[int]]]
 # The results of a chunk's pass: whether each token continues, bool ``[n]``, and the scores of the next tokens.
 ChunkOutput = tuple[Tensor, Scores | None]
+# Of each token: lane, position, iteration, last allowed iteration, pool rows, previous hidden states or None.
+TickColumns = Sequence[Any]
 Gates = Sequence[nn.Module] | nn.ModuleList
 
 
@@ -47,28 +47,6 @@ class Extras(NamedTuple):
     log_probability: Tensor | None = None
     top_ids: Tensor | None = None
     top_log_probabilities: Tensor | None = None
-
-
-class TickInput(NamedTuple):
-    """The tokens of a tick, ``[n]`` each, and their pool rows ``[n, width]``.
-
-    ``last`` is the last allowed iteration; ``previous`` the previous hidden states, where a policy reads them.
-    """
-
-    lane: Tensor
-    position: Tensor
-    iteration: Tensor
-    last: Tensor
-    row: Tensor
-    previous: Tensor | None
-
-    @classmethod
-    def joined(cls, inputs: Sequence[TickInput]) -> TickInput:
-        """Concatenates the tokens of several inputs."""
-        if len(inputs) == 1:
-            return inputs[0]
-        *columns, previous = zip(*inputs, strict=True)
-        return cls(*(torch.cat(column) for column in columns), None if previous[0] is None else torch.cat(previous))
 
 
 class TickRunner:
@@ -92,7 +70,7 @@ class TickRunner:
         self._gates: tuple[Any, RowGates] | None = None
         self._all_active = torch.ones(pad_lanes(shape.lanes) * shape.window, 1, dtype=torch.bool, device=self.device)
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
-        example = TickRows(self, TickInput(zero, zero, zero, zero, zero[:, None], None), 1, ())
+        example = TickRows(self, (zero, zero, zero, zero, zero[:, None], None), 1, ())
         self.lanes = Lanes(shape, self.method.start(example, self.backbone.embed(zero[:, None])))
         self.drafts: Drafting | None = None
         if shape.window > 1:
@@ -111,7 +89,7 @@ class TickRunner:
     def tick(
         self,
         lane: Tensor,
-        chunks: ScheduledChunks,
+        chunks: Sequence[Chunk],
         features: Features,
         context: int,
         log: Tensor,
@@ -129,14 +107,17 @@ class TickRunner:
         else:
             state_row, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
         if num_decode or not chunks:
-            inputs.append(TickInput(lane, *begun[1:], lanes.state.hidden[state_row] if reads_previous else None))
+            inputs.append((lane, *begun[1:], lanes.state.hidden[state_row] if reads_previous else None))
         if chunks:
             chunk_input, ids, cohorts = self._chunk_input(chunks, num_decode, reads_previous)
             inputs.append(chunk_input)
-        tick = TickInput.joined(inputs)
-        rows = TickRows(self, tick, num_decode, cohorts)
+        columns = [
+            values[0] if len(values) == 1 or values[0] is None else torch.cat(values)
+            for values in zip(*inputs, strict=True)
+        ]
+        rows = TickRows(self, columns, num_decode, cohorts)
         state = self._start(rows, begun.token, state_row, chunks, ids)
-        state, hidden = self._pass(body or self.body, rows, tick, state, context)
+        state, hidden = self._pass(body or self.body, rows, state, context)
         extras = Extras()
         if num_decode or not chunks:
             decoded = select_state(state, slice(num_decode))
@@ -144,23 +125,23 @@ class TickRunner:
         return extras, self._finish_chunks(chunks, rows, state, hidden, reads_previous)
 
     def _chunk_input(
-        self, chunks: ScheduledChunks, num_decode: int, reads_previous: bool
-    ) -> tuple[TickInput, Tensor, tuple[Cohort, ...]]:
+        self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
+    ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
         """Returns the rows of all chunks, the ids of tokens at iteration 0 (which come first), and the cohorts."""
-        count, num_first = sum(len(chunk.tokens) for chunk, _ in chunks), 0
+        count, num_first = sum(len(chunk.tokens) for chunk in chunks), 0
         numbers = np.zeros((5 + self.width, count), dtype=np.int64)
         lane, position, iteration, last, ids = numbers[:5]
         pool_row = numbers[5:]
         cohorts, start = [], 0
-        for chunk, rows in chunks:
+        for chunk in chunks:
             sequence, stop = chunk.sequence, start + len(chunk.tokens)
             lane[start:stop], position[start:stop] = sequence.lane_number, chunk.tokens
             iteration[start:stop] = chunk.iteration
-            last[start:stop] = min(self.passes, sequence.iterations) - 1
+            last[start:stop] = sequence.passes - 1
             if chunk.state is None:
                 ids[start:stop] = [sequence.tokens[index] for index in chunk.tokens]
                 num_first = stop
-            pool_row[:, start:stop] = np.asarray(rows).reshape(-1, self.width).T
+            pool_row[:, start:stop] = np.asarray(chunk.rows).reshape(-1, self.width).T
             first_row, last_slot = (num_decode + start) * self.width, (chunk.tokens[-1] + 1) * self.width - 1
             end_row = (num_decode + stop) * self.width
             cohorts.append(Cohort(first_row, end_row, sequence.lane_number, chunk.iteration, last_slot))
@@ -176,13 +157,13 @@ class TickRunner:
             previous = torch.cat(
                 [
                     zeros.expand(len(chunk.tokens), -1, -1) if chunk.previous is None else chunk.previous
-                    for chunk, _ in chunks
+                    for chunk in chunks
                 ]
             )
-        tick = TickInput(lanes, positions, iterations, lasts, torch.stack(pool_rows, 1), previous)
-        return tick, all_ids[:num_first], tuple(cohorts)
+        columns = (lanes, positions, iterations, lasts, torch.stack(pool_rows, 1), previous)
+        return columns, all_ids[:num_first], tuple(cohorts)
 
-    def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: ScheduledChunks, ids: Tensor) -> State:
+    def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: Sequence[Chunk], ids: Tensor) -> State:
         """Returns the state of all rows before the pass: the method's start, or the state after the last iteration."""
         embed, states = self.backbone.embed, []
         if rows.num_decode or not chunks:
@@ -190,13 +171,13 @@ class TickRunner:
             states.append(resume_state(first, self.lanes.state, state_row, rows.iteration[: rows.num_decode]))
         if len(ids):
             states.append(self.method.start(rows, embed(ids[:, None])))
-        states += [chunk.state for chunk, _ in chunks if chunk.state is not None]
+        states += [chunk.state for chunk in chunks if chunk.state is not None]
         return join_states(states)
 
-    def _pass(self, body: Body, rows: TickRows, tick: TickInput, state: State, context: int) -> tuple[State, Tensor]:
+    def _pass(self, body: Body, rows: TickRows, state: State, context: int) -> tuple[State, Tensor]:
         """Runs the backbone and the method's update; returns the state for the next pass and the hidden states."""
         width, num_decode, cohorts = self.width, rows.num_decode, rows.cohorts
-        lane, slot, iteration, row = tick.lane, tick.position, tick.iteration, tick.row.flatten()
+        lane, slot, iteration, row = rows.lane, rows.position, rows.iteration, rows.row.flatten()
         if width > 1:
             lane, iteration = lane.repeat_interleave(width), iteration.repeat_interleave(width)
             slot = (slot[:, None] * width + torch.arange(width, device=self.device)).flatten()
@@ -206,12 +187,12 @@ class TickRunner:
             book_rows(self.lanes.index, *places, vanishes=self.vanishes)
         context = min(context, self.lanes.index.shape[2])
         ledger = LedgerRows(self.lanes.index, lane, slot, iteration, row, num_decode * width, cohorts, context)
-        position = tick.position if width == 1 else tick.position.repeat_interleave(width)
+        position = rows.position if width == 1 else rows.position.repeat_interleave(width)
         output = body.forward(state.input.flatten(0, 1), position, ledger, self.pools)
-        grid = (len(tick.lane), width, -1)
+        grid = (len(rows.lane), width, -1)
         state = self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
         hidden = state.hidden
-        rows.active = (tick.iteration < tick.last)[:, None]
+        rows.active = (rows.iteration < rows.last)[:, None]
         if self.passes > 1:
             state = self.method.advance(rows, state)
         return state, hidden
@@ -244,13 +225,13 @@ class TickRunner:
         return Extras(*outputs)
 
     def _finish_chunks(
-        self, chunks: ScheduledChunks, rows: TickRows, state: State, hidden: Tensor, reads_previous: bool
+        self, chunks: Sequence[Chunk], rows: TickRows, state: State, hidden: Tensor, reads_previous: bool
     ) -> list[ChunkOutput]:
         """Stores the new state of each chunk and returns its results."""
         if not chunks:
             return []
         active, outputs = to_host(rows.active[rows.num_decode :, 0]), []
-        for (chunk, _), cohort in zip(chunks, rows.cohorts, strict=True):
+        for chunk, cohort in zip(chunks, rows.cohorts, strict=True):
             start, stop = cohort.start // self.width, cohort.stop // self.width
             which, sequence, scores = slice(start, stop), chunk.sequence, None
             chunk.state, chunk.previous = select_state(state, which), hidden[which] if reads_previous else None
@@ -285,20 +266,23 @@ class TickRunner:
 
 
 class TickRows(Rows):
-    """The rows of a tick as the method uses them; tensors are ``[n, 1]`` or ``[n, width, d]``, one entry per token.
+    """The rows of a tick as the method uses them; its tensors are ``[n, 1]`` or ``[n, width, d]``, an entry per token.
 
     Attributes:
+        last: the last allowed iteration of each token.
+        row: the pool rows, ``[n, width]``.
+        previous: the hidden states of the previous iteration, where a policy reads them.
         num_decode: the number of decoding tokens, which come first; the prefill chunks after them are ``cohorts``.
         gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.
     """
 
-    def __init__(self, runner: TickRunner, tick: TickInput, num_decode: int, cohorts: tuple[Cohort, ...]):
-        self.lane, self.position, self.iteration = tick.lane, tick.position, tick.iteration
-        self.previous, self.num_decode, self.cohorts = tick.previous, num_decode, cohorts
+    def __init__(self, runner: TickRunner, columns: TickColumns, num_decode: int, cohorts: tuple[Cohort, ...]):
+        self.lane, self.position, self.iteration, self.last, self.row, self.previous = columns
+        self.num_decode, self.cohorts = num_decode, cohorts
         self.slots_per_token = runner.width
         self.runner = runner
         self.backbone: Any = TickHead(runner, self)
-        self.active = runner.all_active(len(tick.lane))
+        self.active = runner.all_active(len(self.lane))
         self.gate_output: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

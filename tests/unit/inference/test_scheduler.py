@@ -24,7 +24,7 @@ class StandIn:
     def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None, **shape):
         self.pages = Pages(rows // SIZE + 1, SIZE)
         self.prefixes = PrefixCache(self.pages, block)
-        sizes = {"iterations": 3, "tokens": 100, "width": 1, "passes": 3, "window": 1} | shape
+        sizes = {"iterations": 3, "tokens": 100, "width": 1, "passes": 3, "window": 1, "page_size": SIZE} | shape
         shape = EngineShape(lanes=lanes, chunk=chunk, burst=burst, **sizes)
         self.scheduler = Scheduler(shape, self.prefixes)
         self.postprocessor = Postprocessor(self, self.scheduler)
@@ -44,7 +44,7 @@ class StandIn:
             policy=FixedDepth(3),
             iterations=iterations,
             namespace="namespace" if self.share else None,
-            page_size=SIZE,
+            shape=self.scheduler.shape,
         )
         self.scheduler.waiting.extend(submission.samples)
         self.numbers += 1
@@ -74,7 +74,7 @@ class StandIn:
         said = [[self.read(one) for one in plan.decoding] for _ in range(plan.ticks)]
         tokens = torch.tensor(said, dtype=torch.long).view(plan.ticks, len(plan.decoding))
         launch = Launch([(one, one.num_preemptions) for one in plan.decoding], plan.ticks, (tokens, Extras()))
-        for chunk, _ in plan.chunks:
+        for chunk in plan.chunks:
             on = [chunk.iteration + 1 < self.depth(chunk.sequence, place) for place in chunk.tokens]
             launch.chunks.append((chunk, chunk.sequence.num_preemptions, torch.tensor(on), None))
         return launch
@@ -96,10 +96,10 @@ class StandIn:
             assert all(self.pages._holders[page] for page in one.kv.pages()), "a page was freed while it is in use"
         own = [page for one in scheduler.resident.values() for page in one.kv.prefill.pages + one.kv.decode.pages]
         assert len(own) == len(set(own)), "two sequences write to one page"
-        rows = [row for _, rows in plan.chunks for row in rows]
+        rows = [row for chunk in plan.chunks for row in chunk.rows]
         assert len(rows) == len(set(rows))
-        assert all(row // SIZE in chunk.sequence.kv.prefill.pages for chunk, rows in plan.chunks for row in rows)
-        for chunk, _ in plan.chunks:
+        assert all(row // SIZE in chunk.sequence.kv.prefill.pages for chunk in plan.chunks for row in chunk.rows)
+        for chunk in plan.chunks:
             assert chunk.sequence.lane is not None
             earlier = chunk.sequence.chunks[: chunk.sequence.chunks.index(chunk)]
             assert all(one.launched >= chunk.iteration for one in earlier), "a chunk overtakes an earlier one"
@@ -295,7 +295,7 @@ def test_chunks_of_one_prompt_follow_each_other_iteration_by_iteration():
     read = []
     while one.state != FINISHED:
         plan = stand.step()
-        read += [(min(chunk.tokens), chunk.iteration) for chunk, _ in plan.chunks]
+        read += [(min(chunk.tokens), chunk.iteration) for chunk in plan.chunks]
     assert sorted(read) == [(start, iteration) for start in (0, 4, 8) for iteration in range(3)]
     for start, iteration in read:
         if start:
@@ -307,7 +307,7 @@ def test_a_tick_reads_no_more_prompt_rows_than_it_may():
     for _ in range(4):
         stand.add(11, 2)
     while stand.scheduler.waiting or stand.scheduler.resident:
-        assert sum(len(rows) for _, rows in stand.step().chunks) <= 6
+        assert sum(len(chunk.rows) for chunk in stand.step().chunks) <= 6
 
 
 def test_ticks_follow_each_other_only_while_nothing_but_decoding_goes_on():
@@ -390,7 +390,7 @@ def test_a_chunk_waits_while_an_earlier_one_finds_no_page():
     stand.step()
     stand.step()
     spare = stand.pages.take(stand.pages.free)
-    (late,) = [chunk for chunk, _ in stand.step().chunks]
+    (late,) = stand.step().chunks
     assert (late.tokens, late.launched) == ([6], 1)
     assert stand.step().chunks == []
     stand.pages.release(spare)
