@@ -16,97 +16,90 @@ from adaponder.inference.sequence import FINISHED, PREFILLING, WAITING, Submissi
 from adaponder.inference.tick import Extras
 
 SIZE = 4
+SHAPE = {"lanes": 3, "iterations": 3, "tokens": 100, "width": 1, "passes": 3, "window": 1, "burst": 1, "chunk": 8}
 
 
 class StandIn:
     """A scheduler with its pages, and a stand-in for the device whose only result is each token's depth."""
 
-    def __init__(self, lanes=3, rows=100, *, chunk=8, burst=1, block=4, late=False, share=False, depth=None, **shape):
+    width, drafts, eos_ids = 1, None, ()
+
+    def __init__(self, *, rows=100, block=4, late=False, share=False, depth=None, **shape):
         self.pages = Pages(rows // SIZE + 1, SIZE)
         self.prefixes = PrefixCache(self.pages, block)
-        sizes = {"iterations": 3, "tokens": 100, "width": 1, "passes": 3, "window": 1, "page_size": SIZE} | shape
-        shape = EngineShape(lanes=lanes, chunk=chunk, burst=burst, **sizes)
-        self.scheduler = Scheduler(shape, self.prefixes)
+        self.scheduler = Scheduler(EngineShape(**SHAPE | shape, page_size=SIZE), self.prefixes)
         self.postprocessor = Postprocessor(self, self.scheduler)
-        self.width, self.late, self.share, self.drafts, self.eos_ids = 1, late, share, None, ()
-        self.depth = depth or (lambda sequence, place: min(sequence.iterations, 1 + place % 3))
-        self.in_flight, self.stands, self.occupants = None, {}, {}
-        self.admitted, self.preempted, self.ended = [], [], []
-        self.numbers = 0
-        self._preempt = self.scheduler._preempt
-        self.scheduler._preempt = self._note_preemption
+        self.late, self.namespace = late, "namespace" if share else None
+        self.depth = depth or (lambda sequence, index: min(sequence.iterations, 1 + index % 3))
+        self.in_flight, self.progress, self.occupants = None, {}, {}
+        self.admitted, self.preempted, self.finished = [], [], []
+        self.requests = 0
+        self._preempt, self.scheduler._preempt = self.scheduler._preempt, self._record_preemption
 
     def add(self, prompt, new, *, iterations=3, samples=1, depths=None):
-        tokens = prompt if isinstance(prompt, list) else [self.numbers + 10] * prompt
-        submission = Submission(
-            Request(tokens, max_new_tokens=new, samples=samples, depths=depths),
-            self.numbers,
-            policy=FixedDepth(3),
-            iterations=iterations,
-            namespace="namespace" if self.share else None,
-            shape=self.scheduler.shape,
-        )
+        tokens = prompt if isinstance(prompt, list) else [self.requests + 10] * prompt
+        request = Request(tokens, max_new_tokens=new, samples=samples, depths=depths)
+        number, self.requests = self.requests, self.requests + 1
+        submission = Submission(request, number, FixedDepth(3), iterations, self.namespace, self.scheduler.shape)
         self.scheduler.waiting.extend(submission.samples)
-        self.numbers += 1
         return submission.samples
 
     def step(self):
         plan = self.scheduler.schedule()
         self.check(plan)
-        self.admitted += [one.order for one in plan.admitted]
+        self.admitted += [sequence.order[0] for sequence in plan.admitted]
         launch = None if plan.empty else self.launch(plan)
         before, self.in_flight = self.in_flight, launch
         events = [] if before is None else self.postprocessor.process(before)
         if launch is not None and not self.late:
             self.in_flight = None
             events += self.postprocessor.process(launch)
-        self.ended += [event.request for event in events if event.completion is not None]
+        self.finished += [event.request for event in events if event.completion is not None]
         return plan
 
     def launch(self, plan):
         for lane in plan.freed:
             self.occupants.pop(lane, None)
-        self.occupants |= {one.lane: (one, one.num_preemptions) for one in plan.admitted}
-        residents = {lane: (one, one.num_preemptions) for lane, one in self.scheduler.resident.items()}
-        assert self.occupants == residents, "the device was not told who came and who left"
-        for one in plan.starting:
-            self.stands[one] = (len(one.tokens) - 1, 0)
-        said = [[self.read(one) for one in plan.decoding] for _ in range(plan.ticks)]
-        tokens = torch.tensor(said, dtype=torch.long).view(plan.ticks, len(plan.decoding))
-        launch = Launch([(one, one.num_preemptions) for one in plan.decoding], plan.ticks, (tokens, Extras()))
+        self.occupants |= {sequence.lane: (sequence, sequence.num_preemptions) for sequence in plan.admitted}
+        residents = {lane: (sequence, sequence.num_preemptions) for lane, sequence in self.scheduler.resident.items()}
+        assert self.occupants == residents, "the device was not told which sequences have a lane"
+        for sequence in plan.starting:
+            self.progress[sequence] = (len(sequence.tokens) - 1, 0)
+        ticks = [[self.decode(sequence) for sequence in plan.decoding] for _ in range(plan.ticks)]
+        tokens = torch.tensor(ticks, dtype=torch.long).view(plan.ticks, len(plan.decoding))
+        decoding = [(sequence, sequence.num_preemptions) for sequence in plan.decoding]
+        launch = Launch(decoding, plan.ticks, (tokens, Extras()))
         for chunk in plan.chunks:
-            on = [chunk.iteration + 1 < self.depth(chunk.sequence, place) for place in chunk.tokens]
-            launch.chunks.append((chunk, chunk.sequence.num_preemptions, torch.tensor(on), None))
+            active = [chunk.iteration + 1 < self.depth(chunk.sequence, index) for index in chunk.tokens]
+            launch.chunks.append((chunk, chunk.sequence.num_preemptions, torch.tensor(active), None))
         return launch
 
-    def read(self, sequence):
-        place, iteration = self.stands[sequence]
-        halts = iteration + 1 >= self.depth(sequence, place)
-        self.stands[sequence] = (place + 1, 0) if halts else (place, iteration + 1)
+    def decode(self, sequence):
+        index, iteration = self.progress[sequence]
+        halts = iteration + 1 >= self.depth(sequence, index)
+        self.progress[sequence] = (index + 1, 0) if halts else (index, iteration + 1)
         return 1 if halts else -1
 
     def check(self, plan):
         """Asserts the invariants of every plan."""
-        scheduler = self.scheduler
-        lanes = [one.lane for one in scheduler.resident.values()]
-        assert len(lanes) == len(set(lanes))
-        assert set(lanes) == set(scheduler.resident)
-        assert not set(lanes) & set(scheduler._free_lanes)
-        for one in [*scheduler.resident.values(), *scheduler.waiting]:
-            assert all(self.pages._holders[page] for page in one.kv.pages()), "a page was freed while it is in use"
-        own = [page for one in scheduler.resident.values() for page in one.kv.prefill.pages + one.kv.decode.pages]
+        resident, waiting = self.scheduler.resident, self.scheduler.waiting
+        assert {sequence.lane for sequence in resident.values()} == set(resident)
+        assert not set(resident) & set(self.scheduler._free_lanes)
+        for sequence in [*resident.values(), *waiting]:
+            assert all(self.pages._holders[page] for page in sequence.kv.pages()), "a page in use was freed"
+        own = [page for sequence in resident.values() for page in sequence.kv.prefill.pages + sequence.kv.decode.pages]
         assert len(own) == len(set(own)), "two sequences write to one page"
         rows = [row for chunk in plan.chunks for row in chunk.rows]
         assert len(rows) == len(set(rows))
-        assert all(row // SIZE in chunk.sequence.kv.prefill.pages for chunk in plan.chunks for row in chunk.rows)
         for chunk in plan.chunks:
+            assert all(row // SIZE in chunk.sequence.kv.prefill.pages for row in chunk.rows)
             assert chunk.sequence.lane is not None
             earlier = chunk.sequence.chunks[: chunk.sequence.chunks.index(chunk)]
-            assert all(one.launched >= chunk.iteration for one in earlier), "a chunk overtakes an earlier one"
-        for one in plan.decoding:
-            assert not one.chunks, "it decodes before its prompt is read"
-            assert one.num_scheduled == one.num_prefill or one not in plan.starting
-            assert one.kv.decode.room >= one.kv.in_flight, "rows that it may use are not there"
+            assert all(other.launched >= chunk.iteration for other in earlier), "a chunk overtakes an earlier one"
+        for sequence in plan.decoding:
+            assert not sequence.chunks, "it decodes before its prefill is complete"
+            assert sequence.num_scheduled == sequence.num_prefill or sequence not in plan.starting
+            assert sequence.kv.decode.room >= sequence.kv.in_flight, "rows that it may use are not allocated"
 
     def run(self, limit=3000):
         for _ in range(limit):
@@ -118,8 +111,8 @@ class StandIn:
         self.prefixes.clear()
         assert self.pages.held == 0
 
-    def _note_preemption(self, sequence):
-        self.preempted.append((sequence.order, [one.order for one in self.scheduler.resident.values()]))
+    def _record_preemption(self, sequence):
+        self.preempted.append((sequence.order, [other.order for other in self.scheduler.resident.values()]))
         self._preempt(sequence)
 
     # The runner's methods that the postprocessor calls.
@@ -131,8 +124,8 @@ class StandIn:
         chunk.tokens = [chunk.tokens[number] for number in which]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_everybody_finishes_whatever_comes(seed):
+@pytest.mark.parametrize("seed", range(25))
+def test_every_sequence_finishes(seed):
     draw = random.Random(seed)
     stand = StandIn(
         lanes=draw.randint(1, 5),
@@ -145,46 +138,40 @@ def test_everybody_finishes_whatever_comes(seed):
     )
     if draw.random() < 0.6:
         stand.scheduler.expected_rows = lambda sequence: 0
-    live, cancelled = [], []
+    sequences, cancelled = [], []
     for _ in range(14):
         prompt = draw.choice([draw.randint(1, 14), list(range(draw.randint(1, 14)))])
-        live += stand.add(prompt, draw.randint(1, 8), samples=draw.choice([1, 1, 2]))
+        sequences += stand.add(prompt, draw.randint(1, 8), samples=draw.choice([1, 1, 2]))
         for _ in range(draw.randint(0, 6)):
             stand.step()
-        if draw.random() < 0.2:
-            one = draw.choice(live)
-            if one.state != FINISHED:
-                stand.postprocessor.finish(one, "cancelled")
-                cancelled.append(one)
+        sequence = draw.choice(sequences)
+        if draw.random() < 0.2 and sequence.state != FINISHED:
+            stand.postprocessor.finish(sequence, "cancelled")
+            cancelled.append(sequence)
     stand.run()
     assert len(stand.scheduler._free_lanes) == len(set(stand.scheduler._free_lanes))
-    for one in live:
-        assert one.state == FINISHED
-        true = [stand.depth(one, place) for place in range(len(one.depths))]
-        assert one.depths == true or (one in cancelled and all(map(lambda x, y: x in (0, y), one.depths, true)))
+    for sequence in sequences:
+        assert sequence.state == FINISHED
+        depths = [stand.depth(sequence, index) for index in range(len(sequence.depths))]
+        partly = sequence in cancelled and all(map(lambda found, true: found in (0, true), sequence.depths, depths))
+        assert sequence.depths == depths or partly
 
 
-def test_the_first_to_come_is_the_first_to_get_a_lane():
+# --- admission ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[(3, 4), (9, 4), (1, 4), (5, 4), (2, 4)], [(8, 4), (20, 8), (1, 1)]])
+def test_sequences_get_lanes_in_order_of_arrival(sizes):
+    """Also where one that does not fit yet has a smaller one behind it."""
     stand = StandIn(lanes=2)
-    for length in (3, 9, 1, 5, 2):
-        stand.add(length, 4)
+    for prompt, new in sizes:
+        stand.add(prompt, new)
     stand.run()
-    assert stand.admitted == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0)]
+    assert stand.admitted == list(range(len(sizes)))
 
 
-def test_one_that_does_not_fit_is_not_overtaken():
-    stand = StandIn(lanes=3, rows=100)
-    stand.add(8, 4)
-    stand.add(20, 8)
-    stand.add(1, 1)
-    stand.step()
-    assert stand.admitted == [(0, 0)]
-    stand.run()
-    assert stand.admitted == [(0, 0), (1, 0), (2, 0)]
-
-
-def test_halting_means_more_residents():
-    def most(mean):
+def test_smaller_depths_admit_more_sequences():
+    def residents(mean):
         stand = StandIn(lanes=20, rows=200)
         for _ in range(12):
             stand.add(8, 5)
@@ -192,59 +179,52 @@ def test_halting_means_more_residents():
         stand.step()
         return len(stand.scheduler.resident)
 
-    assert [most(3), most(2), most(1)] == [4, 6, 10]
+    assert [residents(3), residents(2), residents(1)] == [4, 6, 10]
 
 
-def test_the_greatest_depth_is_expected_until_enough_tokens_were_seen():
+def test_expected_rows():
+    """The maximum depth until 32 tokens of the kind are known, then their mean; forced depths are known at once."""
     stand = StandIn()
-    (one,) = stand.add(8, 5)
-    assert stand.scheduler.expected_rows(one) == 12 * 3 + 2 * SIZE
-    stand.scheduler.record_depth(one.submission.kind, 31, 31)
-    assert stand.scheduler.expected_depth(one) == 3
-    stand.scheduler.record_depth(one.submission.kind, 1, 1)
-    assert stand.scheduler.expected_rows(one) == 12 + 2 * SIZE
+    (sequence,) = stand.add(8, 5)
+    (forced,) = stand.add(8, 5, depths=[1, 2] * 6)
+    assert stand.scheduler.expected_rows(forced) == 18 + 2 * SIZE
+    assert stand.scheduler.expected_rows(sequence) == 12 * 3 + 2 * SIZE
+    stand.scheduler.record_depth(sequence.submission.kind, 31, 31)
+    assert stand.scheduler.expected_depth(sequence) == 3
+    stand.scheduler.record_depth(sequence.submission.kind, 1, 1)
+    assert stand.scheduler.expected_rows(sequence) == 12 + 2 * SIZE
 
 
-def test_forced_depths_are_expected():
-    stand = StandIn()
-    (one,) = stand.add(8, 5, depths=[1, 2] * 6)
-    assert stand.scheduler.expected_rows(one) == 18 + 2 * SIZE
-
-
-def test_slots_that_are_read_in_one_pass_hold_one_row_each():
+def test_slots_computed_in_one_pass_hold_one_row_each():
     """As those of pause tokens are: three slots of a token, whose request allows three iterations."""
     stand = StandIn(width=3, passes=1, burst=8)
-    (one,) = stand.add(1, 2, iterations=3)
-    assert stand.scheduler.expected_rows(one) == 2 * 3 + 2 * SIZE
+    (sequence,) = stand.add(1, 2, iterations=3)
+    assert stand.scheduler.expected_rows(sequence) == 2 * 3 + 2 * SIZE
     assert stand.scheduler.schedule().ticks == 2, "one for each token"
 
 
-def test_depths_are_remembered_of_those_kinds_that_came_last():
+def test_mean_depths_are_kept_for_the_latest_kinds():
     stand = StandIn()
-    (one,) = stand.add(8, 5)
-    stand.scheduler.record_depth(one.submission.kind, 32, 32)
+    (sequence,) = stand.add(8, 5)
+    stand.scheduler.record_depth(sequence.submission.kind, 32, 32)
     for number in range(3000):
         stand.scheduler.record_depth(("another tau", number), 1, 1)
-        stand.scheduler.record_depth(one.submission.kind, 0, 0)  # a chunk of which all tokens go on
-    assert stand.scheduler.expected_depth(one) == 1
+        stand.scheduler.record_depth(sequence.submission.kind, 0, 0)  # a chunk in which no token halts
+    assert stand.scheduler.expected_depth(sequence) == 1
     assert len(stand.scheduler._depths) == 1024
 
 
-def test_the_most_residents_are_counted_where_others_have_to_wait():
-    stand = StandIn(lanes=4, rows=100)
-    for _ in range(3):
-        stand.add(8, 4)
+@pytest.mark.parametrize(("requests", "samples", "waiting", "resident"), [(3, 1, 1, 2), (1, 2, 1, 1)])
+def test_most_resident_does_not_count_waiting_sequences(requests, samples, waiting, resident):
+    stand = StandIn(lanes=4)
+    for _ in range(requests):
+        stand.add(8, 4, samples=samples)
     stand.step()
-    assert len(stand.scheduler.waiting) == 1
-    assert stand.scheduler.most_resident == 2
-    stand = StandIn(lanes=4, rows=100)
-    stand.add(8, 4, samples=2)
-    stand.step()
-    assert stand.scheduler.most_resident == 1, "the other sample waits for the prompt"
+    assert (len(stand.scheduler.waiting), stand.scheduler.most_resident) == (waiting, resident)
 
 
-def test_shared_tokens_are_counted_once_however_long_a_request_waits():
-    stand = StandIn(lanes=2, rows=100, share=True)
+def test_cached_tokens_are_counted_once():
+    stand = StandIn(lanes=2, share=True)
     (first,) = stand.add(list(range(9)), 1)
     while first.state != FINISHED:
         stand.step()
@@ -257,8 +237,8 @@ def test_shared_tokens_are_counted_once_however_long_a_request_waits():
     assert stand.scheduler.tokens_reused == same.completion.cached_tokens == 8
 
 
-def test_whoever_is_too_large_for_the_rest_comes_in_alone():
-    stand = StandIn(lanes=2, rows=100)
+def test_a_sequence_too_large_for_the_rest_is_admitted_alone():
+    stand = StandIn(lanes=2)
     stand.scheduler.expected_rows = lambda sequence: 10**6
     for _ in range(3):
         stand.add(5, 3)
@@ -266,21 +246,24 @@ def test_whoever_is_too_large_for_the_rest_comes_in_alone():
     assert stand.scheduler.most_resident == 1
 
 
+# --- preemption ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_the_youngest_gives_way_and_nobody_comes_in_before_somebody_has_left(late):
+def test_the_youngest_is_preempted_and_none_is_admitted_before_one_finishes(late):
     stand = StandIn(lanes=4, rows=64, late=late, burst=2)
     stand.scheduler.expected_rows = lambda sequence: 0
     for _ in range(6):
         stand.add(9, 9)
     stand.run()
     assert len(stand.preempted) >= 2
-    assert all(number == max(residents) for number, residents in stand.preempted)
-    assert stand.ended == sorted(stand.ended), "the older ones end first"
+    assert all(order == max(residents) for order, residents in stand.preempted)
+    assert stand.finished == sorted(stand.finished), "the older ones finish first"
     assert stand.scheduler.preemptions == len(stand.preempted) < 20
 
 
-def test_a_waiting_sample_does_not_keep_the_pages_that_the_only_resident_needs():
-    """The sample is older, so it need not part; the resident steps back instead of waiting for ever."""
+def test_a_waiting_sample_does_not_keep_pages_from_the_only_resident():
+    """The sample is older, so it keeps its pages; the resident is preempted instead of waiting for ever."""
     stand = StandIn(lanes=2, rows=44, chunk=6)
     _, sample = stand.add(10, 1, samples=2)
     (other,) = stand.add(14, 6)
@@ -289,56 +272,75 @@ def test_a_waiting_sample_does_not_keep_the_pages_that_the_only_resident_needs()
     assert {other.state, sample.state} == {FINISHED}
 
 
-def test_chunks_of_one_prompt_follow_each_other_iteration_by_iteration():
-    stand = StandIn(lanes=1, chunk=4, late=True, depth=lambda sequence, place: 3)
-    (one,) = stand.add(13, 1)
-    read = []
-    while one.state != FINISHED:
-        plan = stand.step()
-        read += [(min(chunk.tokens), chunk.iteration) for chunk in plan.chunks]
-    assert sorted(read) == [(start, iteration) for start in (0, 4, 8) for iteration in range(3)]
-    for start, iteration in read:
+def test_results_from_before_a_preemption_are_ignored():
+    stand = StandIn(lanes=1, late=True)
+    (sequence,) = stand.add(1, 5)
+    stand.step()
+    assert stand.in_flight is not None
+    stand.scheduler._preempt(sequence)
+    stand.step()
+    assert sequence.completion.tokens == []
+    stand.run()
+    assert len(sequence.completion.tokens) == 5
+
+
+# --- prefill and decode -------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_a_prompt_stay_in_order_at_each_iteration():
+    stand = StandIn(lanes=1, chunk=4, late=True, depth=lambda sequence, index: 3)
+    (sequence,) = stand.add(13, 1)
+    computed = []
+    while sequence.state != FINISHED:
+        computed += [(min(chunk.tokens), chunk.iteration) for chunk in stand.step().chunks]
+    assert sorted(computed) == [(start, iteration) for start in (0, 4, 8) for iteration in range(3)]
+    for start, iteration in computed:
         if start:
-            assert read.index((start - 4, iteration)) < read.index((start, iteration))
+            assert computed.index((start - 4, iteration)) < computed.index((start, iteration))
 
 
-def test_a_tick_reads_no_more_prompt_rows_than_it_may():
-    stand = StandIn(lanes=4, rows=400, chunk=6, depth=lambda sequence, place: 1)
+def test_a_tick_prefills_no_more_rows_than_allowed():
+    stand = StandIn(lanes=4, rows=400, chunk=6, depth=lambda sequence, index: 1)
     for _ in range(4):
         stand.add(11, 2)
     while stand.scheduler.waiting or stand.scheduler.resident:
         assert sum(len(chunk.rows) for chunk in stand.step().chunks) <= 6
 
 
-def test_ticks_follow_each_other_only_while_nothing_but_decoding_goes_on():
-    stand = StandIn(lanes=2, rows=400, burst=4, depth=lambda sequence, place: 1)
+def test_a_launch_has_one_tick_while_a_prompt_is_prefilled():
+    stand = StandIn(lanes=2, rows=400, burst=4, depth=lambda sequence, index: 1)
     stand.add(1, 30)
     assert stand.step().ticks == 4
     stand.add(9, 12)
-    assert stand.step().ticks == 1, "a prompt is read"
-    while any(one.state == PREFILLING for one in stand.scheduler.resident.values()):
+    assert stand.step().ticks == 1
+    while any(sequence.state == PREFILLING for sequence in stand.scheduler.resident.values()):
         stand.step()
     assert stand.step().ticks == 4
     stand.run()
 
 
-def test_an_answer_to_an_earlier_stay_is_not_heard():
-    stand = StandIn(lanes=1, late=True)
-    (one,) = stand.add(1, 5)
+def test_a_chunk_waits_while_an_earlier_one_finds_no_page():
+    """The earlier one needs three rows, of which two are left; the later one needs one at a time."""
+    stand = StandIn(lanes=1, chunk=5, depth=lambda sequence, index: 3 if index in (2, 3, 4, 6) else 1)
+    stand.add(8, 1)
     stand.step()
-    assert stand.in_flight is not None
-    stand.scheduler._preempt(one)
     stand.step()
-    assert one.completion.tokens == []
+    spare = stand.pages.take(stand.pages.free)
+    (late,) = stand.step().chunks
+    assert (late.tokens, late.launched) == ([6], 1)
+    assert stand.step().chunks == []
+    stand.pages.release(spare)
     stand.run()
-    assert len(one.completion.tokens) == 5
 
 
-def test_samples_wait_for_the_one_that_reads_their_prompt_and_share_it():
-    stand = StandIn(lanes=3, chunk=4, rows=200)
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+def test_samples_wait_for_their_prompt_and_share_it():
+    stand = StandIn(chunk=4, rows=200)
     samples = stand.add(9, 3, samples=3)
     stand.step()
-    assert [one.lane is not None for one in samples] == [True, False, False]
+    assert [sample.lane is not None for sample in samples] == [True, False, False]
     while samples[1].lane is None:
         stand.step()
     assert samples[1].kv.shared[0].pages == samples[2].kv.shared[0].pages
@@ -347,8 +349,8 @@ def test_samples_wait_for_the_one_that_reads_their_prompt_and_share_it():
     stand.run()
 
 
-def test_a_sample_whose_leader_was_cancelled_reads_the_prompt_itself():
-    stand = StandIn(lanes=3, chunk=2)
+def test_a_sample_whose_leader_is_cancelled_prefills_itself():
+    stand = StandIn(chunk=2)
     first, second = stand.add(9, 3, samples=2)
     stand.step()
     stand.postprocessor.finish(first, "cancelled")
@@ -356,8 +358,11 @@ def test_a_sample_whose_leader_was_cancelled_reads_the_prompt_itself():
     assert len(second.completion.tokens) == 3
 
 
-def test_who_left_is_told_even_where_a_plan_was_empty_in_between():
-    stand = StandIn(lanes=3, late=True)
+# --- what the device is told --------------------------------------------------------------------------------------
+
+
+def test_lanes_freed_before_an_empty_plan_are_reported_later():
+    stand = StandIn(late=True)
     for _ in range(3):
         stand.add(1, 2)
     stand.run()
@@ -367,9 +372,9 @@ def test_who_left_is_told_even_where_a_plan_was_empty_in_between():
     stand.run()
 
 
-def test_who_came_is_told_even_where_there_was_nothing_to_read():
+def test_sequences_admitted_by_an_empty_plan_are_reported_later():
     """All pages are in use by a chunk in flight."""
-    stand = StandIn(lanes=2, rows=60, chunk=40, late=True, depth=lambda sequence, place: 2)
+    stand = StandIn(lanes=2, rows=60, chunk=40, late=True, depth=lambda sequence, index: 2)
     stand.scheduler.expected_rows = lambda sequence: 0
     stand.add(25, 1)
     stand.step()
@@ -377,21 +382,5 @@ def test_who_came_is_told_even_where_there_was_nothing_to_read():
     stand.add(5, 1)
     assert stand.step().empty
     stand.pages.release(spare)
-    plan = stand.step()
-    assert [one.order for one in plan.admitted] == [(1, 0)]
-    stand.run()
-
-
-def test_a_chunk_waits_while_an_earlier_one_finds_no_page():
-    """The earlier one wants three rows, of which two are left; the later one wants one at a time."""
-    deep = (2, 3, 4, 6)
-    stand = StandIn(lanes=1, chunk=5, depth=lambda sequence, place: 3 if place in deep else 1)
-    stand.add(8, 1)
-    stand.step()
-    stand.step()
-    spare = stand.pages.take(stand.pages.free)
-    (late,) = stand.step().chunks
-    assert (late.tokens, late.launched) == ([6], 1)
-    assert stand.step().chunks == []
-    stand.pages.release(spare)
+    assert [sequence.order for sequence in stand.step().admitted] == [(1, 0)]
     stand.run()
