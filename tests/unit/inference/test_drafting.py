@@ -27,7 +27,7 @@ from adaponder.errors import InputError
 from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
 from adaponder.ops.lanes import torch as plain
-from support import VOCABULARY, stir, tiny
+from support import VOCABULARY, tiny
 
 RECURRENT = ("adaponder", "ponder", "loop", "mor", "ouro")
 K = 4
@@ -51,60 +51,48 @@ def greedy(length: int = 5, new: int = 12, **fields) -> Request:
     return Request(**({"prompt": prompt, "max_new_tokens": new, "temperature": 0.0} | fields))
 
 
-def drafting(model, request: Request, drafts: int = K - 1, **options):
-    engine = Engine(model, tokens=40, **({"lanes": 1, "drafts": drafts} | options))
+def opened(model, **options) -> Engine:
+    return Engine(model, **{"tokens": 40, "lanes": 1, "drafts": K - 1} | options)
+
+
+def drafting(model, request: Request, **options):
+    """The completions of a request with drafts, and the engine's statistics."""
+    engine = opened(model, **options)
     done = engine.generate([request])[0]
     assert_empty(engine)
     return done, engine.statistics
 
 
-@pytest.mark.parametrize(
-    ("method", "drafts"),
-    [
-        ("adaponder", 1),
-        ("adaponder", 3),
-        ("ponder", 2),
-        ("loop", 3),
-        ("mor", 3),
-        ("ouro", 1),
-        ("act", 3),
-        ("pondernet", 2),
-    ],
-)
+METHODS = {"adaponder": (1, 3), "ponder": (2,), "loop": (3,), "mor": (3,), "ouro": (1,), "act": (3,), "pondernet": (2,)}
+
+
+@pytest.mark.parametrize(("method", "drafts"), [(method, drafts) for method in METHODS for drafts in METHODS[method]])
 def test_greedy_tokens_and_depths_are_those_of_generate(method, drafts):
     model = tiny(method, iterations=K, seed=1).eval()
     requests = [greedy(1, 9), greedy(4, 9, **({"policy": FixedDepth(K)} if model.method.halts else {}))]
-    engine = Engine(model, lanes=1, tokens=40, drafts=drafts)
+    engine = opened(model, drafts=drafts)
     for request, done in zip(requests, run(engine, requests), strict=True):
         assert (done.ids, done.depths) == portable(model, request)
     assert 0 < engine.statistics["accepted"] < engine.statistics["drafted"]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
-def test_whatever_is_asked_it_is_said_without_drafting_too(seed):
-    """Sampling, penalties, stop ids, gates, log-probabilities, policies, several lanes, bursts, late answers."""
+def test_random_requests_have_the_results_of_an_engine_without_drafts(seed):
+    """Sampling, penalties, stop ids, gates, log-probabilities, policies, several lanes, bursts, late results."""
     draw = random.Random(seed)
     model = tiny(RECURRENT[seed], ("gpt_neox", "llama", "mistral")[seed % 3], iterations=3, seed=seed).eval()
     requests = draw_requests(3, seed, halts=model.method.halts, iterations=3, sampled=0.5, extras=0.5)
-    engine = Engine(
-        model,
-        tokens=40,
-        lanes=draw.choice([1, 1, 3]),
-        chunk=draw.choice([3, 64]),
-        burst=draw.choice([1, 4]),
-        late=draw.random() < 0.5,
-        prefix_block=4,
-        drafts=draw.choice([1, 2]),
-    )
+    options = {"lanes": [1, 1, 3], "chunk": [3, 64], "burst": [1, 4], "late": [False, True], "drafts": [1, 2]}
+    engine = opened(model, prefix_block=4, **{name: draw.choice(values) for name, values in options.items()})
     ended = run_all(engine, requests, seed, cancel=0.03)
     assert_all_as_alone(model, requests, ended, tokens=40)
 
 
-def test_where_every_draft_is_right_a_tick_makes_a_token():
+def test_each_tick_completes_a_token_where_every_draft_is_right():
     model, request = agreeing(), greedy(1, 20)
     plain = solo(model, request, tokens=40)[0]
     for drafts in (1, 9):
-        (drafted,), statistics = drafting(model, request, drafts)
+        (drafted,), statistics = drafting(model, request, drafts=drafts)
         assert_alike(drafted, plain)
         assert statistics["drafted"] == statistics["accepted"] == 19
         # A window takes in a token per tick until it is full, and each leaves it after K ticks.
@@ -113,17 +101,17 @@ def test_where_every_draft_is_right_a_tick_makes_a_token():
         assert statistics["rows"] == 20 * K
 
 
-def test_it_never_takes_more_ticks():
+def test_drafting_never_takes_more_ticks():
     model = tiny("loop", iterations=K, seed=1).eval()
     for request in (greedy(2), greedy(2, temperature=1.5)):
-        engine = Engine(model, lanes=1, tokens=40)
+        engine = opened(model, drafts=0)
         plain = engine.generate([request])[0][0]
         (drafted,), statistics = drafting(model, request)
         assert_alike(drafted, plain)
         assert statistics["ticks"] <= engine.statistics["ticks"]
 
 
-def test_a_stop_id_in_the_middle_of_a_window_ends_it_there():
+def test_a_stop_id_inside_a_window_ends_the_completion():
     model, request = agreeing(), greedy(temperature=1.0, seed=3)
     ids = solo(model, request, tokens=40)[0].ids
     stopped = replace(request, stop_ids=(ids[2],))
@@ -134,7 +122,7 @@ def test_a_stop_id_in_the_middle_of_a_window_ends_it_there():
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_nothing_is_begun_beyond_the_last_token(new):
+def test_no_draft_is_started_beyond_the_last_token(new):
     model = agreeing()
     (done,), statistics = drafting(model, greedy(3, new), late=True, burst=5)
     assert_alike(done, solo(model, greedy(3, new), tokens=40)[0])
@@ -142,10 +130,10 @@ def test_nothing_is_begun_beyond_the_last_token(new):
     assert statistics["rows"] == 2 * K + new * K
 
 
-def test_cancelling_in_the_middle_of_a_window_leaks_nothing():
+def test_cancelling_inside_a_window_leaks_nothing():
     model = agreeing()
     for late in (False, True):
-        engine = Engine(model, lanes=1, tokens=40, drafts=3, late=late)
+        engine = opened(model, late=late)
         number = engine.submit(greedy())
         for _ in range(6):
             engine.step()
@@ -156,8 +144,8 @@ def test_cancelling_in_the_middle_of_a_window_leaks_nothing():
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])
-def test_rows_of_halted_tokens_may_be_nobodys(monkeypatch, by_kernels):
-    """As on a GPU, where shapes do not depend on who has halted; and by its kernels, interpreted."""
+def test_halted_tokens_may_have_padding_rows(monkeypatch, by_kernels):
+    """As on a GPU, where shapes do not depend on which tokens have halted; and by its kernels, interpreted."""
     if by_kernels:
         kernels = pytest.importorskip("adaponder.ops.lanes.triton", reason="no Triton on this platform")
         monkeypatch.setattr("adaponder.inference.drafting.begin_windows", kernels.begin_windows)
@@ -166,25 +154,25 @@ def test_rows_of_halted_tokens_may_be_nobodys(monkeypatch, by_kernels):
         monkeypatch.setattr("adaponder.inference.drafting.begin_windows", partial(plain.begin_windows, every=True))
     model = tiny("mor", iterations=K, seed=1).eval()
     requests = [greedy(3, 7, gates=True), greedy(6, 4), greedy(2, 7, temperature=1.0, log_probabilities=2)]
-    engine = Engine(model, lanes=2, tokens=40, drafts=3, burst=3, late=True)
+    engine = opened(model, lanes=2, burst=3, late=True)
     assert_all_as_alone(model, requests, run_all(engine, requests), tokens=40)
     assert engine.statistics["accepted"] > 0
 
 
-def test_sequences_that_are_preempted_say_the_same(monkeypatch):
+def test_preempted_sequences_have_the_same_results(monkeypatch):
     monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
     model = tiny("ponder", iterations=3, seed=1).eval()
     requests = [greedy(length, 9, temperature=0.5) for length in (3, 9, 14, 5)]
-    engine = Engine(model, lanes=4, rows=150, chunk=16, tokens=40, late=True, burst=2, drafts=2)
+    engine = opened(model, lanes=4, rows=150, chunk=16, late=True, burst=2, drafts=2)
     ended = run_all(engine, requests)
     assert_all_as_alone(model, requests, ended, tokens=40)
     assert engine.statistics["preemptions"] > 1
 
 
-def test_prompts_are_shared_and_samples_too():
+def test_prefixes_and_samples_share_rows():
     model = tiny("ponder", iterations=3, seed=1).eval()
     request = greedy(14, 6, temperature=1.0, samples=3)
-    engine = Engine(model, lanes=1, tokens=40, drafts=2, prefix_block=4)
+    engine = opened(model, drafts=2, prefix_block=4)
     for _ in range(2):
         for done, alone in zip(engine.generate([request])[0], solo(model, request, tokens=40), strict=True):
             assert_alike(done, alone)
@@ -193,40 +181,40 @@ def test_prompts_are_shared_and_samples_too():
 
 
 @pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"policy": odd_ones}])
-def test_what_depends_on_other_tokens_is_not_drafted(fields):
+def test_requests_that_depend_on_other_tokens_are_not_drafted(fields):
     model, request = agreeing(), greedy(**fields)
     (done,), statistics = drafting(model, request)
     assert_alike(done, solo(model, request, tokens=40)[0])
     assert statistics["drafted"] == 0
 
 
-def test_logits_that_are_not_numbers_end_the_request_alone():
+def test_nan_logits_end_the_request_alone():
     model = agreeing()
-    engine = Engine(model, lanes=1, tokens=40, drafts=3)
-    with torch.no_grad():
-        kept = model.get_output_embeddings().weight.clone()
-        model.get_output_embeddings().weight.fill_(torch.nan)
-        done = engine.generate([greedy()])[0][0]
-        model.get_output_embeddings().weight.copy_(kept)
+    engine = opened(model)
+    weight = model.get_output_embeddings().weight.detach()
+    before = weight.clone()
+    weight.fill_(torch.nan)
+    done = engine.generate([greedy()])[0][0]
+    weight.copy_(before)
     assert done.finish_reason == "error"
     assert "NaN" in done.error
     assert_alike(engine.generate([greedy()])[0][0], solo(model, greedy(), tokens=40)[0])
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "message"),
+    ("method", "drafts", "options"),
     [
-        ("vanilla", {"drafts": 1}, "drafts=1"),
-        ("pause", {"drafts": 2}, "drafts=2"),
-        ("ponder", {"drafts": 1, "max_iterations": 1}, "drafts=1"),
-        ("ponder", {"drafts": -1}, "drafts=-1"),
-        ("ponder", {"drafts": True}, "drafts=True"),
+        ("vanilla", 1, {}),
+        ("pause", 2, {}),
+        ("ponder", 1, {"max_iterations": 1}),
+        ("ponder", -1, {}),
+        ("ponder", True, {}),
     ],
 )
-def test_what_cannot_be_drafted_is_refused_by_name(method, options, message):
-    model = stir(tiny(method, iterations=1 if method == "vanilla" else 3).eval())
-    with pytest.raises(InputError, match=message):
-        Engine(model, lanes=1, tokens=40, **options)
+def test_impossible_drafts_are_refused(method, drafts, options):
+    model = tiny(method, iterations=1 if method == "vanilla" else 3).eval()
+    with pytest.raises(InputError, match=f"drafts={drafts}"):
+        opened(model, drafts=drafts, **options)
 
 
 @pytest.mark.parametrize(
@@ -240,18 +228,17 @@ def test_what_cannot_be_drafted_is_refused_by_name(method, options, message):
         (1, "vanilla", {}, 0),
     ],
 )
-def test_few_lanes_draft_where_nothing_else_is_said(lanes, method, options, size):
+def test_few_lanes_draft_by_default(lanes, method, options, size):
     model = tiny(method, iterations=1 if method == "vanilla" else 3).eval()
     drafts = Engine(model, lanes=lanes, tokens=20, **options).runner.drafts
     assert (drafts.size if drafts else 0) == size
 
 
-def test_rows_of_drafts_that_did_not_follow_are_counted():
-    """Every row that was computed is one of a token's depth or a dropped one's."""
+def test_rows_of_wrong_drafts_are_counted():
+    """Every computed row is part of a token's depth or of a dropped token."""
     model = tiny("adaponder", iterations=K, seed=1).eval()
-    engine = Engine(model, lanes=1, tokens=40, drafts=3, late=False)
-    (done,) = engine.generate([greedy(4, 12)])[0]
-    (plain,) = Engine(model, lanes=1, tokens=40, drafts=0).generate([greedy(4, 12)])[0]
+    (done,), statistics = drafting(model, greedy(4, 12), late=False)
+    (plain,), _ = drafting(model, greedy(4, 12), drafts=0)
     assert done.depths == plain.depths
     assert plain.dropped_rows == 0 < done.dropped_rows
-    assert engine.statistics["rows"] == sum(done.depths) + done.dropped_rows
+    assert statistics["rows"] == sum(done.depths) + done.dropped_rows

@@ -7,30 +7,29 @@ import pytest
 from adaponder.errors import InputError
 from adaponder.inference import Engine, Request
 from adaponder.inference.config import EngineConfig
-from support import stir, tiny
+from adaponder.policies import FixedDepth
+from support import tiny
 
 REQUEST = Request(prompt=[3, 1, 4, 1, 5, 9, 2, 6], max_new_tokens=12, temperature=0.0)
 
 
-def said(model, **options) -> list[int]:
+def generated(model, **options) -> list[int]:
     return Engine(model, lanes=1, tokens=30, **options).generate([REQUEST])[0][0].ids
 
 
-def test_an_engine_takes_fewer_embeddings_as_the_model_with_that_setting_does():
+def test_expectation_top_k_equals_the_models_setting():
     model = tiny("adaponder", iterations=3, tau=1e-6).eval()
-    stir(model)
-    full, few = said(model), said(model, expectation_top_k=1)
-    assert said(model, expectation_top_k=61) == full
+    full, few = generated(model), generated(model, expectation_top_k=1)
+    assert generated(model, expectation_top_k=61) == full
     assert few != full
     model.config.expectation_top_k = 1
-    assert said(model) == few
+    assert generated(model) == few
 
 
-def test_a_top_k_that_means_nothing_is_refused():
-    with pytest.raises(InputError, match="expectation_top_k=62"):
-        said(tiny("adaponder", iterations=3).eval(), expectation_top_k=62)
-    with pytest.raises(InputError, match="expectation_top_k=2"):
-        said(tiny("loop", iterations=3).eval(), expectation_top_k=2)
+@pytest.mark.parametrize(("method", "top_k"), [("adaponder", 62), ("loop", 2)])
+def test_an_expectation_top_k_without_effect_is_refused(method, top_k):
+    with pytest.raises(InputError, match=f"expectation_top_k={top_k}"):
+        generated(tiny(method).eval(), expectation_top_k=top_k)
 
 
 def test_options_override_the_config_which_is_frozen():
@@ -43,15 +42,11 @@ def test_options_override_the_config_which_is_frozen():
 
 
 @pytest.mark.parametrize("nested", ["step", "generate", "stream"])
-def test_a_callback_that_steps_the_engine_is_refused_and_ends_its_own_request(nested):
+def test_a_callback_that_steps_the_engine_ends_its_request_alone(nested):
     engine = Engine(tiny().eval(), lanes=2, tokens=30)
-    calls = {
-        "step": engine.step,
-        "generate": lambda: engine.generate([REQUEST]),
-        "stream": lambda: list(engine.stream(REQUEST)),
-    }
+    arguments = {"step": (), "generate": ([REQUEST],), "stream": (REQUEST,)}[nested]
     seen = []
-    number = engine.submit(REQUEST, lambda event: calls[nested]())
+    number = engine.submit(REQUEST, lambda event: list(getattr(engine, nested)(*arguments)))
     other = engine.submit(REQUEST, seen.append)
     completions = {}
     while engine.busy:
@@ -60,3 +55,11 @@ def test_a_callback_that_steps_the_engine_is_refused_and_ends_its_own_request(ne
     assert "step()" in completions[number].error
     assert [event.token for event in seen[:-1]] == completions[other].tokens
     assert completions[other].finish_reason == "length"
+
+
+def test_a_policy_that_runs_on_the_host_warns(monkeypatch):
+    engine = Engine(tiny("adaponder", iterations=3).eval(), lanes=2, tokens=40)
+    monkeypatch.setattr(engine.runner, "graphs", object())  # as on a GPU; nothing is launched
+    with pytest.warns(UserWarning, match="policy="):
+        engine.submit(Request(prompt=[1], max_new_tokens=1, policy=lambda rows: rows.slot % 2 == 0))
+    engine.submit(Request(prompt=[1], max_new_tokens=1, policy=FixedDepth(2)))

@@ -12,13 +12,12 @@ from adaponder.inference import Engine, Request
 from adaponder.inference.bodies import FusedBody, Pools
 from adaponder.inference.graphs import GraphedBody, pad_prefill
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
-from adaponder.policies import FixedDepth
 from support import stock, tiny
 
 SLOTS, LANES, ROWS = 40, 4, 200
 
 
-def test_rows_are_padded_to_few_numbers():
+def test_prefill_rows_are_padded_to_few_sizes():
     sizes = [pad_prefill(rows) for rows in range(1, 9000)]
     assert all(size >= rows for rows, size in enumerate(sizes, start=1))
     assert len(set(sizes)) < 40
@@ -47,7 +46,7 @@ class _Owner:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family):
+def test_replayed_prefill_passes_equal_eager_ones(family):
     """The second pass is smaller than the first: nothing of the first may be left in the graph."""
     backbone = Backbone(stock(family).cuda().bfloat16())
     body = FusedBody(backbone, rows=LANES, apart=True, positions=SLOTS)
@@ -62,24 +61,16 @@ def test_cohorts_of_any_number_of_rows_equal_the_plain_pass(family):
         for pool in pools.keys + pools.values:
             pool.zero_()
         with torch.no_grad():
-            wanted, got = body.forward(x, rows.slot, rows, plain), graphed.forward(x, rows.slot, rows, pools)
-        torch.testing.assert_close(got.hidden.float(), wanted.hidden.float(), rtol=0.05, atol=0.05)
-        torch.testing.assert_close(got.stream.float(), wanted.stream.float(), rtol=0.05, atol=0.05)
+            expected, got = body.forward(x, rows.slot, rows, plain), graphed.forward(x, rows.slot, rows, pools)
+        torch.testing.assert_close(got.hidden.float(), expected.hidden.float(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(got.stream.float(), expected.stream.float(), rtol=0.05, atol=0.05)
         for ours, theirs in zip(pools.keys + pools.values, plain.keys + plain.values, strict=True):
             torch.testing.assert_close(ours[1:].float(), theirs[1:].float(), rtol=0.05, atol=0.05)
     assert len(graphed.graphs) <= 3
 
 
-def test_a_policy_that_slows_every_request_is_told_with_what_to_do(monkeypatch):
-    engine = Engine(tiny("adaponder", iterations=3).eval(), lanes=2, tokens=40)
-    monkeypatch.setattr(engine.runner, "graphs", object())  # as on a GPU; nothing is launched
-    with pytest.warns(UserWarning, match="policy="):
-        engine.submit(Request(prompt=[1], max_new_tokens=1, policy=lambda rows: rows.slot % 2 == 0))
-    engine.submit(Request(prompt=[1], max_new_tokens=1, policy=FixedDepth(2)))
-
-
 @pytest.mark.gpu
-def test_a_policy_of_ones_own_between_replayed_passes_says_the_same():
+def test_a_users_policy_between_replayed_passes():
     """Prompts and decoding, with a neighbour whose policy is this package's."""
     model = tiny("adaponder", iterations=3).eval().cuda()
 
@@ -92,9 +83,9 @@ def test_a_policy_of_ones_own_between_replayed_passes_says_the_same():
     ]
     plain = Engine(copy.deepcopy(model), lanes=4, tokens=40)
     plain.runner.graphs = plain.runner.replayed = None
-    wanted = plain.generate(requests)
+    expected = plain.generate(requests)
     engine = Engine(model, lanes=4, tokens=40)
     with pytest.warns(UserWarning, match="policy="):
-        said = engine.generate(requests)
+        completions = engine.generate(requests)
     assert engine.runner.replayed.graphs
-    assert [(one.ids, one.depths) for (one,) in said] == [(one.ids, one.depths) for (one,) in wanted]
+    assert [(done.ids, done.depths) for (done,) in completions] == [(done.ids, done.depths) for (done,) in expected]

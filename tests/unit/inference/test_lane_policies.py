@@ -8,7 +8,7 @@ import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -84,6 +84,16 @@ EVERY: list[Policy] = [
 ]
 
 
+@dataclass(frozen=True)
+class Holds(Policy):
+    """A user's policy class with a field that is no number."""
+
+    function: Callable[[PolicyInput], Tensor]
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return self.function(rows)
+
+
 def mixed_rows(count: int, *, seed: int, lanes: int = LANES, dtype: torch.dtype = torch.float64) -> PolicyInput:
     """Rows of all lanes, at all iterations, a few of them not active."""
     generator = torch.Generator().manual_seed(seed)
@@ -109,23 +119,21 @@ def mixed_rows(count: int, *, seed: int, lanes: int = LANES, dtype: torch.dtype 
     )
 
 
-def answer_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
-    """What the policy says of one row of a batch of its own."""
+def decide_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
+    """The policy's decision for one row in a batch of its own."""
     own = {name: value[row : row + 1] for name, value in vars(rows).items() if isinstance(value, Tensor)}
     own |= {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
     return bool(policy(PolicyInput(**own, head=rows.head)))
 
 
-def test_every_kind_of_policy_is_in_the_list() -> None:
-    modules = [
-        importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-    ]
-    kinds = {kind for module in modules for _, kind in inspect.getmembers(module, inspect.isclass)}
+def test_every_kind_of_policy_is_in_the_list():
+    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    kinds = {kind for name in names for kind in vars(importlib.import_module(name)).values() if inspect.isclass(kind)}
     built_in = {kind for kind in kinds if issubclass(kind, Policy) and not inspect.isabstract(kind)}
     assert {kind for kind in built_in if kind.row_by_row} <= {type(policy) for policy in EVERY}
 
 
-def test_the_host_waits_only_for_policies_that_are_not_a_few_numbers() -> None:
+def test_policies_that_run_on_the_host():
     assert [policy for policy in EVERY if runs_on_host(policy)] == EVERY[len(ON_DEVICE) :]
 
 
@@ -139,18 +147,10 @@ def test_the_host_waits_only_for_policies_that_are_not_a_few_numbers() -> None:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
 )
-def test_each_row_is_answered_as_its_lanes_policy_would_alone(
-    chosen: list[int],
-    lasts: list[int],
-    forced: list[dict[int, int]],
-    limits: bool,
-    forces: bool,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+def test_each_row_is_decided_as_by_its_lanes_policy_alone(chosen, lasts, forced, limits, forces, dtype, seed):
     policies = LanePolicies(LANES, SLOTS, K)
     for lane, number in enumerate(chosen):
-        policies.set(lane, FixedDepth(K), 1, {0: 2} if forces else None)  # an earlier request, of which nothing is left
+        policies.set(lane, FixedDepth(K), 1, {0: 2} if forces else None)  # an earlier request leaves nothing
         last = lasts[lane] if limits else None
         policies.set(lane, EVERY[number], seed + (lane << 62), forced[lane] if forces else None, last)
     rows = mixed_rows(60, seed=seed, dtype=dtype)
@@ -160,15 +160,15 @@ def test_each_row_is_answered_as_its_lanes_policy_would_alone(
         lane, iteration, slot = (int(index[row]) for index in (rows.sequence, rows.iteration, rows.slot))
         expected = iteration < (lasts[lane] if limits else K - 1)
         depth = forced[lane].get(slot, 0) if forces else 0
-        expected &= (
-            iteration + 1 < depth if depth else answer_alone(rows, row, EVERY[chosen[lane]], seed + (lane << 62))
-        )
-        if rows.active[row]:
-            assert bool(keep[row]) == expected
+        if depth:
+            expected &= iteration + 1 < depth
+        else:
+            expected &= decide_alone(rows, row, EVERY[chosen[lane]], seed + (lane << 62))
+        assert bool(keep[row]) == expected or not rows.active[row]
 
 
 @pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
-def test_a_policy_alone_in_all_lanes_is_itself(policy: Policy) -> None:
+def test_a_policy_in_all_lanes_equals_itself(policy):
     policies = LanePolicies(LANES, SLOTS, K)
     for lane in range(LANES):
         policies.set(lane, policy, lane)
@@ -180,7 +180,7 @@ def test_a_policy_alone_in_all_lanes_is_itself(policy: Policy) -> None:
     assert torch.equal(policies(PolicyInput(**shaped, head=rows.head))[rows.active, 0], expected[rows.active])
 
 
-def test_thresholds_are_compared_in_the_precision_in_which_they_would_be_alone() -> None:
+def test_thresholds_are_compared_in_the_same_precision():
     # 0.1 and 0.7 in float32 lie above and below the same numbers in float64.
     for number in (0.1, 0.7, 0.6):
         rows = mixed_rows(1, seed=0, lanes=1, dtype=torch.float32)
@@ -194,18 +194,13 @@ def test_thresholds_are_compared_in_the_precision_in_which_they_would_be_alone()
 
 
 @pytest.mark.parametrize("wrong", [None, 1, torch.ones(1), torch.ones(99, dtype=torch.bool), ZeroDivisionError("mine")])
-def test_a_policy_that_fails_ends_its_own_lane_only(wrong: Any) -> None:
+def test_an_error_of_a_policy_is_recorded_for_its_lane_alone(wrong):
     def function(rows: PolicyInput) -> Tensor:
         if isinstance(wrong, Exception):
             raise wrong
         return wrong
 
-    @dataclass(frozen=True)
-    class Wrong(Policy):
-        def __call__(self, rows: PolicyInput) -> Tensor:
-            return function(rows)
-
-    for failing in (Custom(function), Wrong()):
+    for failing in (Custom(function), Holds(function)):
         policies = LanePolicies(3, SLOTS, K)
         policies.set(0, FixedDepth(K))
         policies.set(1, FixedDepth(K))
@@ -221,7 +216,7 @@ def test_a_policy_that_fails_ends_its_own_lane_only(wrong: Any) -> None:
         assert not policies.errors
 
 
-def test_a_callable_sees_the_active_rows_of_its_own_lane_as_the_only_sequence() -> None:
+def test_a_callable_gets_the_active_rows_of_its_lane():
     seen: list[PolicyInput] = []
 
     def function(rows: PolicyInput) -> Tensor:
@@ -246,7 +241,7 @@ def test_a_callable_sees_the_active_rows_of_its_own_lane_as_the_only_sequence() 
     assert len(seen) == 1
 
 
-def test_the_key_says_what_a_captured_call_would_be_wrong_about() -> None:
+def test_the_key_changes_with_what_a_graph_depends_on():
     policies = LanePolicies(3, SLOTS, K)
     empty = policies.key()
     policies.set(0, LearnedGate(0.1))
@@ -263,7 +258,7 @@ def test_the_key_says_what_a_captured_call_would_be_wrong_about() -> None:
     assert policies.key() != one
 
 
-def test_no_policy_made_of_a_few_numbers_makes_the_host_wait() -> None:
+def test_numeric_policies_never_make_the_host_wait():
     def decided(policies: LanePolicies) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             rows = mixed_rows(20, seed=0)
@@ -281,7 +276,7 @@ def test_no_policy_made_of_a_few_numbers_makes_the_host_wait() -> None:
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_decides_as_the_cpu_does() -> None:
+def test_a_captured_policy_equals_the_cpu():
     lanes = len(ON_DEVICE)
     policies = {device: LanePolicies(lanes, SLOTS, K, device) for device in ("cpu", "cuda")}
 
@@ -314,20 +309,12 @@ def test_a_cuda_graph_decides_as_the_cpu_does() -> None:
         assert torch.equal(keep.cpu(), policies["cpu"](other))
 
 
-# --- who may share a prompt's rows --------------------------------------------------------------------------------
+# --- prefix sharing ------------------------------------------------------------------------------------------------
 
 
 class Plain(Policy):
     def __call__(self, rows: PolicyInput) -> Tensor:
         return rows.active
-
-
-@dataclass(frozen=True)
-class Holds(Policy):
-    function: Callable[[PolicyInput], Tensor]
-
-    def __call__(self, rows: PolicyInput) -> Tensor:
-        return self.function(rows)
 
 
 @dataclass(frozen=True)
@@ -341,7 +328,7 @@ class OwnGate(LearnedGate):
         return rows.seed % 2 == 0
 
 
-def test_equal_decisions_have_equal_keys() -> None:
+def test_equal_decisions_have_equal_keys():
     for policy in ON_DEVICE:
         assert prefix_key(policy, 3) == prefix_key(policy, 3)
         assert hash(prefix_key(policy, 3)) is not None
@@ -357,9 +344,6 @@ def test_equal_decisions_have_equal_keys() -> None:
     assert prefix_key(OwnGate(0.5), 1) not in (prefix_key(OwnGate(0.5), 2), prefix_key(LearnedGate(0.5), 1))
 
 
-def test_a_users_function_is_never_shared() -> None:
-    def function(rows: PolicyInput) -> Tensor:
-        return rows.active
-
-    for policy in (Custom(function), Plain(), Holds(function)):
+def test_a_users_function_is_never_shared():
+    for policy in (Custom(lambda rows: rows.active), Plain(), Holds(lambda rows: rows.active)):
         assert prefix_key(policy, 0) is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import suppress
+
 import torch
 from transformers import GPTNeoXConfig
 
@@ -15,32 +16,23 @@ def neox(hidden: int, layers: int, vocabulary: int) -> Shape:
     return shape_of(GPTNeoXConfig(**sizes, num_attention_heads=4, vocab_size=vocabulary))
 
 
-@pytest.fixture(scope="module")
-def demo() -> Shape:
-    return neox(128, 4, 4096)
+DEMO = neox(128, 4, 4096)
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_small_models_stream_has_one_thread_and_a_large_ones_has_all(demo):
-    assert [threads_of_pass(demo, rows, most=8) for rows in (1, 8, 40, 4000)] == [1, 1, 4, 8]
+def test_threads_grow_with_the_rows_and_the_model():
+    assert [threads_of_pass(DEMO, rows, most=8) for rows in (0, 1, 8, 40, 4000)] == [1, 1, 1, 4, 8]
     assert threads_of_pass(neox(512, 6, 50304), 1, most=8) == 2
     assert threads_of_pass(neox(1024, 24, 50304), 1, most=2) == 2
-    assert threads_of_pass(demo, 0, most=8) == 1
 
 
-def test_threads_are_given_back_whatever_happens(demo):
+def test_the_thread_count_is_restored():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    with pass_threads(demo, 1) as chosen:
-        assert chosen == torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 2
-    with pytest.raises(KeyError), pass_threads(demo, 1):
-        raise KeyError
-    assert torch.get_num_threads() == 2
-    with pass_threads(demo, 10_000) as chosen:
-        assert chosen == torch.get_num_threads() == 2, "never more than torch was told to use"
+    try:
+        for rows, threads in ((1, 1), (10_000, 2)):  # never more than torch was told to use
+            with suppress(KeyError), pass_threads(DEMO, rows) as chosen:
+                assert chosen == torch.get_num_threads() == threads
+                raise KeyError
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +15,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from adaponder.inference.request import Request
-from adaponder.inference.sampler import (
-    Features,
-    Sampled,
-    SamplerState,
-    likeliest,
-    prompt_log_probabilities,
-    score,
-)
+from adaponder.inference.sampler import Features, Sampled, SamplerState, likeliest, prompt_log_probabilities, score
 
 VOCABULARY = 23
 EVERYTHING = Features(True, True, True, True, False, 5)
@@ -48,21 +43,19 @@ def request(**fields: Any) -> Request:
     return Request(**{"prompt": [1, 2, 3]} | fields)
 
 
-def alone(
-    logits: Tensor,
-    asked: Request,
-    position: int,
-    *,
-    lane: int = 0,
-    sample: int = 0,
-    output: tuple[int, ...] = (),
-    features: Features | None = None,
-) -> Sampled:
-    """The choice for one row by itself."""
-    state = SamplerState(lane + 1, logits.shape[-1], eos_ids=(0,))
-    state.set(lane, asked, sample, asked.prompt, output)
-    where = torch.tensor([lane]), torch.tensor([position])
-    return state.choose(logits[None], *where, Features.of(asked) if features is None else features)
+def opened(lanes: int, *requests: Request) -> SamplerState:
+    """A sampler whose lanes have these requests, or all the same one."""
+    state = SamplerState(lanes, VOCABULARY, eos_ids=(0,))
+    for lane in range(lanes if requests else 0):
+        state.set(lane, requests[lane % len(requests)], 0, [1])
+    return state
+
+
+def alone(logits: Tensor, request: Request, position: int, *, sample: int = 0, output: Sequence[int] = ()) -> Sampled:
+    """The choice for one row in a sampler of its own."""
+    state = SamplerState(1, logits.shape[-1], eos_ids=(0,))
+    state.set(0, request, sample, request.prompt, output)
+    return state.choose(logits[None], torch.tensor([0]), torch.tensor([position]), Features.of(request))
 
 
 @settings(max_examples=25)
@@ -72,9 +65,7 @@ def alone(
     padding=st.integers(0, 5),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )
-def test_a_token_does_not_depend_on_batch_lane_or_padding(
-    rows: list[tuple[str, int]], shuffle: Any, padding: int, dtype: torch.dtype
-) -> None:
+def test_a_token_does_not_depend_on_batch_lane_or_padding(rows, shuffle, padding, dtype):
     logits = noise(len(rows) + padding, dtype=dtype)
     lanes = list(range(len(rows) + 3))
     shuffle.shuffle(lanes)
@@ -94,14 +85,12 @@ def test_a_token_does_not_depend_on_batch_lane_or_padding(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_greedy_takes_the_first_of_the_likeliest_whatever_the_others_need(dtype: torch.dtype) -> None:
+def test_greedy_rows_take_the_first_of_the_likeliest_tokens(dtype):
     logits = noise(9, dtype=dtype).round()  # full of ties
     first = (logits == logits.amax(-1, keepdim=True)).long().argmax(-1)
-    state = SamplerState(9, VOCABULARY)
-    for lane in range(9):
-        asked = request(temperature=0) if lane % 2 else request(top_k=1, seed=lane)
-        assert Features.of(asked) == Features()
-        state.set(lane, asked, 0, [1])
+    greedy = [request(temperature=0), request(top_k=1, seed=3)]
+    assert Features.union(map(Features.of, greedy)) == Features()
+    state = opened(9, *greedy)
     state.set(8, request(**REQUESTS["penalties"], logit_bias={1: 1.0}), 0, [1])
     for features in (Features(), EVERYTHING):
         chosen = state.choose(logits[:8], torch.arange(8), torch.arange(8), features)
@@ -109,7 +98,7 @@ def test_greedy_takes_the_first_of_the_likeliest_whatever_the_others_need(dtype:
         assert not chosen.bad.any()
 
 
-def test_penalties_are_those_of_hugging_face_and_of_their_definition() -> None:
+def test_penalties_equal_hugging_face_s():
     prompt, output = [1, 2, 2, 3], [4, 2, 4]
     logits = noise(1, seed=8)[0]
     state = SamplerState(2, VOCABULARY)
@@ -127,86 +116,64 @@ def test_penalties_are_those_of_hugging_face_and_of_their_definition() -> None:
     torch.testing.assert_close(penalised, expected)
 
 
-def test_penalties_begin_anew_with_each_request() -> None:
-    logits = torch.zeros(VOCABULARY, dtype=torch.float64)
-    logits[5] = 1.0
-    state, here = SamplerState(1, VOCABULARY), (torch.tensor([0]), torch.tensor([3]))
-    strict = request(temperature=0, frequency_penalty=2.0)
-    where = *here, Features.of(strict)
-    state.set(0, strict, 0, [5])
-    assert int(state.choose(logits[None], *where).token) == 5  # the prompt does not count
-    state.record(torch.tensor([5]), torch.tensor([0]), torch.tensor([True]))
-    assert int(state.choose(logits[None], *where).token) == 0
-    state.set(0, strict, 0, [5])
-    assert int(state.choose(logits[None], *where).token) == 5
+def test_penalties_count_the_output_of_one_request():
+    logits = torch.nn.functional.one_hot(torch.tensor([5]), VOCABULARY).double()
+    penalised, state, lane = request(temperature=0, frequency_penalty=2.0), opened(1), torch.tensor([0])
+    for _ in range(2):
+        state.set(0, penalised, 0, [5])
+        for expected in (5, 0):  # the prompt does not count
+            assert int(state.choose(logits, lane, torch.tensor([3]), Features.of(penalised)).token) == expected
+            state.record(torch.tensor([5]), lane, torch.tensor([True]))
 
 
-def test_buffers_stay_where_they_are() -> None:
-    state = SamplerState(3, VOCABULARY)
-    state.set(0, request(**REQUESTS["penalties"], **REQUESTS["bias"]), 0, [1])
-    assert state._occurrences is not None
-    assert state._biases is not None
+def test_buffers_keep_their_addresses():
+    everything = request(**REQUESTS["penalties"], **REQUESTS["bias"])
+    state = opened(3, everything)
     buffers = (state._truncation, state._penalties, state._integers, state._occurrences._output, state._biases._value)
     before = [buffer.data_ptr() for buffer in buffers]
     for lane in range(3):
-        state.set(lane, request(**REQUESTS["penalties"], **REQUESTS["bias"]), 0, [1, 2])
+        state.set(lane, everything, 0, [1, 2])
         state.record(torch.tensor([1]), torch.tensor([lane]), torch.tensor([True]))
     assert [buffer.data_ptr() for buffer in buffers] == before
 
 
-def test_logit_bias_adds_and_is_forgotten_with_its_request() -> None:
-    logits = torch.zeros(VOCABULARY, dtype=torch.float32)
-    state, here = SamplerState(1, VOCABULARY), (torch.tensor([0]), torch.tensor([0]))
-    biased = Features(biased=True)
-    for fields, expected in (({"logit_bias": {7: 0.5, 0: -1.0}}, 7), ({"logit_bias": {0: -0.5}}, 1), ({}, 0)):
-        state.set(0, request(temperature=0, **fields), 0, [1])
-        assert int(state.choose(logits[None], *here, biased).token) == expected
+def test_logit_bias_applies_to_one_request():
+    state, zero = opened(1), torch.tensor([0])
+    for bias, expected in (({7: 0.5, 0: -1.0}, 7), ({0: -0.5}, 1), ({}, 0)):
+        state.set(0, request(temperature=0, logit_bias=bias), 0, [1])
+        assert int(state.choose(torch.zeros(1, VOCABULARY), zero, zero, Features(biased=True)).token) == expected
 
 
-def test_nothing_stops_before_the_least_number_of_tokens() -> None:
+def test_stop_ids_are_banned_until_min_new_tokens():
     logits = torch.zeros(VOCABULARY, dtype=torch.float64)
-    logits[[0, 4]] = torch.tensor([2.0, 3.0], dtype=torch.float64)
-    logits[9] = 1.0
-    asked = request(prompt=[1, 2, 3], temperature=0, min_new_tokens=2, stop_ids=[4])
-    tokens = [int(alone(logits, asked, position).token) for position in (2, 3, 4)]
-    assert tokens == [9, 9, 4]
-    heedless = request(prompt=[1, 2, 3], temperature=0, min_new_tokens=2, stop_ids=[4], ignore_eos=True)
-    assert int(alone(logits, heedless, 2).token) == 0
+    logits[0], logits[4], logits[9] = 2.0, 3.0, 1.0
+    banned = request(temperature=0, min_new_tokens=2, stop_ids=[4])
+    assert [int(alone(logits, banned, position).token) for position in (2, 3, 4)] == [9, 9, 4]
+    assert int(alone(logits, replace(banned, ignore_eos=True), 2).token) == 0
+    banned = request(temperature=0, min_new_tokens=3, stop_ids=list(range(VOCABULARY)))
+    assert [alone(logits, banned, position).bad.tolist() for position in (2, 5)] == [[True], [False]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-300, 1e-5, 100.0])
-def test_rows_without_a_choice_are_marked_and_the_others_go_on(temperature: float) -> None:
-    logits = noise(5)
-    logits[1, 3] = math.nan
-    logits[2] = -math.inf
-    logits[3, 0] = math.inf
-    logits[4, 0] = -math.inf  # a token without probability is no fault
-    state = SamplerState(5, VOCABULARY)
-    asked = request(temperature=temperature, top_p=0.9)
-    for lane in range(5):
-        state.set(lane, asked, 0, [1])
-    chosen = state.choose(logits, torch.arange(5), torch.arange(5), Features.of(asked))
+def test_rows_without_a_valid_token_are_marked(temperature):
+    logits, sampled = noise(5), request(temperature=temperature, top_p=0.9)
+    logits[1, 3], logits[2], logits[3, 0] = math.nan, -math.inf, math.inf
+    logits[4, 0] = -math.inf  # a token without probability is valid
+    chosen = opened(5, sampled).choose(logits, torch.arange(5), torch.arange(5), Features.of(sampled))
     assert chosen.bad.tolist() == [False, True, True, True, False]
     assert ((chosen.token >= 0) & (chosen.token < VOCABULARY)).all()
     if temperature <= 1e-5:
         assert chosen.token[[0, 4]].tolist() == logits[[0, 4]].argmax(-1).tolist()
 
 
-def test_a_ban_of_everything_is_marked() -> None:
-    asked = request(temperature=0, min_new_tokens=3, stop_ids=list(range(VOCABULARY)))
-    assert alone(noise(1)[0], asked, 2).bad.tolist() == [True]
-    assert alone(noise(1)[0], asked, 5).bad.tolist() == [False]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_log_probabilities_are_of_the_models_own_distribution(dtype: torch.dtype) -> None:
+def test_log_probabilities_are_of_the_unmodified_distribution(dtype):
     logits = noise(1, dtype=dtype)[0]
     asked = request(temperature=0.5, top_k=3, logit_bias={2: 50.0}, log_probabilities=3)
     chosen = alone(logits, asked, 0)
     assert int(chosen.token) == 2
     expected = torch.log_softmax(logits.double(), -1)
     wide = torch.promote_types(dtype, torch.float32)
-    assert chosen.scores is not None
     assert chosen.scores.log_probability.dtype == wide
     torch.testing.assert_close(chosen.scores.log_probability, expected[2:3].to(wide))
     best = logits.double().sort(descending=True, stable=True).indices[:5]
@@ -215,7 +182,7 @@ def test_log_probabilities_are_of_the_models_own_distribution(dtype: torch.dtype
     assert alone(logits, request(), 0).scores is None
 
 
-def test_the_likeliest_of_equals_is_the_smallest_id_in_every_precision() -> None:
+def test_ties_are_ordered_by_token_id():
     logits = noise(40, seed=2).round().clamp(-1, 1)
     logits[0] *= -0.0
     expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :7]
@@ -224,7 +191,7 @@ def test_the_likeliest_of_equals_is_the_smallest_id_in_every_precision() -> None
     assert likeliest(logits, 99).shape == (40, VOCABULARY)
 
 
-def test_a_prompt_is_scored_row_by_row() -> None:
+def test_prompts_are_scored_in_chunks():
     logits, targets = noise(150, dtype=torch.float32), torch.arange(150) % VOCABULARY
     scored = prompt_log_probabilities(logits, targets, 4)
     for part, whole in zip(scored, score(logits, targets, 4), strict=True):
@@ -233,7 +200,7 @@ def test_a_prompt_is_scored_row_by_row() -> None:
     torch.testing.assert_close(scored.log_probability, -expected)
 
 
-def test_features_are_what_any_request_needs_and_no_more() -> None:
+def test_features():
     greedy = Features.of(request(temperature=0, top_p=0.5, stop_ids=[3]))
     drawn = Features.of(request(log_probabilities=0))
     asked = Features.of(request(top_p=0.5, log_probabilities=6, min_new_tokens=1, presence_penalty=1.0))
@@ -244,11 +211,11 @@ def test_features_are_what_any_request_needs_and_no_more() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cuda_graph_chooses_what_the_cpu_chooses(dtype: torch.dtype) -> None:
+def test_a_cuda_graph_equals_the_cpu(dtype):
     names, vocabulary, rows = sorted(REQUESTS), 5000, 40
     states = {device: SamplerState(rows, vocabulary, device, eos_ids=(0,)) for device in ("cpu", "cuda")}
 
-    def settle(shift: int) -> None:
+    def settle(shift: int):
         for state in states.values():
             for lane in range(rows):
                 asked = request(**REQUESTS[names[(lane + shift) % len(names)]] | {"log_probabilities": 5})
@@ -279,8 +246,6 @@ def test_a_cuda_graph_chooses_what_the_cpu_chooses(dtype: torch.dtype) -> None:
         states["cpu"].record(expected.token, lanes.cpu(), where >= 0)
         assert chosen.token.tolist() == expected.token.tolist()
         assert chosen.bad.tolist() == expected.bad.tolist()
-        assert chosen.scores is not None
-        assert expected.scores is not None
         assert chosen.scores.top_ids.tolist() == expected.scores.top_ids.tolist()
         torch.testing.assert_close(chosen.scores.log_probability.cpu(), expected.scores.log_probability)
 
@@ -305,7 +270,7 @@ def chi_square(tokens: Tensor, probability: Tensor) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-def test_draws_have_the_distribution_of_the_logits() -> None:
+def test_draws_follow_the_distribution_of_the_logits():
     logits = noise(1)[0]
     for fields in ({}, {"temperature": 2.5}, {"seed": 1 << 70}, {"seed": -1}):
         tokens = draws(logits, 40_000, **fields)
@@ -313,7 +278,7 @@ def test_draws_have_the_distribution_of_the_logits() -> None:
         assert abs(chi_square(tokens, expected)) < 4
 
 
-def test_rare_tokens_are_as_rare_as_they_should_be() -> None:
+def test_rare_tokens():
     # One token takes nearly all; 1,999 others share 5 %, each 2.5e-5.
     logits = torch.zeros(2000, dtype=torch.float64)
     logits[17] = math.log(19 * 1999)
@@ -324,7 +289,7 @@ def test_rare_tokens_are_as_rare_as_they_should_be() -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
-def test_seeds_and_samples_draw_independently(other: dict[str, int]) -> None:
+def test_seeds_and_samples_draw_independently(other):
     logits = torch.zeros(8, dtype=torch.float64)
     one, two = draws(logits, 20_000), draws(logits, 20_000, **other)
     assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
@@ -332,13 +297,13 @@ def test_seeds_and_samples_draw_independently(other: dict[str, int]) -> None:
     assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4
 
 
-def test_the_same_seed_draws_the_same_and_seeds_are_modulo_two_to_the_64th() -> None:
+def test_seeds_are_modulo_two_to_the_64th():
     logits = noise(1)[0]
     assert draws(logits, 50, seed=9).tolist() == draws(logits, 50, seed=9 + (1 << 64)).tolist()
     assert draws(logits, 50, seed=9).tolist() != draws(logits, 50, seed=10).tolist()
 
 
-def test_the_sampler_itself_draws_only_what_hugging_face_leaves() -> None:
+def test_truncation_equals_hugging_face_s():
     logits = noise(1, seed=4)[0]
     warped = logits[None] / 2
     for warper in (TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)):
